@@ -231,11 +231,12 @@ class SpanKernels(Kernels):
         scale: float,
         window: int | None,
         sinks: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
         real, host = self._host(batch, kv)
         if not real:
             return _padded(batch, q.flatten(1)[:0])
-        return _padded(batch, super().attend(q[:real], kv, host, layer, scale, window, sinks))
+        return _padded(batch, super().attend(q[:real], kv, host, layer, scale, window, sinks, causal))
 
     def attend_latent(self, q: Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int) -> Tensor:
         real, host = self._host(batch, kv)

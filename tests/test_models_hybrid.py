@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import random
@@ -16,12 +15,12 @@ from transformers.models.bamba.modeling_bamba import mamba2_selective_state_upda
 
 from quire.cli.inspect import describe
 from quire.config import EngineConfig
-from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, ModelConfigError
+from quire.models import registry
 from quire.models.quantize import quantize_folder
 from quire.models.random_checkpoint import write_checkpoint
-from quire.models.registry import check_ranks, load_model
+from quire.models.registry import load_model
 from quire.ops import Kernels, Quantization, RaggedBatch, choose_kernels, self_test
 from quire.ops.cpu import library
 from quire.ops.experts import LoopedExperts
@@ -30,7 +29,6 @@ from quire.ops.mamba import MambaWeights
 from quire.ops.recurrent import RecurrentCache, RecurrentShape
 from quire.ops.short_conv import ConvShape, ShortConvWeights
 from quire.ops.states import StateCache, StateShape
-from tests import test_determinism as product
 from tests.oracle import (
     chunked_logits,
     edit_json,
@@ -41,10 +39,19 @@ from tests.oracle import (
     reference_logits,
     save_checkpoint,
 )
+from tests.recurrent_engines import (
+    ORDER,
+    check_drafts,
+    check_other_kernels,
+    check_ranks,
+    check_refusals,
+    check_switches,
+    each_alone,
+    greedy_in,
+)
 from tests.test_models_deepseek import edit_tensors
 
 PROMPT = random_prompt(90)
-ORDER = list(range(len(product.prompts())))
 MULTIPLIERS = {
     "embedding_multiplier": 12.0,
     "attention_multiplier": 0.1,
@@ -546,27 +553,12 @@ def alone(folder: str) -> dict[int, Any]:
     return each_alone({"model": folder, "threads": 1}, ORDER)
 
 
-def each_alone(setting: dict[str, Any], indices: list[int]) -> dict[int, Any]:
-    engine = Engine(EngineConfig(**setting, prefix_cache="off"))
-    outcomes: dict[int, Any] = {}
-    for index in indices:
-        outcomes |= product.run(engine, [index])
-    return outcomes
-
-
 def test_nothing_around_a_request_changes_its_tokens(folder: str, alone: dict[int, Any]) -> None:
-    setting = {"model": folder, "threads": 1}
-    assert len({tuple(token for token, _, _ in outcome) for outcome in alone.values()}) == len(alone)
-    product.assert_switches_change_nothing(setting, alone, product.PART)
+    check_switches(folder, alone)
 
 
 def test_drafts_change_no_token(folder: str, alone: dict[int, Any]) -> None:
-    spec = {"method": "ngram", "adaptive": False, "prompt_lookup_min": 1, "num_speculative_tokens": 7}
-    for switches in product.PART[:2]:
-        engine = product.engine_of({"model": folder, "threads": 1}, switches, speculative_config=spec)
-        assert product.run(engine, ORDER) == alone
-        assert product.run(engine, ORDER[::-1], first_id=100, stagger=2) == alone
-        assert engine.stats.drafted > 0
+    check_drafts(folder, alone)
 
 
 def test_what_is_cached_changes_no_token_and_is_used(folder: str) -> None:
@@ -583,17 +575,6 @@ def test_what_is_cached_changes_no_token_and_is_used(folder: str) -> None:
     assert found[0] == 0 and found[2] >= 160 and found[3] == 209
 
 
-def greedy_in(engine: Engine, number: int, prompt: list[int]) -> tuple[list[int], int]:
-    """Some tokens after a prompt, and how many of the prompt's were cached."""
-    engine.add(Request(number, prompt, product.params(0), max_tokens=5))
-    tokens, cached = [], 0
-    while not engine.idle:
-        for update in engine.step():
-            tokens += update.tokens
-            cached = update.cached_tokens
-    return tokens, cached
-
-
 TWO, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 OTHERS = [(name, ranks) for name in ENGINES for ranks in (TWO, STAGES) if (name, ranks) != ("granitemoehybrid", TWO)]
 
@@ -604,32 +585,21 @@ OTHERS = [(name, ranks) for name in ENGINES for ranks in (TWO, STAGES) if (name,
     indirect=["folder"],
 )
 def test_ranks_change_nothing(ranks: dict[str, Any], folder: str, alone: dict[int, Any]) -> None:
-    with contextlib.closing(product.engine_of({"model": folder, "threads": 1}, product.PART[0], **ranks)) as engine:
-        assert product.run(engine, ORDER) == alone
-        assert product.run(engine, ORDER[::-1], first_id=100, stagger=2) == alone
+    check_ranks(folder, alone, ranks)
 
 
 def test_ranks_that_would_cut_a_head_or_a_group_are_refused(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "nemotron_h")
     for size in (1, 2, 4):
-        check_ranks(folder, size)  # ranks may share a group
+        registry.check_ranks(folder, size)  # ranks may share a group
     edit_json(folder / "config.json", {"mamba_num_heads": 6, "n_groups": 3})
     with pytest.raises(ConfigError, match=r"and the 6 heads and 3 groups of its recurrent layers; allowed: 1$"):
-        check_ranks(folder, 2)
+        registry.check_ranks(folder, 2)
 
 
 def test_plain_torch_changes_nothing_either(folder: str) -> None:
-    setting, order = {"model": folder, "threads": 1, "cpu_kernels": "torch"}, ORDER[:2] + ORDER[6:]
-    alone = each_alone(setting, order)
-    engine = product.engine_of(setting, product.Switches(16, "radix", 40, True, overlap=True))
-    assert product.run(engine, order) == alone
-    assert product.run(engine, order[::-1], first_id=100, stagger=2) == alone
+    check_other_kernels(folder, "torch", ORDER[:2] + ORDER[6:])
 
 
 def test_what_is_not_there_yet_is_refused(folder: str) -> None:
-    for options, words in (
-        ({"host_kv_memory": "1MiB"}, "or recurrent ones: not yet"),
-        ({"speculative_config": {"method": "draft_model", "model": folder}}, "it has recurrent layers"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            Engine(EngineConfig(model=folder, threads=1, **options))
+    check_refusals(folder)

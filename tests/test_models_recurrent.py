@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 from dataclasses import replace
@@ -35,10 +34,19 @@ from tests.oracle import (
     reference_logits,
     save_checkpoint,
 )
+from tests.recurrent_engines import (
+    ORDER,
+    check_drafts,
+    check_other_kernels,
+    check_ranks,
+    check_refusals,
+    check_switches,
+    each_alone,
+    greedy_in,
+)
 from tests.test_models_deepseek import edit_tensors
 
 PROMPT = random_prompt(90)
-ORDER = list(range(len(product.prompts())))
 SECTIONS = {
     "rope_type": "default",
     "rope_theta": 5000.0,
@@ -306,39 +314,15 @@ def alone(folder: str) -> dict[int, Any]:
     return each_alone({"model": folder, "threads": 1}, ORDER)
 
 
-def each_alone(setting: dict[str, Any], indices: list[int]) -> dict[int, Any]:
-    engine = Engine(EngineConfig(**setting, prefix_cache="off"))
-    outcomes: dict[int, Any] = {}
-    for index in indices:
-        outcomes |= product.run(engine, [index])
-    return outcomes
-
-
 def test_nothing_around_a_request_changes_its_tokens(folder: str, alone: dict[int, Any]) -> None:
-    setting = {"model": folder, "threads": 1}
-    assert len({tuple(token for token, _, _ in outcome) for outcome in alone.values()}) == len(alone)
-    product.assert_switches_change_nothing(setting, alone, product.PART)
+    check_switches(folder, alone)
 
 
 def test_drafts_change_no_token(folder: str, alone: dict[int, Any]) -> None:
-    spec = {"method": "ngram", "adaptive": False, "prompt_lookup_min": 1, "num_speculative_tokens": 7}
-    for switches in product.PART[:2]:
-        engine = product.engine_of({"model": folder, "threads": 1}, switches, speculative_config=spec)
-        assert product.run(engine, ORDER) == alone
-        assert product.run(engine, ORDER[::-1], first_id=100, stagger=2) == alone
-        assert engine.stats.drafted > 0
+    check_drafts(folder, alone)
 
 
 def test_hits_at_a_prompts_end_at_a_branch_and_at_periodic_marks(folder: str) -> None:
-    def run(engine: Engine, id: int, prompt: list[int]) -> tuple[list[int], int]:
-        engine.add(Request(id, prompt, product.params(0), max_tokens=5))
-        tokens, cached = [], 0
-        while not engine.idle:
-            for update in engine.step():
-                tokens += update.tokens
-                cached = update.cached_tokens
-        return tokens, cached
-
     common = {"model": folder, "threads": 1, "max_model_len": 512, "check_invariants": True}
     with_cache, without = Engine(EngineConfig(**common)), Engine(EngineConfig(**common, prefix_cache="off"))
     interval = 16 * with_cache.scheduler.kv.groups[1].states.interval
@@ -348,8 +332,8 @@ def test_hits_at_a_prompts_end_at_a_branch_and_at_periodic_marks(folder: str) ->
     prompts += [prompts[0], head[:175] + random_prompt(30, seed=9)]
     found = []
     for id, prompt in enumerate(prompts):
-        tokens, cached = run(with_cache, id, prompt)
-        assert (tokens, 0) == run(without, id, prompt)
+        tokens, cached = greedy_in(with_cache, id, prompt)
+        assert (tokens, 0) == greedy_in(without, id, prompt)
         found.append(cached)
     assert found == [0, 160, 192, 192, 239, 160]
 
@@ -368,32 +352,20 @@ def test_the_plan_says_what_states_take_and_how_many_requests_fit(folder: str) -
 
 
 def test_what_is_not_there_yet_is_refused(folder: str) -> None:
-    for options, words in (
-        ({"host_kv_memory": "1MiB"}, "or recurrent ones: not yet"),
-        ({"speculative_config": {"method": "draft_model", "model": folder}}, "it has recurrent layers"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            Engine(EngineConfig(model=folder, threads=1, **options))
+    check_refusals(folder)
 
 
 @pytest.mark.parametrize(
     "ranks", [{"tensor_parallel_size": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow)]
 )
 def test_ranks_change_nothing(ranks: dict[str, Any], folder: str, alone: dict[int, Any]) -> None:
-    with contextlib.closing(product.engine_of({"model": folder, "threads": 1}, product.PART[0], **ranks)) as engine:
-        assert product.run(engine, ORDER) == alone
-        assert product.run(engine, ORDER[::-1], first_id=100, stagger=2) == alone
+    check_ranks(folder, alone, ranks)
 
 
 @pytest.mark.parametrize("isa", [*library.usable()[1:], "torch"])
 @pytest.mark.slow
 def test_nothing_around_a_request_changes_its_tokens_on_other_instruction_sets(isa: str, folder: str) -> None:
-    setting = {"model": folder, "threads": 1, "cpu_kernels": isa}
-    order = ORDER[:3] + ORDER[5:]
-    alone = each_alone(setting, order)
-    engine = product.engine_of(setting, product.Switches(16, "radix", 40, True, overlap=True))
-    assert product.run(engine, order) == alone
-    assert product.run(engine, order[::-1], first_id=100, stagger=2) == alone
+    check_other_kernels(folder, isa, ORDER[:3] + ORDER[5:])
 
 
 def test_ranks_that_would_cut_a_head_are_refused(folder: str) -> None:

@@ -23,7 +23,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, Span
 from quire.engine.engine import Engine
-from quire.ops import Kernels, KVCache, self_test
+from quire.ops import Kernels, KVCache, self_test, self_test_layers
 from quire.ops.quantized import Quantization
 from quire.ops.triton.kernels import TritonKernels
 from quire.runner import device_forward
@@ -235,7 +235,7 @@ def test_the_self_test_of_the_doctor_passes(monkeypatch):
     monkeypatch.setattr(self_test, "QUANTIZATIONS", (Quantization("int8"),))
     monkeypatch.setattr(self_test, "ROW_COUNTS", (1, 9))
     monkeypatch.setattr(self_test, "LINEAR_SHAPES", ((96, 128),))
-    monkeypatch.setattr(self_test, "CONTEXT", 40)
+    monkeypatch.setattr(self_test_layers, "CONTEXT", 40)
     monkeypatch.setattr(self_test, "CHUNKINGS", ((39, 1),))
     monkeypatch.setattr(self_test, "CACHES", ((torch.float16, "int8"),))
     monkeypatch.setattr(self_test, "EXPERTS_SHAPE", (3, 2, 64, 64))

@@ -45,7 +45,6 @@ def table() -> dict[tuple[str, str, int], list[Usage]]:
     return found
 
 
-@pytest.mark.slow
 @EACH_ARCHITECTURE
 @pytest.mark.parametrize("module", MODULES)
 def test_no_kernel_takes_much_more_than_the_table_says(module: str, arch: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from typing import NamedTuple, Protocol
 
 from quire.errors import ConfigError, QuireError
@@ -42,7 +43,7 @@ class Closed(Protocol):
         """Ask no more."""
 
 
-class Agent:
+class Agent(ABC):
     """What agents have in common: the thread, what it does when there is no answer, and how it ends.
 
     Args:
@@ -93,22 +94,22 @@ class Agent:
 
     # -- what an agent is --------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _connect(self) -> None:
         """Find it, and say `_found`; before all else, and again after an error."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _advance(self) -> None:
         """Take in what the engine says, answer it, and tell some of what has changed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take_in(self, wait_seconds: float) -> None:
         """Take in what the engine says; waits so long where it says nothing."""
-        raise NotImplementedError
 
-    def _give_up(self) -> None:
+    def _give_up(self) -> None:  # noqa: B027  # not every agent has something to give up
         """It does not answer any more."""
 
-    def _leave(self) -> None:
+    def _leave(self) -> None:  # noqa: B027
         """The thread ends."""
 
     # -- the thread's ----------------------------------------------------------------------------------------

@@ -137,8 +137,7 @@ class Attention:
         factors = self.query_factors.of(batch) if self.query_factors else None
         if factors is not None:
             q = q.mul_(factors)
-        sees = self.window, self.sinks, *(() if self.causal else (False,))
-        out = self._kernels.attend(q, kv, batch, self.layer, self.scale, *sees)
+        out = self._kernels.attend(q, kv, batch, self.layer, self.scale, self.window, self.sinks, self.causal)
         kv.pulse[0] += 1
         return self.output(out if self.gate is None else sigmoid_gated(out, self.gate(x)))
 

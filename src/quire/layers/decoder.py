@@ -195,18 +195,10 @@ class DecoderLayer:
         self.before_mlp = _norm(weights, names.before_mlp, config)
         self.after_mlp = _norm(weights, names.after_mlp, config)
         self._query_factors = self.attention.query_factors if self.attention else None
-        self.mlp: GatedMLP | PlainMLP | ExpertsLayer | MLPBesideExperts | None = None
-        self.experts: ExpertsLayer | None = None
-        if not config.mixes:
-            pass
-        elif config.experts is None:
-            self.mlp = mlp_of(weights, "mlp.", config.mlp_bias, config.activation)
-        elif config.experts_beside:
-            inside = config.activation, config.hidden_size, config.rms_norm_eps
-            self.mlp = MLPBesideExperts(config.experts, weights, *inside)
-            self.experts = self.mlp.experts
-        else:
-            self.mlp = self.experts = ExpertsLayer(config.experts, weights)
+        self.mlp = _mlp(config, weights) if config.mixes else None
+        self.experts = self.mlp.experts if isinstance(self.mlp, MLPBesideExperts) else None
+        if isinstance(self.mlp, ExpertsLayer):
+            self.experts = self.mlp
         self._gate = PerLayerGate(weights, config.rms_norm_eps) if config.per_layer_input else None
         self._scalar = float(weights.tensor("layer_scalar")) if config.scalar else None
         last = self._gate.norm if self._gate else self.after_mlp
@@ -320,6 +312,15 @@ def _added(norm: RMSNorm | None, x: torch.Tensor | None, residual: torch.Tensor)
         residual = x + residual
         return residual, residual
     return norm.with_residual(x, residual)
+
+
+def _mlp(config: LayerConfig, weights: LayerWeights) -> GatedMLP | PlainMLP | ExpertsLayer | MLPBesideExperts:
+    """The MLP of a layer, or the experts that it has in its place, or beside it."""
+    if config.experts is None:
+        return mlp_of(weights, "mlp.", config.mlp_bias, config.activation)
+    if config.experts_beside:
+        return MLPBesideExperts(config.experts, weights, config.activation, config.hidden_size, config.rms_norm_eps)
+    return ExpertsLayer(config.experts, weights)
 
 
 def _shared(output: Linear, down: Linear) -> SharedLayer | None:

@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from quire.ops import self_test_layers
 from quire.ops.experts import Routing
 from quire.ops.kernels import Kernels
-from quire.ops.kv_cache import KVCache, KVCacheDtype
+from quire.ops.kv_cache import KVCacheDtype
 from quire.ops.linear import Product
-from quire.ops.mamba import MambaWeights
 from quire.ops.mxfp4 import BIAS, GROUP, NUMBERS, Mxfp4Weight
 from quire.ops.quantized import Quantization
-from quire.ops.ragged import DeviceSpans, DeviceTrees, RaggedBatch, Trees
-from quire.ops.short_conv import ConvCache, ConvShape, ShortConvWeights
-from quire.ops.states import DeltaNetWeights, StateCache, StateShape
 from quire.parallel.group import OneRank, share
 
+Quantized = Quantization | Literal["mxfp4"]
+Stored = torch.dtype | Quantized
+"""How a weight is stored."""
+
 DTYPES = (torch.bfloat16, torch.float32)
-QUANTIZATIONS: tuple[Quantization | Literal["mxfp4"], ...] = (Quantization("int8"), Quantization("int4", 64), "mxfp4")
+QUANTIZATIONS: tuple[Quantized, ...] = (Quantization("int8"), Quantization("int4", 64), "mxfp4")
 ROW_COUNTS = (1, 2, 3, 5, 7, 8, 9, 16, 31, 33, 64, 65)
 LINEAR_SHAPES = ((256, 256), (704, 256), (256, 704), (128, 4096))
 """(outputs, inputs). Long sums show differences that short ones hide."""
@@ -37,7 +38,6 @@ SHORT_SHAPES = ((72, 1000),)
 SHARED_SHAPE, RANKS = (360, 704), (2, 3, 4)
 """A product that ranks share, not all in whole panels; and how many they are."""
 
-CONTEXT = 300
 CHUNKINGS = ((1, 299), (16, 284), (128, 128, 44), (129, 171), (255, 1, 44), (100, 100, 100), (299, 1))
 """Ways to cut a context into spans."""
 
@@ -90,10 +90,9 @@ def run(kernels: Kernels) -> Iterator[Check]:
     yield from (check_routing(kernels, name) for name in ROUTINGS)
     yield from (check_experts(kernels, how) for how in (*DTYPES, *QUANTIZATIONS))
     yield from (check_latent_attention(kernels, dtype, cache) for dtype, cache in LATENT_CACHES)
-    if type(kernels).delta_net is not Kernels.delta_net:  # plain torch takes seconds, a row at a time
-        yield check_delta_net(kernels, torch.bfloat16)
-        yield check_mamba(kernels, torch.bfloat16)
-        yield check_short_conv(kernels, torch.bfloat16)
+    for name, check in RECURRENT.items():
+        if getattr(type(kernels), name) is not getattr(Kernels, name):  # plain torch takes seconds, a row at a time
+            yield check(kernels, torch.bfloat16)
     yield from (check_trees(kernels, dtype, cache) for dtype, cache in CACHES)
     yield from (check_latent_trees(kernels, dtype, cache) for dtype, cache in LATENT_CACHES)
 
@@ -124,7 +123,7 @@ def check_linear(kernels: Kernels, dtype: torch.dtype, shapes: Sequence[tuple[in
     return Check(f"linear {_name(dtype)}", cases, tuple(failures))
 
 
-def check_quantized_linear(kernels: Kernels, how: Quantization | Literal["mxfp4"]) -> Check:
+def check_quantized_linear(kernels: Kernels, how: Quantized) -> Check:
     """As `check_linear`, with a weight in 8 or 4 bits."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(320, 704, generator=generator)
@@ -136,7 +135,7 @@ def check_quantized_linear(kernels: Kernels, how: Quantization | Literal["mxfp4"
     return Check(f"linear {_name(how)}", cases + 1, tuple(failures))
 
 
-def check_shares(kernels: Kernels, how: torch.dtype | Quantization | Literal["mxfp4"]) -> Check:
+def check_shares(kernels: Kernels, how: Stored) -> Check:
     """The outputs that a rank has of a product against the same ones of the whole product."""
     generator = torch.Generator().manual_seed(0)
     dtype = how if isinstance(how, torch.dtype) else torch.bfloat16
@@ -204,7 +203,7 @@ def check_routing(kernels: Kernels, name: str) -> Check:
     return Check(f"routing by {name}", cases + 1, tuple(failures))
 
 
-def check_experts(kernels: Kernels, how: torch.dtype | Quantization | Literal["mxfp4"]) -> Check:
+def check_experts(kernels: Kernels, how: Stored) -> Check:
     """A token's experts beside some of the other tokens' and beside all of them.
 
     Args:
@@ -237,12 +236,7 @@ def check_experts(kernels: Kernels, how: torch.dtype | Quantization | Literal["m
     return Check(f"experts {_name(how)}", cases + 1, tuple(failures))
 
 
-def _product(
-    kernels: Kernels,
-    weight: torch.Tensor,
-    dtype: torch.dtype,
-    how: torch.dtype | Quantization | Literal["mxfp4"] = torch.float32,
-) -> Product:
+def _product(kernels: Kernels, weight: torch.Tensor, dtype: torch.dtype, how: Stored = torch.float32) -> Product:
     """The product with a weight in `dtype`, or quantized."""
     if how == "mxfp4":
         return kernels.pack_mxfp4([_mxfp4(weight)])
@@ -267,36 +261,44 @@ def _near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 def check_attention(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> Check:
     """A context's attention cut into chunks, and beside another request, against all of it at once."""
-    return _check_chunks("attention", _Attention, kernels, dtype, kv_cache_dtype)
+    return _check_chunks("attention", self_test_layers.Attention, kernels, dtype, kv_cache_dtype)
 
 
 def check_latent_attention(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> Check:
     """As `check_attention`, of latent attention, with the products of its heads."""
-    return _check_chunks("latent attention", _LatentAttention, kernels, dtype, kv_cache_dtype)
+    return _check_chunks("latent attention", self_test_layers.LatentAttention, kernels, dtype, kv_cache_dtype)
 
 
 def check_delta_net(kernels: Kernels, dtype: torch.dtype) -> Check:
     """As `check_attention`, of a gated delta net."""
-    return _check_chunks("gated delta net", _DeltaNet, kernels, dtype, "auto")
+    return _check_chunks("gated delta net", self_test_layers.DeltaNet, kernels, dtype, "auto")
 
 
 def check_mamba(kernels: Kernels, dtype: torch.dtype) -> Check:
     """As `check_attention`, of a Mamba 2 layer."""
-    return _check_chunks("Mamba 2", _Mamba, kernels, dtype, "auto")
+    return _check_chunks("Mamba 2", self_test_layers.Mamba, kernels, dtype, "auto")
 
 
 def check_short_conv(kernels: Kernels, dtype: torch.dtype) -> Check:
     """As `check_attention`, of a gated short convolution."""
-    return _check_chunks("short convolution", _ShortConv, kernels, dtype, "auto")
+    return _check_chunks("short convolution", self_test_layers.ShortConv, kernels, dtype, "auto")
+
+
+RECURRENT = {"delta_net": check_delta_net, "mamba": check_mamba, "short_conv": check_short_conv}
+"""By the name of the kernel."""
 
 
 def _check_chunks(
-    name: str, kind: type[_Attention], kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype
+    name: str,
+    kind: type[self_test_layers.Attention],
+    kernels: Kernels,
+    dtype: torch.dtype,
+    kv_cache_dtype: KVCacheDtype,
 ) -> Check:
     failures, cases = [], 1
     with kernels.threads(1):
-        whole = kind(kernels, dtype, kv_cache_dtype, 16)([CONTEXT])
-    if not _near(whole, kind(Kernels(), torch.float32, kv_cache_dtype, 16)([CONTEXT])):
+        whole = kind(kernels, dtype, kv_cache_dtype, 16)([self_test_layers.CONTEXT])
+    if not _near(whole, kind(Kernels(), torch.float32, kv_cache_dtype, 16)([self_test_layers.CONTEXT])):
         failures.append("against plain torch")
     for block_size, neighbour, threads in ((16, 0, 1), (64, 37, 2)):
         attend = kind(kernels, dtype, kv_cache_dtype, block_size)
@@ -312,16 +314,20 @@ def _check_chunks(
 
 def check_trees(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> Check:
     """Attention of rows in a tree, as drafts are, against the same rows where their ancestors are all there is."""
-    return _check_trees("attention", _Attention, kernels, dtype, kv_cache_dtype)
+    return _check_trees("attention", self_test_layers.Attention, kernels, dtype, kv_cache_dtype)
 
 
 def check_latent_trees(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> Check:
     """As `check_trees`, of latent attention, with the products of its heads."""
-    return _check_trees("latent attention", _LatentAttention, kernels, dtype, kv_cache_dtype)
+    return _check_trees("latent attention", self_test_layers.LatentAttention, kernels, dtype, kv_cache_dtype)
 
 
 def _check_trees(
-    name: str, kind: type[_Attention], kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype
+    name: str,
+    kind: type[self_test_layers.Attention],
+    kernels: Kernels,
+    dtype: torch.dtype,
+    kv_cache_dtype: KVCacheDtype,
 ) -> Check:
     failures, cases = [], 0
     exact = kind(Kernels(), torch.float32, kv_cache_dtype, 16)
@@ -356,254 +362,7 @@ def _to_leaves(paths: Sequence[list[int]]) -> list[list[int]]:
     return [path for path in paths if path[-1] not in parents]
 
 
-class _Attention:
-    """Attention of one request of `CONTEXT` tokens with given numbers, computed in any chunks."""
-
-    heads, kv_heads, dim, sides = 4, 2, 64, 2
-    width, turned = (4 + 2 * 2) * 64, 64
-    """Numbers of a token, and how many of a head's are rotated."""
-
-    def __init__(self, kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype, block_size: int) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.rows = self._draw(CONTEXT, self.width, generator=generator).to(kernels.device, dtype)
-        angles = torch.randn(CONTEXT, self.turned // 2, generator=generator).to(kernels.device)
-        self.cos, self.sin = angles.cos(), angles.sin()
-        self.blocks = -(-CONTEXT // block_size)
-        self.table = torch.randperm(self.blocks, generator=generator) + 1
-        self.kernels, self.dtype, self.kv_cache_dtype, self.block_size = kernels, dtype, kv_cache_dtype, block_size
-
-    @staticmethod
-    def _draw(*shape: int, generator: torch.Generator) -> torch.Tensor:
-        """Random numbers that are the same in each data type."""
-        return torch.randn(shape, generator=generator).bfloat16().float()
-
-    def cache(self, filled: int = 0) -> KVCache:
-        """Room for two such requests, in which the first tokens of one are stored."""
-        shape = (2 * self.blocks + 1, 1, self.kv_heads, self.dim, self.block_size)
-        cache = KVCache(*shape, self.dtype, self.kv_cache_dtype, self.kernels.device, self.sides)
-        if filled:
-            self._span(cache, range(filled), 0)
-        return cache
-
-    def __call__(self, chunks: Sequence[int], neighbour: int = 0) -> torch.Tensor:
-        """[CONTEXT, ..]. Each chunk shares its step with `neighbour` rows of another request."""
-        cache, out, start = self.cache(), [], 0
-        for length in chunks:
-            out.append(self._span(cache, range(start, start + length), start, neighbour))
-            start += length
-        return torch.cat(out)
-
-    def behind(
-        self,
-        cache: KVCache,
-        base: int,
-        tokens: Sequence[int],
-        paths: Sequence[Sequence[int]] | None = None,
-        neighbour: int = 0,
-    ) -> torch.Tensor:
-        """[tokens, ..]: of the tokens `base` + each, which stand after the first `base`.
-
-        Args:
-            cache: holds these.
-            paths: of a tree whose rows they are; None: they continue one another.
-        """
-        return self._span(cache, [base + token for token in tokens], base, neighbour, paths)
-
-    def _span(
-        self,
-        cache: KVCache,
-        tokens: Sequence[int],
-        start: int,
-        neighbour: int = 0,
-        paths: Sequence[Sequence[int]] | None = None,
-    ) -> torch.Tensor:
-        """These tokens' rows from position `start` on, in a step with `neighbour` rows of another request."""
-        spans, count = [(start, len(tokens), self.table)], len(tokens)
-        if neighbour:
-            spans.insert(0, (0, neighbour, self.table + self.blocks))
-        batch = _batch(spans, self.block_size, self.kernels, paths)
-        rows = self.rows[[*range(neighbour), *tokens]]
-        tables = self.cos[batch.positions], self.sin[batch.positions]
-        return self.step(rows, tables, cache, batch)[-count:]
-
-    def step(
-        self, rows: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
-    ) -> torch.Tensor:
-        """What a layer's attention makes of a step's rows [rows, width]: [rows, ..]."""
-        q = self.kernels.rotate_and_store(rows, None, tables, kv, batch, 0)
-        return self.kernels.attend(q, kv, batch, 0, self.dim**-0.5, None)
-
-
-class _LatentAttention(_Attention):
-    """Latent attention: of each token the queries of 4 heads, then its compressed vector and its key."""
-
-    still, turned, latent = 128, 64, 512
-    kv_heads, dim, sides = 1, 512 + 64, 1
-    width = 4 * (128 + 64) + 512 + 64
-
-    def __init__(self, kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype, block_size: int) -> None:
-        super().__init__(kernels, dtype, kv_cache_dtype, block_size)
-        generator = torch.Generator().manual_seed(2)
-        self.norm = torch.ones(self.latent, device=kernels.device, dtype=dtype)
-        self.into_latent, self.out_of_latent = (
-            kernels.heads(
-                [_product(kernels, weight / 16, dtype) for weight in self._draw(4, *shape, generator=generator)]
-            )
-            for shape in ((self.latent, self.still), (self.still, self.latent))
-        )
-
-    def step(
-        self, rows: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
-    ) -> torch.Tensor:
-        """See `_Attention`: [rows, heads * still]."""
-        q, compressed = rows[:, : -self.dim].reshape(len(rows), self.heads, -1), rows[:, -self.dim :].contiguous()
-        self.kernels.store_latent(compressed, self.norm, 1e-6, tables, kv, batch, 0)
-        turned = self.kernels.rotate_interleaved(q[..., self.still :], tables)
-        q = torch.cat([self.into_latent(q[..., : self.still]), turned], dim=-1)
-        scale = (self.still + self.turned) ** -0.5
-        return self.out_of_latent(self.kernels.attend_latent(q, kv, batch, 0, scale, self.latent)).flatten(1)
-
-
-class _DeltaNet(_Attention):
-    """A gated delta net: of each token queries, keys and values, a gate, and what decays and betas are made of."""
-
-    shape = StateShape(1, 2, 4, 64, 48, 4, torch.float32, 16)
-    rates = 2 * shape.heads
-    width = shape.channels + shape.heads * shape.value_dim + rates
-
-    def __init__(self, kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype, block_size: int) -> None:
-        super().__init__(kernels, dtype, kv_cache_dtype, block_size)
-        shape = self.shape = replace(self.shape, dtype=dtype, block_size=block_size)
-        generator = torch.Generator().manual_seed(3)
-        sizes = (shape.taps, shape.channels), (shape.heads,), (shape.heads,), (shape.value_dim,)
-        conv, decay, shift, norm = (self._draw(*size, generator=generator) for size in sizes)
-        self.weights = DeltaNetWeights(conv, -decay.exp(), shift, norm, 1e-6)
-
-    def cache(self, filled: int = 0) -> KVCache:
-        """Room for two such requests."""
-        return StateCache(2 * self.blocks + 1, self.shape)
-
-    def step(
-        self, rows: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
-    ) -> torch.Tensor:
-        """See `_Attention`: [rows, heads * value_dim]."""
-        if not isinstance(kv, StateCache):
-            raise TypeError(f"a cache of states is needed, not {type(kv).__name__}")
-        x, ab = rows[:, : -self.rates], rows[:, -self.rates :].float()
-        return self.kernels.delta_net(x, ab, self.weights, kv, batch, 0)
-
-
-class _Mamba(_Attention):
-    """Mamba 2: of each token C, B and x, a gate, and what steps are made of."""
-
-    shape = StateShape(1, 2, 4, 64, 48, 4, torch.float32, 16)
-    width = shape.channels + shape.heads * shape.value_dim + shape.heads
-
-    def __init__(self, kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype, block_size: int) -> None:
-        super().__init__(kernels, dtype, kv_cache_dtype, block_size)
-        shape = self.shape = replace(self.shape, dtype=dtype, block_size=block_size)
-        generator = torch.Generator().manual_seed(5)
-        sizes = (shape.taps, shape.channels), (shape.channels,), *((shape.heads,),) * 3
-        conv, bias, decay, shift, skip = (self._draw(*size, generator=generator) for size in sizes)
-        self.weights = MambaWeights(conv, bias, -decay.exp(), shift, skip)
-
-    def cache(self, filled: int = 0) -> KVCache:
-        """Room for two such requests."""
-        return StateCache(2 * self.blocks + 1, self.shape)
-
-    def step(
-        self, rows: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
-    ) -> torch.Tensor:
-        """See `_Attention`: [rows, heads * value_dim]."""
-        if not isinstance(kv, StateCache):
-            raise TypeError(f"a cache of states is needed, not {type(kv).__name__}")
-        heads = self.shape.heads
-        return self.kernels.mamba(rows[:, :-heads], rows[:, -heads:].float(), self.weights, kv, batch, 0)
-
-
-class _ShortConv(_Attention):
-    """A gated short convolution: of each token two gates and what is convolved."""
-
-    channels = 200
-    width = 3 * channels
-
-    def __init__(self, kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype, block_size: int) -> None:
-        super().__init__(kernels, dtype, kv_cache_dtype, block_size)
-        self.shape = ConvShape(1, self.channels, dtype, block_size)
-        generator = torch.Generator().manual_seed(4)
-        sizes = (3, self.channels), (self.channels,)
-        self.weights = ShortConvWeights(*(self._draw(*size, generator=generator) for size in sizes))
-
-    def cache(self, filled: int = 0) -> KVCache:
-        """Room for two such requests."""
-        return self.shape.cache(2 * self.blocks + 1)
-
-    def step(
-        self, rows: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
-    ) -> torch.Tensor:
-        """See `_Attention`: [rows, channels]."""
-        if not isinstance(kv, ConvCache):
-            raise TypeError(f"a cache of inputs is needed, not {type(kv).__name__}")
-        return self.kernels.short_conv(rows, self.weights, kv, batch, 0)
-
-
-def _batch(
-    spans: Sequence[tuple[int, int, torch.Tensor]],
-    block_size: int,
-    kernels: Kernels,
-    paths: Sequence[Sequence[int]] | None = None,
-) -> RaggedBatch:
-    """The batch of spans (start, rows, block table), as these kernels read it; `paths` are of the last one's rows."""
-    places = [torch.arange(start, start + rows) for start, rows, _ in spans]
-    slots = [
-        table[at // block_size] * block_size + at % block_size for at, (_, _, table) in zip(places, spans, strict=True)
-    ]
-    ends = torch.tensor([rows for _, rows, _ in spans]).cumsum(0).tolist()
-    if paths is not None:
-        places[-1] = spans[-1][0] + torch.tensor([len(path) - 1 for path in paths])
-    batch = RaggedBatch(
-        token_ids=torch.zeros(ends[-1], dtype=torch.int64, device=kernels.device),
-        positions=torch.cat(places).to(kernels.device),
-        slots=torch.cat(slots).to(kernels.device),
-        row_starts=[0, *ends],
-        context_lens=[start + rows for start, rows, _ in spans],
-        block_tables=torch.stack([table for _, _, table in spans]),
-        block_size=block_size,
-    )
-    if kernels.reads_spans:
-        batch.spans = DeviceSpans(
-            row_starts=_sent(batch.row_starts, kernels),
-            starts=_sent([start for start, _, _ in spans], kernels),
-            context_lens=_sent(batch.context_lens, kernels),
-            table_rows=_sent(list(range(len(spans))), kernels),
-            block_tables=batch.block_tables.to(kernels.device, torch.int32),
-        )
-    if paths is not None:
-        _add_tree(batch, spans[-1][0], paths, kernels)
-    return batch
-
-
-def _add_tree(batch: RaggedBatch, base: int, paths: Sequence[Sequence[int]], kernels: Kernels) -> None:
-    """Say that the last span's rows follow these paths, from position `base` on."""
-    first = batch.row_starts[-2]
-    on_host = Trees(
-        bases=torch.tensor([*batch.context_lens[:-1], base]),
-        paths=torch.zeros(batch.row_starts[-1], max(map(len, paths)), dtype=torch.int64),
-    )
-    for row, path in enumerate(paths, start=first):
-        on_host.paths[row, : len(path)] = torch.tensor(path)
-    batch.trees = on_host
-    if batch.spans is not None:
-        depths = [*[-1] * first, *(len(path) - 1 for path in paths)]
-        bases, ancestors = (x.to(kernels.device, torch.int32) for x in (on_host.bases, on_host.paths))
-        batch.spans.trees = DeviceTrees(bases, _sent(depths, kernels), ancestors)
-
-
-def _sent(numbers: list[int], kernels: Kernels) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=kernels.device)
-
-
-def _name(how: torch.dtype | Quantization | Literal["mxfp4"]) -> str:
+def _name(how: Stored) -> str:
     return how.scheme if isinstance(how, Quantization) else str(how).removeprefix("torch.")
 
 

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from quire.ops.kv_cache import KVCache
 from quire.ops.ragged import DeviceSpans, RaggedBatch
-from quire.ops.triton.splits import SHORT, Splits, items_of, list_splits, locate, of_trees, reach
+from quire.ops.triton.splits import SHORT, Splits, assigned, items_of, list_splits, of_trees
 
 TILE_BYTES = 1 << 14
 """Of a tile's keys, and of its values: with three in flight, they fit the 99 KiB of a consumer card's
@@ -220,22 +220,10 @@ def _attend(
     kv_head = tl.program_id(1)
     first_item, last_item = items_of(before, spans, tiles)
     for item in range(first_item, last_item, workers):
-        span, span_first, span_last, first_row, listed = locate(row_starts, before, spans, tiles, item, TOKENS)
-        start = tl.load(starts + span) + first_row - span_first
-        tokens = tl.minimum(span_last - first_row, TOKENS)
-        base, low, high, first_split, last_split = reach(
-            start, tokens, first_row, span, bases, depths, context_lens, path_width, WINDOW, SPLIT
+        span, first_row, start, tokens, base, low, high, first_split, last_split, listed = assigned(
+            *(item, row_starts, starts, before, spans, tiles, bases, depths, context_lens, path_width),
+            *(WINDOW, CAUSAL, SPLIT, TOKENS),
         )
-        if not CAUSAL:  # rows see up to their span's end, or as far ahead as back
-            high = start + span_last - first_row
-            if WINDOW:
-                high = tl.minimum(high, start + tokens + WINDOW - 1)
-            last_split = tl.cdiv(high, SPLIT)
-        last_split = tl.where(tokens > 0, last_split, first_split)
-        if listed >= 0:
-            first_split += listed
-            last_split = first_split + 1
-
         row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
         token, head = row // GROUP, kv_head * GROUP + row % GROUP
         is_row = token < tokens
@@ -291,14 +279,14 @@ def _attend(
                             *(HEAD_DIM, PLANE, QUANTIZED, DIM),
                         )
                         out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
-            if listed >= 0:
+            if listed:
                 slot = (item * short + token) * (KV_HEADS * GROUP) + head
                 tl.store(split_out + slot[:, None] * HEAD_DIM + dim[None, :], out, mask=in_tile)
                 tl.store(split_sums + slot * 2, top, mask=is_row)
                 tl.store(split_sums + slot * 2 + 1, total, mask=is_row)
             else:
                 all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
-        if listed < 0:
+        if not listed:
             at = (first_row + token).to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
             tl.store(result + at[:, None] + dim[None, :], _finish(all_total, all_out, QUANTIZED), mask=in_tile)
 

@@ -34,7 +34,7 @@ from quire.ops.triton.attention import (
 )
 from quire.ops.triton.cache import _quantized
 from quire.ops.triton.rows import inverse_rms, normalized
-from quire.ops.triton.splits import SHORT, Splits, items_of, list_splits, locate, of_trees, reach
+from quire.ops.triton.splits import SHORT, Splits, assigned, items_of, list_splits, of_trees
 
 ROTATED = 1024
 """Numbers that a program of `rotate_interleaved` turns: with 4 warps, 8 a thread."""
@@ -253,17 +253,10 @@ def _attend_latent(
     ROW: tl.constexpr = WIDTH + ROPE
     first_item, last_item = items_of(before, spans, tiles)
     for item in range(first_item, last_item, workers):
-        span, span_first, span_last, first_row, listed = locate(row_starts, before, spans, tiles, item, TOKENS)
-        start = tl.load(starts + span) + first_row - span_first
-        tokens = tl.minimum(span_last - first_row, TOKENS)
-        base, low, high, first_split, last_split = reach(
-            start, tokens, first_row, span, bases, depths, context_lens, path_width, 0, SPLIT
+        span, first_row, start, tokens, base, low, high, first_split, last_split, listed = assigned(
+            *(item, row_starts, starts, before, spans, tiles, bases, depths, context_lens, path_width),
+            *(0, True, SPLIT, TOKENS),
         )
-        last_split = tl.where(tokens > 0, last_split, first_split)
-        if listed >= 0:
-            first_split += listed
-            last_split = first_split + 1
-
         row, dim, rope_dim = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, ROPE_DIM)
         token, head = row // GROUP, tl.program_id(1) * GROUP + row % GROUP
         is_row = (token < tokens) & (head < HEADS)
@@ -344,14 +337,14 @@ def _attend_latent(
                             *(seen, scale, WIDTH, ROPE, QUANTIZED, DIM, ROPE_DIM),
                         )
                         out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
-            if listed >= 0:
+            if listed:
                 slot = (item * short + token) * HEADS + head
                 tl.store(split_out + slot[:, None] * WIDTH + dim[None, :], out, mask=in_tile)
                 tl.store(split_sums + slot * 2, top, mask=is_row)
                 tl.store(split_sums + slot * 2 + 1, total, mask=is_row)
             else:
                 all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
-        if listed < 0:
+        if not listed:
             at = ((first_row + token).to(tl.int64) * HEADS + head) * WIDTH
             tl.store(result + at[:, None] + dim[None, :], _finish(all_total, all_out, QUANTIZED), mask=in_tile)
 

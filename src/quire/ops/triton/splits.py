@@ -36,20 +36,11 @@ SPANS_AT_ONCE = tl.constexpr(256)
 
 
 @triton.jit
-def _seen(start, rows, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
-    """What rows at positions start .. start + rows - 1 see: first key and the one after the last; so for splits."""
-    low = start * 0
-    if WINDOW:
-        low = tl.maximum(start - WINDOW + 1, 0)
-    high = start + rows
-    return low, high, low // SPLIT, tl.cdiv(high, SPLIT)
+def _reach(start, rows, row, span, bases, depths, context_lens, path_width, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
+    """What `rows` rows of a span from position `start` on see: first key and the one after the last; so for splits.
 
-
-@triton.jit
-def reach(start, rows, row, span, bases, depths, context_lens, path_width, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
-    """What `rows` rows of a span from `start` on see, as `_seen` says it; `row` is the first.
-
-    Before that, the base of the tree that they belong to, or -1. Of a tree, it is what all of its rows see.
+    `row` is the first. Before that, the base of the tree that they belong to, or -1. Of a tree, it is what all of its
+    rows see.
     """
     base = -1
     if depths is not None:
@@ -58,8 +49,10 @@ def reach(start, rows, row, span, bases, depths, context_lens, path_width, WINDO
         base = tl.where(in_tree, root, -1)
         start = tl.where(in_tree, root, start)
         rows = tl.where(in_tree, tl.minimum(tl.load(context_lens + span) - root, path_width), rows)
-    low, high, first_split, last_split = _seen(start, rows, WINDOW, SPLIT)
-    return base, low, high, first_split, last_split
+    low, high = start * 0, start + rows
+    if WINDOW:
+        low = tl.maximum(start - WINDOW + 1, 0)
+    return base, low, high, low // SPLIT, tl.cdiv(high, SPLIT)
 
 
 @triton.jit(do_not_specialize=["spans", "short", "room", "path_width"])
@@ -88,7 +81,7 @@ def _list_splits(
         first_row = tl.load(row_starts + own)
         rows = tl.where(there, tl.load(row_starts + own + 1) - first_row, 0)
         start = tl.load(starts + own)
-        _, _, _, first_split, last_split = reach(
+        _, _, _, first_split, last_split = _reach(
             start, rows, first_row, own, bases, depths, context_lens, path_width, WINDOW, SPLIT
         )
         splits = last_split - first_split
@@ -126,9 +119,9 @@ def items_of(before, spans, tiles):
 
 
 @triton.jit
-def locate(row_starts, before, spans, tiles, item, TOKENS: tl.constexpr):
-    """What a program works on: span, the span's first row and the one after its last, the first row of the tile (where
-    there is nothing to do, the last), and which of the span's splits, or -1: all of them."""
+def _locate(row_starts, before, spans, tiles, item, TOKENS: tl.constexpr):
+    """Span, its first row and the one after its last, the first row of the tile (where there is nothing to do, the
+    last), and which of the span's splits, or -1: all of them."""
     program = tl.program_id(0)
     if program < tiles:
         tile = tiles - 1 - program  # the rows of a long span that see most come first
@@ -144,6 +137,43 @@ def locate(row_starts, before, spans, tiles, item, TOKENS: tl.constexpr):
         first_row = span_first
         split = item - tl.load(before + span)
     return span, span_first, span_last, first_row, split
+
+
+@triton.jit
+def assigned(
+    item,
+    row_starts,
+    starts,
+    before,
+    spans,
+    tiles,
+    bases,
+    depths,
+    context_lens,
+    path_width,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """What a program works on: span, first row, its position, how many tokens, the base of their tree or -1, the first
+    key and the one after the last, the same of splits, and whether these are of the list, whose place is `item`."""
+    span, span_first, span_last, first_row, listed = _locate(row_starts, before, spans, tiles, item, TOKENS)
+    start = tl.load(starts + span) + first_row - span_first
+    tokens = tl.minimum(span_last - first_row, TOKENS)
+    base, low, high, first_split, last_split = _reach(
+        start, tokens, first_row, span, bases, depths, context_lens, path_width, WINDOW, SPLIT
+    )
+    if not CAUSAL:  # rows see up to their span's end, or as far ahead as back
+        high = start + span_last - first_row
+        if WINDOW:
+            high = tl.minimum(high, start + tokens + WINDOW - 1)
+        last_split = tl.cdiv(high, SPLIT)
+    last_split = tl.where(tokens > 0, last_split, first_split)
+    if listed >= 0:
+        first_split += listed
+        last_split = first_split + 1
+    return span, first_row, start, tokens, base, low, high, first_split, last_split, listed >= 0
 
 
 class Splits(NamedTuple):
