@@ -317,7 +317,8 @@ def test_a_random_checkpoint_may_be_quantized_and_has_the_size_that_was_reckoned
 ) -> None:
     config = model_config(shape)
     with random_checkpoint(shape, str(tmp_path), how=how) as folder, LLM(str(folder), num_kv_blocks=8) as engine:
-        assert engine.generate([[1, 2, 3]])[0].outputs[0].finish_reason == "length"
+        output = engine.generate([[1, 2, 3]], SamplingParams(ignore_eos=True))[0].outputs[0]  # it may draw an end
+        assert output.finish_reason == "length"
     size = (folder / "model.safetensors").stat().st_size
     assert weight_bytes(config, how) <= size < weight_bytes(config, how) + 64 * 1024  # and the header
     with random_checkpoint(shape, str(tmp_path)) as plain:
