@@ -37,7 +37,7 @@ class Script:
         health: what /health answers, with 200 for the status "ok" alone.
         key: the API key that is asked for, if any.
         model: its name. description: what it is, if it is an embedded one. defaults: its sampling parameters.
-        pieces: an answer, piece by piece; or whole deltas of a chat. pause: seconds before each.
+        pieces: an answer, piece by piece; or whole deltas of a chat. pause: seconds before each. headers: beside it.
         late: seconds that a refusal for want of a key takes.
         refusal: (status, error) that requests are answered with instead.
         view_status: what /view answers with.
@@ -59,6 +59,7 @@ class Script:
     pieces: list[str | dict[str, Any]] = field(default_factory=lambda: ["Hello", ", **wor", "ld**."])
     pause: float = 0.01
     finish_reason: str = "stop"
+    headers: dict[str, str] = field(default_factory=dict)
     late: float = 0.0
     refusal: tuple[int, dict[str, Any]] | None = None
     view_status: int = 200
@@ -156,6 +157,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.send_header("connection", "close")
+        for name, value in self.script.headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.close_connection = True
         try:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.chromium import Chromium, Page, find_chromium
-from tests.http_tools import ServeProcess
 from tests.page_stand_in import STATIC, STEP, StandIn
 
 READY = "document.querySelector('#send') && !document.querySelector('#send').disabled"
@@ -546,37 +545,6 @@ def test_another_key_can_be_given_where_the_live_view_wants_the_first(
     page.type("#key-dialog .field", "first")
     page.click("#key-dialog .primary")
     page.wait("document.querySelectorAll('#requests tbody tr').length > 3")
-
-
-# -- the whole ------------------------------------------------------------------------------------------------
-
-
-def test_chat_completion_and_live_view_work_with_a_real_server(browser: Chromium) -> None:
-    with ServeProcess() as server:
-        page = browser.open(1400, 900)
-        page.go(server.url)
-        page.wait(READY)
-        page.wait("document.querySelector('.about').textContent.includes('4 million parameters')")
-        page.click(".composer [data-value=chat]")
-        page.type("[data-name=max_tokens]", "12")
-        page.type("[data-name=temperature]", "0")
-        ask(page, "What is a generator?")
-        answered(page, "to first")
-        page.click(".side .new")
-        page.click(".composer [data-value=completion]")
-        ask(page, "def add(a, b):")
-        answered(page, "to first")
-        continuation = page.evaluate("document.querySelector('.continuation').textContent")
-        body = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 12, "temperature": 0}
-        assert continuation == server.json("/v1/completions", body)["choices"][0]["text"]
-        page.click(f"{ANSWER} [title=More]")
-        page.click(".menu [role=menuitem]:nth-child(2)")
-        page.wait("document.querySelectorAll('#waterfall .fall').length >= 5")
-        page.wait("document.querySelectorAll('#finished tbody tr').length >= 3")
-        for name in ("pool", "tree"):
-            page.wait(f"{ink(name)} >= 2")
-        assert page.errors == []
-        assert all(url.startswith(server.url) for url in page.urls)
 
 
 # -- the files -----------------------------------------------------------------------------------------------

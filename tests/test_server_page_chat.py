@@ -28,7 +28,18 @@ from tests.test_server_page import (  # noqa: F401  # fixtures
 
 AXE = (Path(__file__).parent / "vendor" / "axe-core" / "axe.min.js").read_text()
 FULL = (400, {"message": "This model's maximum context length is 4096 tokens.", "code": "context_length_exceeded"})
-LAST = f"[...document.querySelectorAll('{ANSWER}')].at(-1)"
+CALLS: list[str | dict[str, Any]] = [  # two calls of a tool, as a stream has them
+    {
+        "tool_calls": [
+            {
+                "index": index,
+                "id": f"call_{city}",
+                "function": {"name": "weather", "arguments": f'{{"city": "{city}"}}'},
+            }
+        ]
+    }
+    for index, city in enumerate(("Rome", "Oslo"))
+]
 
 
 def press(page: Page, label: str, within: str = "document") -> None:
@@ -319,11 +330,22 @@ def test_penalties_min_p_stop_and_a_schema_are_sent(browser: Chromium, server: S
     assert {name: body[name] for name in chosen} == chosen
     assert body["stop"] == ["END", "\n\n"]
     assert body["response_format"]["json_schema"]["schema"] == schema
+    settle(server, page)
+
+
+def test_a_schema_that_is_none_is_told_and_nothing_is_sent_without_it(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
     page.type("[data-name=schema]", "{nonsense")
     assert page.evaluate("document.querySelector('[data-name=schema]').ariaInvalid") == "true"
     ask(page, "Hi")
-    page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 4")
-    assert "response_format" not in server.script.bodies[-1][1]
+    page.wait("document.querySelector('.error-card')")
+    assert "Nothing was sent" in page.text(".error-card") and not server.script.bodies
+    press(page, "Change the schema")
+    assert page.evaluate("document.activeElement.dataset.name") == "schema"
+    page.type("[data-name=schema]", "{}")
+    press(page, "Try again")
+    answered(page, "Hello")
+    assert server.script.bodies[-1][1]["response_format"]["json_schema"]["schema"] == {}
     settle(server, page)
 
 
@@ -398,6 +420,7 @@ def test_reasoning_is_folded_and_tool_calls_are_cards_that_grow(browser: Chromiu
     assert server.script.bodies[-1][1]["messages"][1] == {
         "role": "assistant",
         "content": "Let me see.",
+        "reasoning": "First, I **look**.",
         "tool_calls": [
             {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
         ],
@@ -453,7 +476,14 @@ def test_axe_finds_nothing_serious(browser: Chromium, server: StandIn, width: in
     page.wait("document.querySelector('.hljs-keyword') && document.querySelector('math')")
     page.click(f"{ANSWER} [title='Another answer']")
     page.wait(f"{IDLE} && document.querySelector('.versions')")
-    page.evaluate("document.querySelector('details').open = true")
+    page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+    press(page, "Insert an example")
+    server.script.pieces, server.script.finish_reason = CALLS, "tool_calls"
+    ask(page, "Call")
+    page.wait(f"{IDLE} && document.querySelectorAll('.tool-result textarea').length === 2")
+    assert violations(page) == []
+    press(page, "Send the results")
+    page.wait(f"{IDLE} && document.querySelectorAll('.tool-result').length === 4")
     server.script.refusal = FULL
     ask(page, "Two")
     page.wait("document.querySelector('.error-card')")
@@ -471,6 +501,8 @@ def test_fingers_find_targets_of_44_pixels(browser: Chromium, server: StandIn) -
     page.go(server.url)
     page.wait(READY)
     talk(page, "One")
+    server.script.pieces = CALLS
+    talk(page, "Two")
     page.click("[title=Conversations]")
     small = page.evaluate("""[...document.querySelectorAll('button, .tabs a')].filter((one) => one.checkVisibility())
       .map((one) => [one.title || one.textContent, one.getBoundingClientRect().height])

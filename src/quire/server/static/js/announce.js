@@ -2,6 +2,7 @@
 // again while an answer grows, so it cannot be a live region: all of it would be read out each time.
 
 import { h } from "./dom.js";
+import { callsOf } from "./thread.js";
 
 const PACE = 1500; // milliseconds between two announcements
 const SENTENCE = /[\s\S]*(?:[.!?:]\s|\n)/;
@@ -36,6 +37,9 @@ export class Announcer {
     if (text.trim()) this.say(text.trim());
     if (answer.running) return;
     this.answer = null;
-    if (!answer.error) this.say(answer.finish === "stopped" ? "Stopped." : "The answer is complete."); // errors are alerts
+    if (answer.error) return; // errors are alerts
+    const called = callsOf(answer).map((call) => call.name);
+    if (called.length) this.say(`The model calls ${called.join(", ")}. It goes on when it has the results.`);
+    else this.say(answer.finish === "stopped" ? "Stopped." : "The answer is complete.");
   }
 }

@@ -28,12 +28,16 @@ export function setApiKey(key, remember) {
   }
 }
 
-/** An answer that is an error, or none at all (status 0: the server could not be reached, or went away). */
+/**
+ * An answer that is an error, or none at all (status 0: the server could not be reached, or went away; null: nothing
+ * was sent). `param` is the field of the request that is to blame.
+ */
 export class ServerError extends Error {
-  constructor(status, message, { code = null, retryAfter = null, label = null } = {}) {
+  constructor(status, message, { code = null, param = null, retryAfter = null, label = null } = {}) {
     super(message);
     this.status = status;
     this.code = code;
+    this.param = param;
     this.retryAfter = retryAfter;
     this.label = label;
   }
@@ -48,6 +52,7 @@ async function failure(response) {
   }
   return new ServerError(response.status, error.message || `the server answered ${response.status}`, {
     code: error.code || null,
+    param: error.param || null,
     retryAfter: Number(response.headers.get("retry-after")) || null,
     label: response.headers.get("x-request-id"),
   });
@@ -133,7 +138,7 @@ export async function stream(path, body, signal, onChunk) {
       for (const data of parser.push(part.value)) {
         if (data === "[DONE]") return response.headers;
         const chunk = JSON.parse(data);
-        if (chunk.error) throw new ServerError(500, chunk.error.message, { code: chunk.error.code, label });
+        if (chunk.error) throw new ServerError(500, chunk.error.message, { code: chunk.error.code, param: chunk.error.param ?? null, label });
         onChunk(chunk);
       }
     }

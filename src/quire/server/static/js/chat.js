@@ -4,7 +4,7 @@ import { Announcer } from "./announce.js";
 import { fill, h, icon, iconButton, segments, setText, sign, toast } from "./dom.js";
 import { count } from "./format.js";
 import { Generation } from "./generate.js";
-import { MessageElement } from "./messages.js";
+import { fieldOf, MessageElement } from "./messages.js";
 import { SettingsPanel } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import {
@@ -19,9 +19,11 @@ import {
   add,
   branch,
   failed,
+  giveResults,
   leaveOutOldest,
   path,
   removeTurn,
+  setResults,
   showThrough,
   turns,
   versions,
@@ -70,7 +72,10 @@ export class ChatView {
     this.title = h("h1", { class: "for-readers" });
     this.thread = h("div", { class: "thread" });
     this.scroller = h("div", { class: "scroller", tabindex: 0, role: "region", "aria-label": "Thread" }, this.thread);
-    this.panel = new SettingsPanel(this.settings, () => this.root.classList.remove("with-settings"));
+    this.panel = new SettingsPanel(this.settings, {
+      onClose: () => this.root.classList.remove("with-settings"),
+      onConversation: (conversation) => this.save(conversation),
+    });
     this.jump = h(
       "button",
       { class: "jump", type: "button", "aria-label": "To the end", hidden: true, onclick: () => this.scroll(true) },
@@ -144,6 +149,7 @@ export class ChatView {
   open(conversation) {
     this.conversation = conversation || newConversation(this.suitableMode());
     this.root.classList.remove("with-side");
+    this.panel.open(this.conversation);
     this.mode.press(this.conversation.mode);
     this.drawThread();
     this.sidebar.draw();
@@ -329,6 +335,20 @@ export class ChatView {
         if (message.role === "assistant") Object.assign(message, { finish: "edited", stats: null, error: null });
         redraw();
       },
+      keepDraft: () => this.save(conversation),
+      sendResults: (message, results) => {
+        if (this.generations.has(conversation.id)) return;
+        this.answer(add(conversation, blank(message.mode), giveResults(conversation, message, results)));
+        if (!this.coarse) this.input.focus({ preventScroll: true });
+      },
+      saveResults: (message, results) => {
+        setResults(message, results);
+        redraw();
+      },
+      showSetting: (name) => {
+        this.root.classList.add("with-settings");
+        this.panel.show(name);
+      },
       branch: (message) => this.take([branch(conversation, message)]),
       trace: (message) => {
         location.hash = `#live/${encodeURIComponent(message.id)}`;
@@ -418,6 +438,7 @@ export class ChatView {
     if (conversation === this.conversation) {
       for (const element of this.elements.values()) element.draw();
       this.showServer();
+      if (message.error && fieldOf(message.error)) this.panel.refuse(fieldOf(message.error), message.error.message);
     }
     this.sidebar.draw();
   }

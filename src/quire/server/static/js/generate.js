@@ -1,9 +1,9 @@
 // Runs one answer: builds the request, streams the text in, and measures.
 
 import { ServerError, stream } from "./api.js";
-
 import { schemaOf, stopStrings } from "./settings.js";
-import { path, turnsInContext } from "./thread.js";
+import { callsOf, hasResults, path, turns, turnsInContext } from "./thread.js";
+import { toolFields } from "./tools.js";
 
 const NUMBERS = [
   "temperature",
@@ -22,30 +22,42 @@ function parameters(settings) {
   for (const name of NUMBERS) if (settings[name] !== null) chosen[name] = settings[name];
   const stop = stopStrings(settings.stop);
   if (stop.length) chosen.stop = stop;
-  return { ...chosen, ...format(settings.schema) };
+  const schema = field("response_format", "The JSON schema", () => schemaOf(settings.schema));
+  if (schema) chosen.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
+  return chosen;
 }
 
-function format(text) {
+/** What a field of the panel gives. Where it is not valid nothing is sent, and the answer says why. */
+function field(param, name, read) {
   try {
-    const schema = schemaOf(text);
-    return schema && { response_format: { type: "json_schema", json_schema: { name: "answer", schema, strict: true } } };
-  } catch {
-    return null; // the field says so
+    return read();
+  } catch (error) {
+    throw new ServerError(null, `${name}: ${error.message}`, { param });
   }
 }
 
 /** The messages before `answer`, as the API wants them; the answer's own beginning too if it is to go on. */
-function history(conversation, answer, system) {
+export function history(conversation, answer, system) {
   const messages = system.trim() ? [{ role: "system", content: system }] : [];
-  for (const message of turnsInContext(conversation, answer).flat())
-    if (message.content || message.toolCalls?.length) messages.push(sent(message));
+  for (const message of turnsInContext(conversation, answer).flat()) messages.push(...sent(message));
   return messages;
 }
 
-function sent({ role, content, toolCalls }) {
-  if (!toolCalls?.length) return { role, content };
-  const calls = toolCalls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
-  return { role, content: content || null, tool_calls: calls };
+/** A message as the API has it, and the results of its calls behind it: all of them or, where some are not there, none. */
+function sent(message) {
+  const { role, content, reasoning } = message;
+  const calls = callsOf(message);
+  if (!content && !calls.length) return [];
+  const one = { role, content: content || null, ...(reasoning ? { reasoning } : {}) };
+  if (!calls.length) return [one];
+  const id = (call, index) => call.id || `call_${index + 1}`;
+  one.tool_calls = calls.map((call, index) => ({
+    id: id(call, index),
+    type: "function",
+    function: { name: call.name, arguments: call.arguments },
+  }));
+  if (!hasResults(message)) return [one];
+  return [one, ...calls.map((call, index) => ({ role: "tool", tool_call_id: id(call, index), content: call.result }))];
 }
 
 /** Take a delta of a chat into its answer; whether it said anything. */
@@ -61,7 +73,9 @@ function take(answer, { content, reasoning, tool_calls: calls }) {
 }
 
 function chatRequest(conversation, answer, settings) {
-  const body = { messages: history(conversation, answer, settings.system) };
+  const isFirst = turns(conversation).at(-1).at(-2)?.role !== "assistant";
+  const tools = field("tools", "The tools", () => toolFields(conversation.tools ?? "", conversation.toolChoice ?? "auto", isFirst));
+  const body = { messages: history(conversation, answer, settings.system), ...tools };
   if (answer.content) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
   return ["/v1/chat/completions", body, (choice) => choice.delta ?? {}];
 }
@@ -88,7 +102,7 @@ export class Generation {
   /** Runs to the end; never throws for what the server or the user did: that is told in the answer. */
   async run(onChange) {
     const { answer } = this;
-    Object.assign(answer, { running: true, finish: null, error: null, stats: null });
+    Object.assign(answer, { running: true, finish: null, error: null, stats: null, toolCalls: null });
     onChange();
     try {
       await this.receive(onChange);
@@ -143,5 +157,6 @@ export class Generation {
       onChange();
     });
     answer.clamped = headers.get("x-quire-clamped");
+    answer.loosened = headers.get("x-quire-loosened");
   }
 }

@@ -4,6 +4,7 @@ import { copy, fill, h, icon, iconButton, menuButton } from "./dom.js";
 import { count, duration, rate } from "./format.js";
 import { renderMarkdown } from "./markdown.js";
 import { Reasoning, ToolCalls } from "./reply_parts.js";
+import { callsOf } from "./thread.js";
 
 /** One message on the page. `actions` has what the user may do with it, `names` whom it is of. */
 export class MessageElement {
@@ -14,7 +15,7 @@ export class MessageElement {
     this.body = h("div", { class: "message-body" });
     this.foot = h("div", { class: "message-foot" });
     const title = h("h2", { class: "for-readers" }, name);
-    const [reasoning, calls] = message.role === "assistant" ? [new Reasoning(), new ToolCalls()] : [];
+    const [reasoning, calls] = message.role === "assistant" ? [new Reasoning(), new ToolCalls(actions)] : [];
     this.parts = [reasoning, calls].filter(Boolean);
     const content = [title, reasoning?.root, this.body, calls?.root, this.foot];
     this.root = h("article", { class: `message ${message.role}`, "data-role": message.role }, ...content);
@@ -92,7 +93,7 @@ export class MessageElement {
       this.versions(),
       message.content && iconButton("copy", "Copy", (button) => copy(message.content, button)),
       !actions.isBusy() && !message.error && iconButton("retry", "Another answer", () => actions.retry(message)),
-      isLast && unfinished && !message.error && message.content && iconButton("forward", "Go on", () => actions.goOn(message)),
+      isLast && unfinished && !message.error && message.content && !callsOf(message).length && iconButton("forward", "Go on", () => actions.goOn(message)),
       !actions.isBusy() &&
         (completion || message.content) &&
         iconButton("edit", completion ? "Edit the prompt" : "Edit the answer", () => this.edit()),
@@ -131,7 +132,7 @@ export class MessageElement {
   }
 
   statistics() {
-    const { stats, finish, running, error, clamped } = this.message;
+    const { stats, finish, running, error, clamped, loosened } = this.message;
     const parts = [];
     if (stats) {
       const { prompt, cached, output, ttft, seconds } = stats;
@@ -154,6 +155,7 @@ export class MessageElement {
       else if (finish === "stopped" || finish === "abort") parts.push(["stopped", "Stopped before its end"]);
       else if (finish === "edited") parts.push(["edited", "Changed by hand"]);
       else if (!finish) parts.push(["interrupted", "The page was closed while this was written"]);
+      if (loosened) parts.push(["arguments were any JSON", `Not all of a tool's schema can be enforced. ${loosened}`]);
     }
     return h("span", { class: "statistics" }, ...parts.map(([text, title]) => h("span", { title }, text)));
   }
@@ -163,6 +165,7 @@ export class MessageElement {
     const { error } = message;
     const noTemplate =
       error.status === 400 && (error.code === "chat_template_error" || /chat template/i.test(error.message));
+    const place = fieldOf(error);
     const act = (text, action, primary) =>
       h("button", { class: `button${primary ? " primary" : ""}`, type: "button", onclick: action }, text);
     const buttons = [
@@ -170,9 +173,10 @@ export class MessageElement {
       error.code === "context_length_exceeded" &&
         actions.canLeaveOut() &&
         act("Drop the oldest turns and try again", () => actions.leaveOutOldest(message), true),
-      message.content && act("Go on from here", () => actions.goOn(message), true),
+      place && act(`Change the ${place}`, () => actions.showSetting(place)),
+      message.content && !callsOf(message).length && act("Go on from here", () => actions.goOn(message), true),
       act([icon("retry"), "Try again"], () => actions.retry(message)),
-      message.content && act("Keep what is there", () => actions.keep(message)),
+      (message.content || callsOf(message).length > 0) && act("Keep what is there", () => actions.keep(message)),
     ];
     return h(
       "div",
@@ -224,7 +228,14 @@ export class MessageElement {
   }
 }
 
+/** The field of the panel that an error is about. */
+export function fieldOf({ param }) {
+  if (/^tool/.test(param ?? "")) return "tools";
+  return /^(response_format|structured_outputs)/.test(param ?? "") ? "schema" : null;
+}
+
 function titleOf(error, noTemplate) {
+  if (error.status === null) return "Nothing was sent";
   if (noTemplate) return "This model has no usable chat template";
   if (error.code === "context_length_exceeded")
     return "The conversation no longer fits. Shorten it, or start a new one";

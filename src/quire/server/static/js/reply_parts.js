@@ -1,7 +1,9 @@
-// What stands around an answer's text: the reasoning before it, folded, and the tool calls after it, a card each.
+// What stands around an answer's text: the reasoning before it, folded, and the tool calls after it, a card each,
+// which takes the call's result.
 
 import { copy, fill, h, icon, iconButton, setText } from "./dom.js";
 import { renderMarkdown } from "./markdown.js";
+import { callsOf } from "./thread.js";
 
 export class Reasoning {
   constructor() {
@@ -31,35 +33,124 @@ export class Reasoning {
   }
 }
 
-/** A tool call as a card; its arguments grow while they are written. */
-function card({ name, arguments: text }, running) {
-  const code = h("code", {}, running ? text : pretty(text));
-  return h(
-    "section",
-    { class: "tool-call", "aria-label": `Call of ${name}` },
-    h("div", { class: "tool-head" }, icon("tool"), h("strong", {}, name), iconButton("copy", "Copy the arguments", (button) => copy(text, button))),
-    h("pre", { tabindex: 0 }, code),
-  );
-}
-
 function pretty(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    return text; // cut off
+    return text; // it is being written, or was cut off
   }
 }
 
+/** The tool calls of an answer, a card each, with their arguments while they stream, and then their results. */
 export class ToolCalls {
-  constructor() {
+  /** `actions` has what the user may do with a message. */
+  constructor(actions) {
+    this.actions = actions;
     this.root = h("div", { class: "tool-calls" });
     this.shown = "";
+    this.editing = false; // results that were sent are being changed
   }
 
-  update({ toolCalls, running }) {
-    const state = JSON.stringify([toolCalls ?? [], Boolean(running)]);
+  update(message) {
+    const { toolCalls, running } = message;
+    const written = (toolCalls ?? []).filter(Boolean);
+    const isOpen = !running && !message.error && callsOf(message).length > 0 && (this.editing || this.actions.isLast(message));
+    const canEdit = !isOpen && !message.error && !this.actions.isBusy();
+    const state = JSON.stringify([written, running, isOpen, canEdit, this.editing], (name, value) => (name === "draft" ? undefined : value));
     if (state === this.shown) return;
     this.shown = state;
-    fill(this.root, ...(toolCalls ?? []).filter(Boolean).map((call) => card(call, running)));
+    this.message = message;
+    this.fields = [];
+    fill(this.root, ...written.map((call, index) => this.card(call, index, isOpen, canEdit)), isOpen && this.buttons());
+  }
+
+  card(call, index, isOpen, canEdit) {
+    const { name, arguments: text } = call;
+    const { running, toolCalls } = this.message;
+    const number = toolCalls.length > 1 ? `${index + 1}` : "";
+    const label = `Call ${number && `${number} `}of ${name}`;
+    return h(
+      "section",
+      { class: "tool-call", "aria-label": label },
+      h(
+        "div",
+        { class: "tool-head" },
+        icon("tool"),
+        h("strong", {}, name),
+        iconButton("copy", "Copy the arguments", (button) => copy(text, button)),
+      ),
+      h("pre", { tabindex: 0, "aria-label": "Arguments" }, h("code", {}, running ? text : pretty(text))),
+      !running && this.result(call, isOpen, canEdit, label),
+    );
+  }
+
+  /** What the call resulted in: told, asked for, or why there is none. */
+  result(call, isOpen, canEdit, label) {
+    if (!callsOf(this.message).includes(call))
+      return h("p", { class: "tool-note" }, "Cut off: this is no call, and the model will not see it.");
+    if (isOpen) return this.field(call, label);
+    const told = call.result
+      ? h("pre", { tabindex: 0, "aria-label": "Result" }, call.result)
+      : h("p", { class: "tool-note" }, typeof call.result === "string" ? "Empty" : "None was given");
+    const edit = canEdit && iconButton("edit", "Edit the results", () => this.edit());
+    return h("div", { class: "tool-result" }, h("div", { class: "tool-label" }, "Result", edit), told);
+  }
+
+  field(call, label) {
+    const area = h("textarea", {
+      class: "field mono",
+      rows: 2,
+      value: call.draft ?? call.result ?? "",
+      placeholder: "What the model is told; it may be empty",
+      "aria-label": `Result of ${label.replace(/^Call/, "call")}`,
+      spellcheck: "false",
+    });
+    area.addEventListener("input", () => {
+      call.draft = area.value;
+    });
+    area.addEventListener("change", () => this.actions.keepDraft());
+    area.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && this.editing) this.close();
+      if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+      event.preventDefault();
+      this.send();
+    });
+    this.fields.push(area);
+    return h("div", { class: "tool-result" }, h("div", { class: "tool-label", "aria-hidden": "true" }, "Result"), area);
+  }
+
+  buttons() {
+    const button = (label, action, primary) =>
+      h("button", { class: `button${primary ? " primary" : ""}`, type: "button", onclick: action }, label);
+    const noun = this.fields.length > 1 ? "results" : "result";
+    return h(
+      "div",
+      { class: "row tool-row" },
+      this.editing && button("Cancel", () => this.close()),
+      this.editing && button("Save", () => this.actions.saveResults(this.message, this.values())),
+      h("span", { class: "keys" }, "Ctrl+Enter"),
+      button(`Send the ${noun}`, () => this.send(), true),
+    );
+  }
+
+  values() {
+    return this.fields.map((field) => field.value);
+  }
+
+  send() {
+    this.actions.sendResults(this.message, this.values());
+  }
+
+  /** Show fields for results that are there already. */
+  edit() {
+    this.editing = true;
+    this.update(this.message);
+    this.fields[0].focus();
+  }
+
+  close() {
+    for (const call of callsOf(this.message)) delete call.draft;
+    this.editing = false;
+    this.update(this.message);
   }
 }

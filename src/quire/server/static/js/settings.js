@@ -1,7 +1,9 @@
-// The panel of sampling parameters. An empty field means the server's default, which is shown: then nothing is sent.
+// The panel of parameters: how is sampled, the same for all conversations, and the tools of the one that is open. An
+// empty field means the server's default, which is shown: then nothing is sent.
 
-import { h, iconButton } from "./dom.js";
+import { fill, h, iconButton, toast } from "./dom.js";
 import { DEFAULTS, saveSettings } from "./store.js";
+import { choicesOf, EXAMPLE, toolsOf } from "./tools.js";
 
 const FIELDS = [
   ["temperature", "Temperature", { max: 2, step: 0.05 }, "0 always takes the likeliest token; higher is more varied"],
@@ -35,10 +37,14 @@ export function schemaOf(text) {
 }
 
 export class SettingsPanel {
-  constructor(settings, onClose) {
+  /** `onConversation`: something that is kept with the open conversation was changed. */
+  constructor(settings, { onClose, onConversation }) {
     this.settings = settings;
+    this.conversation = { tools: "", toolChoice: "auto" };
+    this.onConversation = onConversation;
     this.defaults = {};
     this.shown = []; // functions that show what is set
+    this.judges = {}; // by field: says what is wrong with it, or what the server says
     const system = this.text("system", "System message", { rows: 4, placeholder: "None" });
     const stop = this.text("stop", "Stop at", { rows: 2, placeholder: "None", mono: true }, "One string a line; \\n is a line's end");
     const schema = this.text(
@@ -61,8 +67,9 @@ export class SettingsPanel {
       system,
       ...FIELDS.map((field) => this.number(...field)),
       stop,
-      h("details", { class: "more" }, h("summary", {}, "Penalties"), ...PENALTIES.map((field) => this.number(...field))),
-      h("details", { class: "more", open: Boolean(settings.schema) }, h("summary", {}, "Structured output"), schema),
+      h("details", { class: "setting-group" }, h("summary", {}, "Penalties"), ...PENALTIES.map((field) => this.number(...field))),
+      h("details", { class: "setting-group", open: Boolean(settings.schema) }, h("summary", {}, "Structured output"), schema),
+      this.tools(),
     );
     for (const show of this.shown) show();
   }
@@ -73,33 +80,100 @@ export class SettingsPanel {
     for (const show of this.shown) show();
   }
 
+  /** Another conversation is open. */
+  open(conversation) {
+    this.conversation = conversation;
+    this.toolBox.open ||= Boolean(conversation.tools);
+    for (const show of this.shown) show();
+  }
+
+  /** Unfold a field, and put the cursor there. */
+  show(name) {
+    const field = this.root.querySelector(`[data-name=${name}]`);
+    for (const box of this.root.querySelectorAll("details")) box.open ||= box.contains(field);
+    field.focus();
+  }
+
+  /** What the server says against a field's text; it stands there until the text is changed. */
+  refuse(name, message) {
+    this.judges[name](message);
+  }
+
   set(name, value) {
     this.settings[name] = value;
     saveSettings(this.settings);
   }
 
-  /** A field for text; `check` throws for what is not allowed. */
-  text(name, label, { rows, placeholder, mono }, help, check) {
+  setOfConversation(name, value) {
+    this.conversation[name] = value;
+    this.onConversation(this.conversation);
+  }
+
+  /** What may be called, and whether it must be. */
+  tools() {
+    const place = [() => this.conversation.tools, (value) => this.setOfConversation("tools", value)];
+    const help = "As OpenAI has it: what the model may call in this chat. You give the results";
+    const list = this.text("tools", "List of functions", { rows: 5, placeholder: '[{"type": "function", ...}]', mono: true }, help, toolsOf, place);
+    const area = list.querySelector("textarea");
+    const insert = () => {
+      area.value = EXAMPLE;
+      area.dispatchEvent(new Event("input"));
+      area.focus();
+    };
+    const example = h("p", { class: "setting-more" }, h("button", { class: "link", type: "button", onclick: insert }, "Insert an example"));
+    const choice = h("select", { class: "field", id: "setting-toolChoice", "data-name": "toolChoice", "aria-describedby": "setting-toolChoice-help" });
+    choice.addEventListener("change", () => this.setOfConversation("toolChoice", choice.value));
+    const show = () => {
+      const { tools, toolChoice } = this.conversation;
+      example.hidden = Boolean(tools.trim());
+      fill(choice, ...choicesOf(tools, toolChoice).map(([value, label]) => h("option", { value }, label)));
+      choice.value = toolChoice;
+    };
+    area.addEventListener("input", show);
+    this.shown.push(show);
+    this.toolBox = h(
+      "details",
+      { class: "setting-group" },
+      h("summary", {}, "Tools"),
+      list,
+      example,
+      h(
+        "div",
+        { class: "setting" },
+        h("label", { class: "setting-name", for: choice.id }, "Which are called"),
+        choice,
+        h("span", { class: "setting-help", id: `${choice.id}-help` }, "Of the first answer to a message; the model decides once it has results"),
+      ),
+    );
+    return this.toolBox;
+  }
+
+  /** A field for text; `check` throws for what is not allowed; `place` reads and keeps it. */
+  text(name, label, { rows, placeholder, mono }, help, check, place) {
+    const [read, keep] = place ?? [() => this.settings[name], (value) => this.set(name, value)];
     const id = `setting-${name}`;
     const area = h("textarea", { class: `field${mono ? " mono" : ""}`, id, rows, placeholder, "data-name": name, spellcheck: mono ? "false" : null });
     const note = help && h("span", { class: "setting-help", id: `${id}-help` }, help);
     if (note) area.setAttribute("aria-describedby", note.id);
-    const judge = () => {
-      let wrong = "";
+    const judge = (refusal = "") => {
+      let wrong = refusal;
       try {
         check?.(area.value);
       } catch (error) {
-        wrong = `Not sent: ${error.message}`;
+        wrong = `Not valid: ${error.message}`;
       }
       mark(area, Boolean(wrong));
-      if (note) note.textContent = wrong || help;
+      if (!note) return;
+      note.textContent = wrong || help;
+      note.classList.toggle("wrong", Boolean(wrong));
     };
+    this.judges[name] = judge;
     area.addEventListener("input", () => {
-      this.set(name, area.value);
+      keep(area.value);
       judge();
     });
     this.shown.push(() => {
-      if (area.value !== this.settings[name]) area.value = this.settings[name];
+      if (area.value !== read()) area.value = read();
       judge();
     });
     return h("div", { class: "setting" }, h("label", { class: "setting-name", for: id }, label), area, note);
@@ -154,10 +228,17 @@ export class SettingsPanel {
   }
 
   reset() {
-    const { mode } = this.settings;
-    Object.assign(this.settings, DEFAULTS, { mode });
-    saveSettings(this.settings);
-    for (const show of this.shown) show();
+    const { conversation } = this;
+    const before = [{ ...this.settings }, { tools: conversation.tools, toolChoice: conversation.toolChoice }];
+    const put = ([settings, ofConversation]) => {
+      Object.assign(this.settings, settings);
+      Object.assign(conversation, ofConversation);
+      saveSettings(this.settings);
+      this.onConversation(conversation);
+      for (const show of this.shown) show();
+    };
+    put([{ ...DEFAULTS, mode: this.settings.mode }, { tools: "", toolChoice: "auto" }]);
+    toast("The parameters were reset.", "Undo", () => put(before));
   }
 }
 

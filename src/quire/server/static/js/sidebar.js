@@ -2,6 +2,7 @@
 
 import { fill, h, icon, iconButton, menuButton, toast } from "./dom.js";
 import { exportJson, exportMarkdown, importJson } from "./export.js";
+import { textOf } from "./thread.js";
 
 export class Sidebar {
   /** `chat` has the conversations, and what is done with them. */
@@ -45,7 +46,7 @@ export class Sidebar {
 
   draw() {
     const wanted = this.search.value.trim().toLowerCase();
-    const has = (one) => `${one.title}\n${one.messages.map((message) => message.content).join("\n")}`.toLowerCase().includes(wanted);
+    const has = (one) => `${one.title}\n${one.messages.map(textOf).join("\n")}`.toLowerCase().includes(wanted);
     const found = wanted ? this.chat.conversations.filter(has) : this.chat.conversations;
     fill(this.list, ...found.map((one) => this.item(one)));
     this.empty.textContent = wanted ? "Nothing found." : "No conversations yet.";

@@ -53,7 +53,7 @@ export function saveSettings(settings) {
 }
 
 export function newConversation(mode) {
-  return { id: newKey(), title: "", mode, updated: Date.now(), messages: [], leaf: null };
+  return { id: newKey(), title: "", mode, updated: Date.now(), messages: [], leaf: null, tools: "", toolChoice: "auto" };
 }
 
 /** All conversations, newest first. What cannot be read is left out. */
@@ -69,11 +69,20 @@ export function loadConversations() {
 /** A conversation that was kept or exported, ready for use; null if it is none. */
 export function checkedConversation(found) {
   const isText = (value) => typeof value === "string";
-  const isMessage = (one) => one && isText(one.role) && isText(one.content);
+  const isCall = (one) => one === null || (isText(one?.name) && isText(one.arguments));
+  const areCalls = (all) => all === undefined || all === null || (Array.isArray(all) && all.every(isCall));
+  const isMessage = (one) => one && isText(one.role) && isText(one.content) && areCalls(one.toolCalls);
   if (!found || !isText(found.id) || !Array.isArray(found.messages) || !found.messages.every(isMessage)) return null;
   asTree(found);
   for (const message of found.messages) message.running = false; // whatever ran has ended with its page
-  return { mode: "chat", ...found, title: isText(found.title) ? found.title : "", updated: Number(found.updated) || 0 };
+  return {
+    mode: "chat",
+    ...found,
+    title: isText(found.title) ? found.title : "",
+    updated: Number(found.updated) || 0,
+    tools: isText(found.tools) ? found.tools : "",
+    toolChoice: isText(found.toolChoice) ? found.toolChoice : "auto",
+  };
 }
 
 /** Keep a conversation that holds something; makes room by dropping the oldest others. Returns the dropped ids. */

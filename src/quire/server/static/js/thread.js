@@ -3,6 +3,8 @@
 //
 // A turn is a question and what follows it up to the next question. One that failed is not part of the conversation:
 // the model does not see it. Neither does it see turns that the user left out because the context is full.
+//
+// What a tool call resulted in is kept in the call itself, so whatever is done with the message is done with both.
 
 /** A key for a new message or conversation. */
 export function newKey() {
@@ -57,10 +59,55 @@ export function turns(conversation) {
   return found;
 }
 
+/** The tool calls of a message. One that was cut off (its arguments are no object) is none. */
+export function callsOf(message) {
+  return (message.toolCalls ?? []).filter((call) => call && isObject(call.arguments));
+}
+
+function isObject(text) {
+  try {
+    const value = JSON.parse(text);
+    return typeof value === "object" && value !== null && !Array.isArray(value);
+  } catch {
+    return false;
+  }
+}
+
+/** Whether there are results of all that a message calls. */
+export function hasResults(message) {
+  const calls = callsOf(message);
+  return calls.length > 0 && calls.every((call) => typeof call.result === "string");
+}
+
+/**
+ * Give the results of a message's calls, in order, to go on from there. If something went on from it already, another
+ * version of it gets them. Returns the one that has them.
+ */
+export function giveResults(conversation, message, results) {
+  const target = children(conversation, message.key).length
+    ? add(conversation, structuredClone(message), byKey(conversation, message.parent))
+    : message;
+  setResults(target, results);
+  return target;
+}
+
+export function setResults(message, results) {
+  callsOf(message).forEach((call, index) => {
+    call.result = results[index];
+    delete call.draft;
+  });
+}
+
+/** All that a message says, calls and their results included. */
+export function textOf(message) {
+  const called = (message.toolCalls ?? []).filter(Boolean).flatMap((call) => [call.name, call.arguments, call.result ?? ""]);
+  return [message.content, ...called].join("\n");
+}
+
 /** Whether a turn ended in nothing that the conversation could build on. */
 export function failed(turn) {
   const last = turn.at(-1);
-  return last.role === "assistant" && !last.running && Boolean(last.error || !(last.content || last.toolCalls?.length));
+  return last.role === "assistant" && !last.running && Boolean(last.error || !(last.content || callsOf(last).length));
 }
 
 /** The turns that the model is shown when `answer`, the end of the thread, is to be written. */
@@ -86,7 +133,7 @@ export function branch(conversation, message) {
   return { ...conversation, id: newKey(), title, updated: Date.now(), messages, leaf: messages.at(-1).key };
 }
 
-const length = (turn) => turn.reduce((sum, one) => sum + one.content.length, 0);
+const length = (turn) => turn.reduce((sum, one) => sum + textOf(one).length, 0);
 
 /** Leave out the oldest turns until at most half of the text before the last question is left. Returns how many. */
 export function leaveOutOldest(conversation) {
