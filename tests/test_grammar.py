@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +14,10 @@ import pytest
 import tokenizers
 from jsonschema_specifications import REGISTRY
 
-from quire.core.structured_outputs import MAX_GRAMMAR_BYTES, StructuredOutputsParams
+from quire.core.structured_outputs import MAX_GRAMMAR_BYTES, ReasoningBudget, StructuredOutputsParams
 from quire.errors import SamplingParamsError
 from quire.grammar import library
-from quire.grammar.grammars import MAX_GRAMMARS, Grammars, Matcher
+from quire.grammar.grammars import MAX_GRAMMARS, Grammars, Matcher, _Masks, append, masks
 from quire.grammar.json_schema import ANNOTATIONS, FORMATS, MAX_DEPTH, check_schema
 from quire.grammar.vocabulary import MAX_FORCED, Vocabulary
 from quire.models.hub import ASSETS
@@ -501,3 +502,66 @@ def test_drafts_may_lead_to_the_end_and_beyond_it(grammars: Grammars, tokenizer:
     assert len(allowed(matcher, [whole])) > tokenizer.vocab_size
     assert allowed(matcher) == {2} and matcher.error is None
     matcher.append(2)
+
+
+# -- many matchers at once ---------------------------------------------------------------------------------------
+
+
+def test_tokens_taken_together_lead_where_they_lead_one_by_one(grammars: Grammars) -> None:
+    budget = ReasoningBudget(tokens=2, start="<a>", end="</a>", begun=True)
+    array: Any = {"type": "array", "items": {"type": "string", "minLength": 3}, "minItems": 2, "maxItems": 4}
+    cases: list[tuple[StructuredOutputsParams | None, ReasoningBudget | None]] = [
+        *((StructuredOutputsParams(json=array), None) for _ in range(3)),
+        (StructuredOutputsParams(regex="[ab]{5}"), None),
+        (StructuredOutputsParams(choice=["yes", "no, never"]), None),
+        (StructuredOutputsParams(regex="(?s:.*)"), budget),
+        (None, budget),
+    ]
+    together, alone = ([grammars.matcher(form, [2], (), bound) for form, bound in cases] for _ in range(2))
+    draw = random.Random(4)
+    for step in range(40):
+        none: list[list[int]] = [[] for _ in cases]
+        wanted = masks(alone, none)
+        order = draw.sample(range(len(cases)), len(cases))  # those of a step need not be those of the one before
+        assert (masks([together[i] for i in order], none) == wanted[order]).all()
+        some = [i for i in order[: draw.randint(1, len(order))] if i != 3 or step != 2]
+        may = [np.flatnonzero(np.unpackbits(wanted[i].view(np.uint8), bitorder="little")) for i in some]
+        tokens = [int(draw.choice(ids)) if len(ids) else 0 for ids in may]
+        if step == 2:
+            some, tokens = [*some, 3], [*tokens, 0]  # which may not stand there
+        append([(together[i], token) for i, token in zip(some, tokens, strict=True)])
+        for i, token in zip(some, tokens, strict=True):
+            alone[i].append(token)
+            if step % 3 == 0:  # what else may be asked at once
+                assert [together[i].forced(), together[i].error] == [alone[i].forced(), alone[i].error]
+            if step % 5 == 0:
+                drafts = [tokens[0], 5]
+                assert (together[i].mask(drafts) == alone[i].mask(drafts)).all()
+    assert sum(each.error is not None for each in alone) == 1
+
+
+def test_masks_are_made_beside_their_caller_and_by_it_where_no_thread_has_time(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    held, going = threading.Event(), threading.Event()
+    make = _Masks._make
+
+    def slowly(self: _Masks) -> None:
+        threads.append(threading.current_thread().name)
+        if len(threads) == 1:
+            held.set()
+            assert going.wait(60)
+        make(self)
+
+    monkeypatch.setattr(_Masks, "_make", slowly)
+    form = StructuredOutputsParams(regex="[a-z]{9}")
+    one, other = grammars.matcher(form, [2]), grammars.matcher(form, [2])
+    expected, token = grammars.matcher(form, [2], [70]).mask(), 70
+    append([(one, token)])
+    assert held.wait(60)  # at work beside
+    append([(other, token)])
+    assert (other.mask() == expected).all()  # not begun by a thread that is busy
+    going.set()
+    assert (one.mask() == expected).all()
+    assert threads[0].startswith("masks") and threads[1] == threading.current_thread().name

@@ -37,6 +37,7 @@ class Matcher:
         vocab_size: the model's.
         ends: tokens that end the request, and are no text: they may come where the reply may end, and nowhere else.
         reasoning: counts the tokens of its reasoning; None: it may be of any length.
+        beside: where `append` has its work done; None: in the calling thread.
     """
 
     def __init__(
@@ -45,8 +46,18 @@ class Matcher:
         vocab_size: int,
         ends: Sequence[int],
         reasoning: ReasoningCounter | None = None,
+        beside: Beside | None = None,
     ) -> None:
-        self._matcher, self.vocab_size, self.ends, self._reasoning = compiled, vocab_size, ends, reasoning
+        self._compiled, self.vocab_size, self.ends, self._reasoning = compiled, vocab_size, ends, reasoning
+        self._beside = beside
+        self._next: tuple[_Masks, int] | None = None  # what may come next, made beside, and its row
+
+    @property
+    def _matcher(self) -> llguidance.LLMatcher | None:
+        """The library's, when no other thread is at work on it."""
+        if self._next is not None:
+            self._next[0].wait()
+        return self._compiled
 
     @property
     def error(self) -> str | None:
@@ -55,13 +66,14 @@ class Matcher:
         return " ".join(matcher.get_error().split()) if matcher is not None and matcher.is_error() else None
 
     def append(self, token: int) -> None:
-        """This is the next token; one that ends the request is followed by none."""
+        """This is the next token; one that ends the request is followed by none. (Many matchers': see `append`.)"""
         if token not in self.ends:
             self._take(token)
 
     def _take(self, token: int) -> bool:
         """Whether it may stand there."""
         matcher, reasoning = self._matcher, self._reasoning
+        self._next = None
         forced = reasoning.forced() if reasoning is not None else []
         if matcher is not None:
             if forced and reasoning is not None and reasoning.dangling:
@@ -122,12 +134,17 @@ def masks(matchers: Sequence[Matcher], ahead: Sequence[Sequence[int]]) -> NDArra
     vocab_size = matchers[0].vocab_size if matchers else 0
     pairs = [matcher.after(drafts) for matcher, drafts in zip(matchers, ahead, strict=True)]
     matchers = [matcher for matcher, _ in pairs]
-    words = np.zeros((len(matchers), -(-(vocab_size + 1) // 32)), np.int32)
+    words = _no_words(len(matchers), vocab_size)
     address, size = words.ctypes.data, words.itemsize * words.shape[1]
+    found: dict[_Masks, list[tuple[int, int]]] = {}
     for row, (matcher, drafts) in enumerate(pairs):
-        all_words = matcher._fill(address + row * size, size, drafts)
-        if all_words is not None:
+        if matcher._next is not None and not drafts:
+            made, place = matcher._next
+            found.setdefault(made, []).append((row, place))
+        elif (all_words := matcher._fill(address + row * size, size, drafts)) is not None:
             words[row] = all_words
+    for made, those in found.items():
+        words[[row for row, _ in those]] = made.wait()[[place for _, place in those]]
     ends = [len(matcher.ends) for matcher in matchers]
     rows = np.repeat(np.arange(len(matchers)), ends)
     tokens = np.fromiter((token for matcher in matchers for token in matcher.ends), np.int64, len(rows))
@@ -140,6 +157,81 @@ def masks(matchers: Sequence[Matcher], ahead: Sequence[Sequence[int]]) -> NDArra
             words[row] = 0
             words[row].view(np.uint32)[only >> 5] = 1 << (only & 31)
     return words
+
+
+def _no_words(rows: int, vocab_size: int) -> NDArray[np.int32]:
+    return np.zeros((rows, -(-(vocab_size + 1) // 32)), np.int32)
+
+
+def append(tokens: Sequence[tuple[Matcher, int]]) -> None:
+    """These are the next tokens of different matchers: `Matcher.append`, for all of them in one call.
+
+    What may come after them is found in another thread, while the caller goes on with the rest of its step and the
+    next one. Whoever needs it before waits.
+    """
+    together: list[tuple[Matcher, int]] = []
+    for matcher, token in tokens:
+        if matcher._beside is None or matcher._reasoning is not None or token in matcher.ends:
+            matcher.append(token)
+        elif matcher._matcher is not None:
+            together.append((matcher, token))
+    if together and (beside := together[0][0]._beside) is not None:
+        beside.begin(together)
+
+
+class Beside:
+    """Takes tokens in and makes masks in a thread of its own, which has the library's threads at hand."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._library: llguidance.LLExecutor | None = None
+
+    def begin(self, tokens: Sequence[tuple[Matcher, int]]) -> None:
+        """These are the next tokens, of matchers that have a grammar."""
+        if self._thread is None or self._library is None:
+            from quire.grammar.library import executor
+
+            self._thread, self._library = ThreadPoolExecutor(1, "masks"), executor()
+        taken = [(matcher._compiled, token) for matcher, token in tokens if matcher._compiled is not None]
+        masks = _Masks(self._library, taken, tokens[0][0].vocab_size, self._thread)
+        for place, (matcher, _) in enumerate(tokens):
+            matcher._next = (masks, place)
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+
+
+class _Masks:
+    """What may come after tokens that matchers take in; none of these may be touched before `wait`."""
+
+    def __init__(
+        self,
+        library: llguidance.LLExecutor,
+        taken: list[tuple[llguidance.LLMatcher, int]],
+        vocab_size: int,
+        thread: ThreadPoolExecutor,
+    ) -> None:
+        self._library, self._taken = library, taken
+        self._words = _no_words(len(taken), vocab_size)
+        self._work: Future[None] | None = thread.submit(self._make)
+
+    def wait(self) -> NDArray[np.int32]:
+        """[matchers, words] as the library makes them; no token may come where a matcher has failed."""
+        work, self._work = self._work, None
+        if work is not None and work.cancel():  # it has not begun: other threads may keep a busy machine for long
+            self._make()
+        elif work is not None:
+            work.result()
+        return self._words
+
+    def _make(self) -> None:
+        words, matchers = self._words, [matcher for matcher, _ in self._taken]
+        self._library.consume_token_par(self._taken)
+        places = [(matcher, row) for row, matcher in enumerate(matchers)]
+        self._library.unsafe_compute_mask_ptr(places, words.ctypes.data, words.itemsize * words.shape[1], len(words))
+        words[[row for row, matcher in enumerate(matchers) if matcher.is_error()]] = 0  # the library allows the end
 
 
 class Grammars:
@@ -160,6 +252,7 @@ class Grammars:
         self._kept_bytes = 0
         self._thread: ThreadPoolExecutor | None = None
         self._begun: dict[StructuredOutputsParams | None, Future[None]] = {}
+        self._beside = Beside()
 
     def __contains__(self, wanted: StructuredOutputsParams | None) -> bool:
         """Whether it is compiled; None: whether the vocabulary is there, all that a free reply needs."""
@@ -203,6 +296,7 @@ class Grammars:
         """Compile no more; what is being compiled is left to its thread."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
+        self._beside.close()
 
     # -- for the sampler -------------------------------------------------------------------------------------
 
@@ -230,7 +324,8 @@ class Grammars:
         vocabulary = self._loaded()
         known = [token for token in stop_ids if 0 <= token < vocabulary.size]
         ends = [token for token in known if token not in vocabulary.texts] or known
-        matcher = Matcher(compiled, vocabulary.size, ends, None if budget is None else self._counter(budget))
+        counter = None if budget is None else self._counter(budget)
+        matcher = Matcher(compiled, vocabulary.size, ends, counter, self._beside)
         for token in output:
             matcher.append(token)
         return matcher

@@ -6,6 +6,7 @@ by its own `LIMITS`, and by what is refused before it is called.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 
@@ -45,6 +46,11 @@ _RULE = re.compile(r"^[ \t]*[?!]?\w[^:\n]*:|\(", re.MULTILINE)
 def library_tokenizer(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
     """The vocabulary as the library keeps it: a second of work for one of 150,000 tokens."""
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
+
+
+def executor() -> llguidance.LLExecutor:
+    """Threads for half of the processors: the others compute steps meanwhile."""
+    return llguidance.LLExecutor(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 def compiled(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import RequestInfo
+from quire.grammar import grammars
 from quire.grammar.grammars import Matcher, masks
 from quire.ops.logit_edits import BitMasks, Edits, Lists, Masks, list_arrays
 from quire.runner.device import Device
@@ -64,12 +65,14 @@ class EditedRequest:
 
     def append(self, token: int) -> None:
         """Learn the next token; a negative one is none, and what comes after it is not used."""
+        self._note(token)
+        if token >= 0 and self.matcher is not None:
+            self.matcher.append(token)
+
+    def _note(self, token: int) -> None:
         self.known += 1
-        if token >= 0:
-            if self.bad_words:
-                self.output.append(token)
-            if self.matcher is not None:
-                self.matcher.append(token)
+        if token >= 0 and self.bad_words:
+            self.output.append(token)
 
     def why_nothing_is_left(self) -> str:
         """Where all tokens are masked."""
@@ -96,6 +99,13 @@ class EditedRequest:
             if last == word[:-1]:
                 found.add(word[-1])
         return np.array(sorted(found), np.int64)
+
+
+def append(tokens: Sequence[tuple[EditedRequest, int]]) -> None:
+    """The next tokens of different requests: `EditedRequest.append` for each, and their matchers in one call."""
+    for request, token in tokens:
+        request._note(token)
+    grammars.append([(each.matcher, token) for each, token in tokens if token >= 0 and each.matcher is not None])
 
 
 def edited_request(info: RequestInfo, vocab_size: int, matcher: Matcher | None = None) -> EditedRequest | None:

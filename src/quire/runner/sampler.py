@@ -40,7 +40,7 @@ from quire.ops import Kernels, choose_kernels, rejection
 from quire.ops import sampling as ops
 from quire.ops.logit_edits import Edits
 from quire.runner.device import Device, Mark
-from quire.runner.edits import AllowedTokens, EditedRequest, edit_arrays, edited_request, make_edits
+from quire.runner.edits import AllowedTokens, EditedRequest, append, edit_arrays, edited_request, make_edits
 from quire.runner.penalties import DevicePenalties, ListedPenalties
 from quire.runner.proposer import Ahead, Row
 from quire.runner.sampling_table import NUM_FILTER_ARRAYS, STATE, SamplingTable, filter_arrays
@@ -89,8 +89,7 @@ class Sampled:
     def tell(self) -> None:
         """Lets the requests know their tokens, once; the device has come past the launch."""
         tokens = self._on_host.tolist() if self._told else []
-        for row, request in self._told:
-            request.append(tokens[row])
+        append([(request, tokens[row]) for row, request in self._told])
         self._told = []
 
     def finish(self) -> list[SampledRow]:
