@@ -47,7 +47,7 @@ WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
 .PHONY: help demo python native kernels test test-slow test-arm mutants sanitize wheel wheel-arm sdist bench bench-peers \
-    gpu-check gpu-bundle docs format clean
+    gpu-check gpu-bundle docs pictures format clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -132,6 +132,9 @@ docs: $(QUIRE) $(SITE)/made.stamp  ## the documentation as a site, in build/site
 	@$(BIN)/python scripts/options_reference.py build/docs/options.md
 	@$(STEP) "Building the site (mkdocs)" env NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build
 	@echo "build/site/index.html"
+
+pictures: $(DEV) native  ## draw the pictures of README.md and docs/ anew (Chromium; on a quiet machine)
+	@$(BIN)/python scripts/draw_pictures.py
 
 format: $(DEV)  ## put the sources into the house's format
 	@$(BIN)/ruff format .

@@ -206,5 +206,7 @@ class Page:
         event = "new Event('input', {bubbles: true})"
         self.evaluate(f"{field}.value = {json.dumps(text)}; {field}.dispatchEvent({event}); 0")
 
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+    def screenshot(self, path: Path, format: str = "png", quality: int | None = None) -> None:
+        """`quality`: of jpeg and webp, to 100."""
+        chosen = {"format": format} | ({} if quality is None else {"quality": quality})
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **chosen)["data"]))

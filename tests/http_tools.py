@@ -183,10 +183,12 @@ class ServeProcess:
         """Wait until `/health` says 200."""
         wait_until(lambda: self.health() == 200 or self._check_runs(), deadline, "/health 200")
 
-    def _check_runs(self) -> None:
+    def _check_runs(self) -> bool:
+        """False: it is not there yet. Raises where it never will be."""
         if (code := self.process.poll()) is not None:
             self._reader.join(5)
             raise RuntimeError(f"the server has ended with exit code {code}; it wrote:\n{self.stderr}")
+        return False
 
     def health(self) -> int:
         """The status of `/health`; 0 if nobody answers."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -62,6 +64,24 @@ def test_a_wheel_with_libraries_has_a_record_and_a_tag_for_any_python(tmp_path: 
             wheel.namelist(), key=lambda name: name.endswith("RECORD")
         )
         assert record[-1] == "quire-1.dist-info/RECORD,," and "old" not in record
+
+
+def test_what_an_index_shows_of_the_readme_leads_to_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    description = runpy.run_path("setup.py")["description"]
+    text = (ROOT / "README.md").read_text()
+    assert description(text, {}) == text
+    made = description(text, {"GITHUB_REPOSITORY": "owner/name", "GITHUB_REF_NAME": "v1"})
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", made)
+    assert len(pictures) == text.count("![") > 1
+    files = [link for link in re.findall(r"(?<!!)\[[^\]]*\]\(([^)]*)\)", made) if "/owner/name/" in link]
+    places = {
+        "https://raw.githubusercontent.com/owner/name/v1/": pictures,
+        "https://github.com/owner/name/blob/v1/": files,
+    }
+    for place, found in places.items():
+        assert found and all((ROOT / link.removeprefix(place).partition("#")[0]).is_file() for link in found)
+    assert not re.search(r"\]\((?!https?:|#)", made)
 
 
 def test_the_workflow_calls_targets_that_there_are() -> None:

@@ -113,7 +113,7 @@ export class SettingsPanel {
   tools() {
     const place = [() => this.conversation.tools, (value) => this.setOfConversation("tools", value)];
     const help = "As OpenAI has it: what the model may call in this chat. You give the results";
-    const list = this.text("tools", "List of functions", { rows: 5, placeholder: '[{"type": "function", ...}]', mono: true }, help, toolsOf, place);
+    const list = this.text("tools", "List of functions", { rows: 9, placeholder: '[{"type": "function", ...}]', mono: true }, help, toolsOf, place);
     const area = list.querySelector("textarea");
     const insert = () => {
       area.value = EXAMPLE;
