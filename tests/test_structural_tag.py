@@ -36,9 +36,11 @@ def tag(name: str, content: dict[str, Any]) -> dict[str, Any]:
 JSON = {"type": "json_schema", "json_schema": AGE}
 TRIGGERED = {"type": "triggered_tags", "triggers": ["<f="], "tags": [tag("f=a", JSON), tag("f=b", text("x"))]}
 A, B = '<f=a>{"age": 3}</f=a>', "<f=b>x</f=b>"
+SEPARATED = {"type": "tags_with_separator", "tags": TRIGGERED["tags"], "separator": ", "}
 OLD = {"structures": [{"begin": "<f=a>", "schema": AGE, "end": "</f=a>"}], "triggers": ["<f="]}
 
-# A format, texts that are of it, and texts that are not even the beginning of one, or end too early.
+# A format, texts that are of it, and texts that are not even the beginning of one, or end too early. XGrammar 0.2.8
+# says the same of each, but that it takes more where free text holds what ends it ("yy").
 CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (text("abc"), ["abc"], ["ab", "abd", "abcd"]),
     (JSON, ['{"age": -5}'], ['{"age": "x"}', "{}", '{"age": 5']),
@@ -53,14 +55,47 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"type": "plus", "content": text("a")}, ["a", "aa"], [""]),
     (tag("t", ANY), ["<t>hm</t>", "<t></t>"], ["<t>hm", "<t>hm</t>more", "hm"]),
     (TRIGGERED, ["", "well", A, f"so {A} and {B}!", f"{A}{A}"], ["<f=c>", "so <f=a>{}", f"{A}<f=b>y"]),
-    ({**TRIGGERED, "at_least_one": True}, [f"so {A} and"], ["", "well"]),
-    ({**TRIGGERED, "stop_after_first": True}, ["well", f"so {A}"], [f"so {A} and"]),
+    ({**TRIGGERED, "at_least_one": True}, [A, f"{A} and {B}!"], ["", "well", f"so {A}"]),
+    ({**TRIGGERED, "stop_after_first": True}, ["", "well", f"so {A}"], [f"so {A} and"]),
+    ({**TRIGGERED, "at_least_one": True, "stop_after_first": True}, [A, B], ["", "well", f"so {A}", f"{A}{B}"]),
     ({**TRIGGERED, "excludes": ["!"]}, [f"so {A} and"], ["so!", f"{A} and!"]),
     (
-        {"type": "tags_with_separator", "tags": TRIGGERED["tags"], "separator": ", "},
+        SEPARATED,
         ["", A, f"{A}, {B}, {A}"],
         [f"{A}{B}", "well", f"{A}, "],
     ),
+    (
+        {**SEPARATED, "at_least_one": True, "stop_after_first": True},
+        [A, B],
+        ["", f"{A}, {B}"],
+    ),
+    # Several ends
+    ({**tag("t", ANY), "end": ["</t>", "</u>"]}, ["<t>a</v></t>", "<t></u>"], ["<t>a", "<t>a</t>b", "<t></t></u>"]),
+    ({**tag("t", {"type": "regex", "pattern": "[ab]+"}), "end": [";", "."]}, ["<t>ab;", "<t>b."], ["<t>;", "<t>ab"]),
+    ({**tag("t", text("x")), "end": [";", "."]}, ["<t>x;", "<t>x."], ["<t>x", "<t>x;."]),
+    (
+        {"type": "sequence", "elements": [{**tag("t", ANY), "end": [";", "."]}, text("!")]},
+        ["<t>;!", "<t>a.!"],
+        ["<t>!", "<t>;"],
+    ),
+    (
+        {**tag("t", {"type": "or", "elements": [{"type": "regex", "pattern": "[ab]+"}, text("x")]}), "end": [";", "."]},
+        ["<t>x.", "<t>a;"],
+        ["<t>x", "<t>c;"],
+    ),
+    # Free text ends where something else begins.
+    (tag("t", TRIGGERED), ["<t></t>", "<t>hm</t>", f"<t>so {A} and</t>"], ["<t>hm", "<t>hm</t>more", f"<t>{A}"]),
+    (tag("t", {**TRIGGERED, "at_least_one": True}), [f"<t>{A}</t>", f"<t>{A} and</t>"], ["<t></t>", f"<t>so {A}</t>"]),
+    ({"type": "sequence", "elements": [ANY, text("y")]}, ["y", "a<e>y"], ["a", "", "yy"]),
+    ({"type": "sequence", "elements": [ANY, tag("t", ANY), text("!")]}, ["hm<t>a</t>!"], ["hm", "hm<t>a</t>"]),
+    ({"type": "sequence", "elements": [TRIGGERED, text("END")]}, [f"so {A} END", "END"], [f"so {A}", "END."]),
+    # So many times
+    ({"type": "repeat", "min": 2, "max": 3, "content": text("x;")}, ["x;x;", "x;x;x;"], ["x;", "x;x;x;x;"]),
+    ({"type": "repeat", "min": 0, "max": 1, "content": text("x;")}, ["", "x;"], ["x;x;"]),
+    ({"type": "repeat", "min": 2, "max": -1, "content": text("x;")}, ["x;x;", "x;" * 9], ["", "x;"]),
+    # What means nothing, as XGrammar's classes write it
+    ({**JSON, "style": "json", "any_order": False, "max_whitespace_cnt": None, "excludes": []}, ['{"age": 1}'], []),
+    ({**ANY, "excludes": [], "max_tokens": None, "max_chars": None}, ["a"], []),
 ]
 
 
@@ -126,7 +161,15 @@ REFUSED: list[tuple[Any, str]] = [
     ({"format": {"type": "qwen_xml_parameter", "json_schema": AGE}}, "type 'qwen_xml_parameter'"),
     ({"format": {"type": "token", "token": 5}}, "type 'token'"),
     ({"format": {**JSON, "style": "qwen_xml"}}, "style 'qwen_xml'"),
-    ({"format": {**tag("t", ANY), "end": ["</t>", "</u>"]}}, "has 'end'"),
+    ({"format": {**tag("t", ANY), "end": []}}, "end must be a text, or a list"),
+    ({"format": {**tag("t", ANY), "end": ["</t>", ""]}}, "end must be a text, or a list"),
+    ({"format": {**tag("t", ANY), "begin": {"type": "token", "token": 5}}}, "has 'begin'"),
+    ({"format": {"type": "sequence", "elements": [ANY, JSON]}}, r"elements\[0\] is free text"),
+    ({"format": {"type": "repeat", "min": 3, "max": 2, "content": ANY}}, "max 2"),
+    ({"format": {"type": "repeat", "min": True, "max": 2, "content": ANY}}, "min True"),
+    ({"format": {"type": "repeat", "min": 0, "max": 10**9, "content": ANY}}, "max 1000000000"),
+    ({"format": {**JSON, "any_order": True}}, "has 'any_order'"),
+    ({"format": {**JSON, "any_order": 0}}, "has 'any_order'"),
     ({"format": {**ANY, "max_tokens": 5}}, "has 'max_tokens'"),
     ({"format": {**ANY, "excludes": [""]}}, "excludes must be"),
     ({"format": {**TRIGGERED, "triggers": []}}, "triggers must be"),

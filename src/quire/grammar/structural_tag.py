@@ -8,18 +8,19 @@ are text; where they hold the text of a special token, that token stands there.
     {"type": "json_schema", "json_schema": {...}}
     {"type": "regex", "pattern": "..."}
     {"type": "grammar", "grammar": "..."}       Lark or GBNF
-    {"type": "any_text"}                        up to the end of the tag that it stands in, or of the reply
+    {"type": "any_text"}                        up to what comes after it: a text, a tag, the end of the tag that it
+                                                stands in, or of the reply
     {"type": "sequence", "elements": [F, ...]}  and {"type": "or", "elements": [F, ...]}
-    {"type": "optional", "content": F}          and "star", "plus"
-    {"type": "tag", "begin": "...", "content": F, "end": "..."}
+    {"type": "optional", "content": F}          and "star", "plus"; "repeat" with "min" and "max" (-1: no bound)
+    {"type": "tag", "begin": "...", "content": F, "end": "..."}     or a list of ends, one of which comes
     {"type": "triggered_tags", "triggers": ["..."], "tags": [tag, ...]}
     {"type": "tags_with_separator", "tags": [tag, ...], "separator": "..."}
 
-The last two may have "at_least_one" and "stop_after_first", true or false; `any_text` and `triggered_tags` may have
-"excludes", texts that do not come in the free text. The older spelling, `{"structures": [{"begin", "schema", "end"}],
-"triggers": [...]}`, is taken, too. Whatever else others have is refused by name. Of Quire's own: `then` of triggered
-tags, what follows the only tag (with `stop_after_first`); and `not_first` of text, markers with which it does not
-begin, whatever white space is before them.
+The last two may have "at_least_one" and "stop_after_first", true or false: with "at_least_one" the first tag comes at
+once, and no text before it. `any_text` and `triggered_tags` may have "excludes", texts that do not come in the free
+text. The older spelling, `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`, is taken, too. Whatever
+else others have is refused by name. Of Quire's own: `then` of triggered tags, what follows the only tag (with
+`stop_after_first`); and `not_first` of text, markers with which it does not begin, whatever white space is before them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from quire.grammar.json_schema import check_schema
 
 MAX_DEPTH = 64
 MAX_FORMATS = 20_000
+MAX_TIMES = 10_000
+"""Of `repeat`."""
 
 Format = Mapping[str, Any]
 
@@ -53,7 +56,8 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "optional": {"content": dict},
     "star": {"content": dict},
     "plus": {"content": dict},
-    "tag": {"begin": str, "content": dict, "end": str},
+    "repeat": {"min": int, "max": int, "content": dict},
+    "tag": {"begin": str, "content": dict, "end": (str, list)},
     "triggered_tags": {
         "triggers": list,
         "tags": list,
@@ -71,6 +75,11 @@ _MAY_LACK = frozenset(
         *("style", "whitespace_pattern", "disable_any_whitespace"),
     }
 )
+_NOTHING: dict[str, dict[str, Any]] = {
+    "json_schema": {"any_order": False, "max_whitespace_cnt": None, "excludes": []},
+    "any_text": {"max_tokens": None, "max_chars": None},
+}
+"""Fields that are refused, but with these values, which mean nothing and are what XGrammar's classes write."""
 
 
 def structural_tag_grammars(
@@ -149,27 +158,29 @@ class _Lark:
         self._special = re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
         self._formats = 0
 
-    def format(self, given: Any, where: str, depth: int, end: str = "") -> str:
-        """An expression of what the format says, with the `end` of the tag that it is the content of."""
+    def format(self, given: Any, where: str, depth: int, ends: Sequence[str] = ()) -> str:
+        """An expression of what the format says, with one of the `ends` of the tag that it is the content of."""
         self._formats += 1
         if depth > MAX_DEPTH or self._formats > MAX_FORMATS:
             raise SamplingParamsError(f"a structural tag has at most {MAX_DEPTH} levels and {MAX_FORMATS} formats")
         kind = _checked(given, where)
-        if kind == "any_text":
-            return self._until(end, given)
-        if kind == "regex":
-            return self._regex(given["pattern"], end)
-        if kind in ("sequence", "or"):
-            ends = [end if kind == "or" or each is given["elements"][-1] else "" for each in given["elements"]]
-            parts = [
-                self.format(each, f"{where}.elements[{index}]", depth + 1, last)
-                for index, (each, last) in enumerate(zip(given["elements"], ends, strict=True))
-            ]
-            return self._either(parts) if kind == "or" else self._join(*(parts or [self._literal(end)]))
-        if kind == "tag":
-            content = self.format(given["content"], f"{where}.content", depth + 1, given["end"])
-            return self._join(self._literal(given["begin"]), content, self._literal(end))
-        return self._join(self._whole(kind, given, where, depth + 1), self._literal(end))
+        match kind:
+            case "any_text":
+                return self._until(ends, given)
+            case "regex":
+                return self._regex(given["pattern"], ends)
+            case "sequence":
+                return self._sequence(given["elements"], where, depth + 1, ends)
+            case "or":
+                options = enumerate(given["elements"])
+                return self._either([self.format(one, f"{where}.elements[{i}]", depth + 1, ends) for i, one in options])
+            case "tag":
+                content = self.format(given["content"], f"{where}.content", depth + 1, _ends(given))
+                return self._join(self._literal(given["begin"]), content, self._one_of(ends))
+            case "triggered_tags":
+                return self._triggered(given, where, depth + 1, ends)
+            case _:
+                return self._join(self._whole(kind, given, where, depth + 1), self._one_of(ends))
 
     def _whole(self, kind: str, given: Format, where: str, depth: int) -> str:
         match kind:
@@ -181,22 +192,34 @@ class _Lark:
                 name = f"g{len(self.grammars)}"
                 self.grammars[name] = self._grammar(given["grammar"])
                 return f"@{name}"
-            case "triggered_tags":
-                return self._triggered(given, where, depth)
             case "tags_with_separator":
                 return self._separated(given, where, depth)
-            case "optional" | "star" | "plus":
+            case "optional" | "star" | "plus" | "repeat":
                 content = self._rule(self.format(given["content"], f"{where}.content", depth))
-                return content + {"optional": "?", "star": "*", "plus": "+"}[kind]
+                return content + {"optional": "?", "star": "*", "plus": "+"}.get(kind, _times(given))
             case _:
                 raise RuntimeError(f"no way to write {kind}")
 
+    def _sequence(self, elements: Sequence[Any], where: str, depth: int, ends: Sequence[str]) -> str:
+        """One after the other; free text goes up to the text with which the next one begins."""
+        parts, left = [], [*elements]
+        while left:
+            place = f"{where}.elements[{len(elements) - len(left)}]"
+            element, up_to = left.pop(0), [] if left else ends
+            if left and _checked(element, place) in ("any_text", "triggered_tags"):
+                begin, left[0] = _head(left[0], place)
+                up_to = [begin]
+            parts.append(self.format(element, place, depth, up_to))
+        return self._join(*(parts or [self._one_of(ends)]))
+
     # -- tags ------------------------------------------------------------------------------------------------------
 
-    def _triggered(self, given: Format, where: str, depth: int) -> str:
+    def _triggered(self, given: Format, where: str, depth: int, ends: Sequence[str]) -> str:
         triggers, tags = given["triggers"], given["tags"]
         if not triggers or not all(isinstance(one, str) and one for one in triggers):
             raise _refused(f"{where}.triggers", "must be a list of texts that are not empty")
+        if not tags:
+            raise _refused(f"{where}.tags", "is empty")
         bodies: dict[str, list[str]] = {trigger: [] for trigger in triggers}
         for index, tag in enumerate(tags):
             place = f"{where}.tags[{index}]"
@@ -207,20 +230,20 @@ class _Lark:
                 raise _refused(place, "begins with none of the triggers")
             body = {**tag, "begin": tag["begin"][len(trigger) :]}
             bodies[trigger].append(self.format(body, place, depth))
-        if not tags:
-            raise _refused(f"{where}.tags", "is empty")
         rules = {trigger: self._rule(self._either(body)) for trigger, body in bodies.items() if body}
 
         def one_tag(text: Format) -> str:
-            return self._either([self._join(self._until(one, text), rule) for one, rule in rules.items()])
+            return self._either([self._join(self._until([one], text), rule) for one, rule in rules.items()])
 
         later = {"excludes": given.get("excludes", [])}
-        first, text = one_tag(given), self._until("", given)
+        if given.get("at_least_one"):
+            first, none = self._either([self._join(self._literal(one), rule) for one, rule in rules.items()]), []
+        else:
+            first, none = one_tag(given), [self._until(ends, given)]
         if given.get("stop_after_first"):
             then = self.format(given["then"], f"{where}.then", depth) if "then" in given else ""
-            return self._either([self._join(first, then), *([] if given.get("at_least_one") else [text])])
-        more = self._join(first, f"{self._rule(one_tag(later))}*", self._until("", later))
-        return self._either([more, *([] if given.get("at_least_one") else [text])])
+            return self._either([self._join(first, then, self._one_of(ends)), *none])
+        return self._either([self._join(first, f"{self._rule(one_tag(later))}*", self._until(ends, later)), *none])
 
     def _separated(self, given: Format, where: str, depth: int) -> str:
         tags = [self.format(tag, f"{where}.tags[{i}]", depth) for i, tag in enumerate(given["tags"])]
@@ -234,28 +257,30 @@ class _Lark:
 
     # -- text ------------------------------------------------------------------------------------------------------
 
-    def _until(self, end: str, given: Format) -> str:
-        """Any text up to where `end` stands for the first time, and that; with no end, the rest of the reply. `given`
-        says what is not in it, and what it does not begin with."""
+    def _until(self, ends: Sequence[str], given: Format) -> str:
+        """Any text up to where one of `ends` stands for the first time, and that; with none, the rest of the reply.
+        `given` says what is not in it, and what it does not begin with."""
         guards = [("\\s*", marker) for marker in given.get("not_first", ())]
         guards += [(".*", text) for text in given.get("excludes", ())]
         parts = [(before, self._parts(marker)[0]) for before, marker in guards]
         nots = [f"~/(?s:{before}{_pattern(one)}.*)/" for before, one in parts if isinstance(one, str)]
-        return self._up_to(" & ".join([TEXT, *nots]), end)
+        return self._up_to(" & ".join([TEXT, *nots]), ends)
 
-    def _regex(self, pattern: str, end: str) -> str:
+    def _regex(self, pattern: str, ends: Sequence[str]) -> str:
         """What matches as a whole, and does not hold the text after it."""
-        text, parts = _slashed(pattern), self._parts(end)
-        if parts and isinstance(parts[0], str):
-            text = f"{text} & ~/(?s:.*{_pattern(parts[0])}.*)/"
-        return self._up_to(text, end)
+        firsts = [parts[0] for end in ends if (parts := self._parts(end))]
+        nots = [f"~/(?s:.*{_pattern(one)}.*)/" for one in firsts if isinstance(one, str)]
+        return self._up_to(" & ".join([_slashed(pattern), *nots]), ends)
 
-    def _up_to(self, text: str, end: str) -> str:
-        """What an expression of terminals matches, up to where `end` stands for the first time, and that.
+    def _up_to(self, text: str, ends: Sequence[str]) -> str:
+        """What an expression of terminals matches, up to where one of `ends` stands for the first time, and that.
 
         Lazy, since an end such as a line between two breaks may begin again where it ends, and the library does not
         go back to it once more characters could have been another one.
         """
+        return self._either([self._up_to_one(text, end) for end in ends]) if ends else self._terminal(text)
+
+    def _up_to_one(self, text: str, end: str) -> str:
         parts = self._parts(end)
         if not parts or isinstance(parts[0], int):
             return self._join(self._terminal(text), self._literal(end))
@@ -271,6 +296,9 @@ class _Lark:
         if given.get("disable_any_whitespace"):
             spaces = {"whitespace_flexible": False}
         return "%json " + json.dumps({**({} if schema is True else schema), "x-guidance": spaces})
+
+    def _one_of(self, texts: Sequence[str]) -> str:
+        return self._either([self._literal(text) for text in texts]) if texts else ""
 
     def _literal(self, text: str) -> str:
         return " ".join(f"<[{part}]>" if isinstance(part, int) else _quoted(part) for part in self._parts(text))
@@ -316,7 +344,10 @@ def _checked(given: Any, where: str) -> str:
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise _refused(where, f"has the type {str(kind)[:80]!r}; it must be one of {', '.join(_FIELDS)}")
     fields = _FIELDS[kind]
+    nothing = _NOTHING.get(kind, {})
     for name, value in given.items():
+        if name in nothing and value == nothing[name] and type(value) is type(nothing[name]):
+            continue
         if name != "type" and (name not in fields or not isinstance(value, fields[name])):
             raise _refused(where, f"has {str(name)[:80]!r}, which {kind} does not have, or not with such a value")
     for name in fields.keys() - given.keys() - _MAY_LACK:
@@ -324,9 +355,50 @@ def _checked(given: Any, where: str) -> str:
     for name in ("excludes", "not_first"):
         if not all(isinstance(one, str) and one for one in given.get(name, ())):
             raise _refused(f"{where}.{name}", "must be a list of texts that are not empty")
+    ends = given["end"] if kind == "tag" else ""
+    if isinstance(ends, list) and not (ends and all(isinstance(one, str) and one for one in ends)):
+        raise _refused(f"{where}.end", "must be a text, or a list of texts that are not empty")
+    if kind == "repeat":
+        _check_times(given["min"], given["max"], where)
     if given.get("style", "json") != "json":
         raise _refused(where, f"has the style {given['style'][:80]!r}; only JSON is written here")
     return kind
+
+
+def _ends(tag: Format) -> list[str]:
+    """None where it ends with its content."""
+    end = tag["end"]
+    return [*end] if isinstance(end, list) else [end] if end else []
+
+
+def _check_times(least: Any, most: Any, where: str) -> None:
+    if isinstance(least, bool) or not 0 <= least <= MAX_TIMES:
+        raise _refused(where, f"has min {least}; it must be from 0 to {MAX_TIMES}")
+    if isinstance(most, bool) or (most != -1 and not max(1, least) <= most <= MAX_TIMES):
+        raise _refused(where, f"has max {most}; it must be -1, or from {max(1, least)} to {MAX_TIMES}")
+
+
+def _times(repeat: Format) -> str:
+    """How often a content comes, in Lark."""
+    least, most = repeat.get("min", 0), repeat.get("max", 0)
+    return f"{{{least},{most if most >= 0 else ''}}}"
+
+
+def _head(given: Any, after: str) -> tuple[str, Format]:
+    """The text with which a format begins, and a format of the rest."""
+    kind = given.get("type", "tag" if "begin" in given else None) if isinstance(given, dict) else None
+    match kind:
+        case "const_string" if isinstance(given.get("value"), str) and given["value"]:
+            return given["value"], {**given, "value": ""}
+        case "tag" if isinstance(given.get("begin"), str) and given["begin"]:
+            return given["begin"], {**given, "begin": ""}
+        case "sequence" if isinstance(given.get("elements"), list) and given["elements"]:
+            begin, rest = _head(given["elements"][0], after)
+            return begin, {**given, "elements": [rest, *given["elements"][1:]]}
+        case _:
+            raise _refused(
+                after, "is free text, after which must come a const_string or a tag, so that its end is seen"
+            )
 
 
 def _refused(where: str, what: str) -> SamplingParamsError:
