@@ -135,6 +135,10 @@ def test_an_answer_appears_while_it_is_written_and_stop_ends_it(browser: Chromiu
     page.click("#send")
     answered(page, "stopped")
     assert server.script.hung_up.wait(20)
+    ask(page, "Once more")
+    page.wait(f"document.querySelectorAll('{ANSWER}.running').length === 1")
+    page.call("Input.dispatchKeyEvent", type="keyDown", key="Escape", code="Escape", windowsVirtualKeyCode=27)
+    page.wait(f"{IDLE} && document.querySelectorAll('{ANSWER}').length === 2")
     settle(server, page)
 
 

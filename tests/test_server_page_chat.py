@@ -333,6 +333,29 @@ def test_penalties_min_p_stop_and_a_schema_are_sent(browser: Chromium, server: S
     settle(server, page)
 
 
+def test_how_much_is_reasoned_is_chosen_for_chats(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    ask(page, "Hi")
+    answered(page, "Hello")
+    assert not {"reasoning_effort", "thinking_token_budget"} & set(server.script.bodies[-1][1])
+    effort = "document.querySelector('[data-name=reasoning_effort]')"
+    page.evaluate(f"{effort}.value = 'low'; {effort}.dispatchEvent(new Event('change')); 0")
+    page.type("[data-name=thinking_token_budget]", "0")
+    server.script.refusal = (400, {"message": "does not read it", "param": "chat_template_kwargs", "code": None})
+    ask(page, "Hi")
+    page.wait("document.querySelector('.error-card')")
+    body = server.script.bodies[-1][1]
+    assert (body["reasoning_effort"], body["thinking_token_budget"]) == ("low", 0)
+    press(page, "Change the reasoning")
+    assert page.evaluate("document.activeElement.dataset.name") == "reasoning_effort"
+    server.script.refusal = None
+    page.click(".composer [data-value=completion]")
+    page.click(".side .new")
+    ask(page, "Hi")
+    answered(page, "Hello")
+    assert not {"reasoning_effort", "thinking_token_budget"} & set(server.script.bodies[-1][1])
+
+
 def test_a_schema_that_is_none_is_told_and_nothing_is_sent_without_it(browser: Chromium, server: StandIn) -> None:
     page = opened(browser, server)
     page.type("[data-name=schema]", "{nonsense")

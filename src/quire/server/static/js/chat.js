@@ -93,7 +93,14 @@ export class ChatView {
     fill(
       this.root,
       this.sidebar.root,
-      h("section", { class: "middle", "aria-label": "Conversation" }, this.title, this.scroller, this.jump, this.composer()),
+      h(
+        "section",
+        { class: "middle", "aria-label": "Conversation", onkeydown: ({ key }) => key === "Escape" && this.stop() },
+        this.title,
+        this.scroller,
+        this.jump,
+        this.composer(),
+      ),
       this.panel.root,
       shade,
       this.announcer.root,
@@ -123,8 +130,7 @@ export class ChatView {
     const toggle = (name) => () => this.root.classList.toggle(name);
     const submit = (event) => {
       event.preventDefault();
-      const running = this.generations.get(this.conversation.id);
-      if (running) running.stop();
+      if (this.generations.has(this.conversation.id)) this.stop();
       else this.submit();
     };
     return h(
@@ -232,7 +238,7 @@ export class ChatView {
   showServer() {
     const running = this.generations.has(this.conversation.id);
     this.sendButton.disabled = !running && !this.server.ready;
-    this.sendButton.title = running ? "Stop" : "Send";
+    this.sendButton.title = running ? "Stop (Escape)" : "Send";
     this.sendButton.setAttribute("aria-label", running ? "Stop" : "Send");
     this.sendButton.classList.toggle("stop", running);
     fill(this.sendButton, icon(running ? "stop" : "send"));
@@ -377,6 +383,11 @@ export class ChatView {
     this.showServer();
   }
 
+  /** End the answer that is being written here, if there is one. */
+  stop() {
+    this.generations.get(this.conversation.id)?.stop();
+  }
+
   submit() {
     const text = this.input.value;
     if (!text.trim() || !this.server.ready) return;
@@ -438,7 +449,7 @@ export class ChatView {
     if (conversation === this.conversation) {
       for (const element of this.elements.values()) element.draw();
       this.showServer();
-      if (message.error && fieldOf(message.error)) this.panel.refuse(fieldOf(message.error), message.error.message);
+      if (message.error) this.panel.refuse(fieldOf(message.error)[0], message.error.message);
     }
     this.sidebar.draw();
   }

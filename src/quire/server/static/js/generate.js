@@ -76,6 +76,8 @@ function chatRequest(conversation, answer, settings) {
   const isFirst = turns(conversation).at(-1).at(-2)?.role !== "assistant";
   const tools = field("tools", "The tools", () => toolFields(conversation.tools ?? "", conversation.toolChoice ?? "auto", isFirst));
   const body = { messages: history(conversation, answer, settings.system), ...tools };
+  if (settings.reasoning_effort) body.reasoning_effort = settings.reasoning_effort;
+  if (settings.thinking_token_budget !== null) body.thinking_token_budget = settings.thinking_token_budget;
   if (answer.content) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
   return ["/v1/chat/completions", body, (choice) => choice.delta ?? {}];
 }

@@ -165,7 +165,7 @@ export class MessageElement {
     const { error } = message;
     const noTemplate =
       error.status === 400 && (error.code === "chat_template_error" || /chat template/i.test(error.message));
-    const place = fieldOf(error);
+    const [field, called] = fieldOf(error);
     const act = (text, action, primary) =>
       h("button", { class: `button${primary ? " primary" : ""}`, type: "button", onclick: action }, text);
     const buttons = [
@@ -173,7 +173,7 @@ export class MessageElement {
       error.code === "context_length_exceeded" &&
         actions.canLeaveOut() &&
         act("Drop the oldest turns and try again", () => actions.leaveOutOldest(message), true),
-      place && act(`Change the ${place}`, () => actions.showSetting(place)),
+      field && act(`Change the ${called}`, () => actions.showSetting(field)),
       message.content && !callsOf(message).length && act("Go on from here", () => actions.goOn(message), true),
       act([icon("retry"), "Try again"], () => actions.retry(message)),
       (message.content || callsOf(message).length > 0) && act("Keep what is there", () => actions.keep(message)),
@@ -228,10 +228,16 @@ export class MessageElement {
   }
 }
 
-/** The field of the panel that an error is about. */
+const FIELDS = [ // of the panel, what it is called in a sentence, and the fields of a request that it gives
+  ["tools", "tools", /^tool/],
+  ["schema", "schema", /^(response_format|structured_outputs)/],
+  ["reasoning_effort", "reasoning", /^(reasoning_effort|chat_template_kwargs)/],
+  ["thinking_token_budget", "reasoning", /^thinking_token_budget/],
+];
+
+/** The field of the panel that an error is about: [its name, what it is called]; [] if it is about none. */
 export function fieldOf({ param }) {
-  if (/^tool/.test(param ?? "")) return "tools";
-  return /^(response_format|structured_outputs)/.test(param ?? "") ? "schema" : null;
+  return FIELDS.find(([, , fields]) => fields.test(param ?? "")) ?? [];
 }
 
 function titleOf(error, noTemplate) {

@@ -18,6 +18,13 @@ const PENALTIES = [
   ["presence_penalty", "Presence", { min: -2, max: 2, step: 0.1 }, "Subtracted once a token is in the answer"],
   ["frequency_penalty", "Frequency", { min: -2, max: 2, step: 0.1 }, "Subtracted each time that a token is in the answer"],
 ];
+const EFFORTS = [["", "The model's own"], ["none", "No reasoning"], ["low", "Low"], ["medium", "Medium"], ["high", "High"]];
+const BUDGET = [
+  "thinking_token_budget",
+  "At most",
+  { max: 10000000, slides: 0 },
+  "In tokens; then the model must answer. Empty: as long as it takes",
+];
 const NEUTRAL = { temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1, presence_penalty: 0, frequency_penalty: 0 };
 
 /** What strings end an answer: one a line of the field; \n in it is a line's end. */
@@ -67,6 +74,13 @@ export class SettingsPanel {
       system,
       ...FIELDS.map((field) => this.number(...field)),
       stop,
+      h(
+        "details",
+        { class: "setting-group", open: Boolean(settings.reasoning_effort || settings.thinking_token_budget !== null) },
+        h("summary", {}, "Reasoning"),
+        this.choice("reasoning_effort", "Effort", () => EFFORTS, "In a chat, where the model's template knows it"),
+        this.number(...BUDGET),
+      ),
       h("details", { class: "setting-group" }, h("summary", {}, "Penalties"), ...PENALTIES.map((field) => this.number(...field))),
       h("details", { class: "setting-group", open: Boolean(settings.schema) }, h("summary", {}, "Structured output"), schema),
       this.tools(),
@@ -96,7 +110,7 @@ export class SettingsPanel {
 
   /** What the server says against a field's text; it stands there until the text is changed. */
   refuse(name, message) {
-    this.judges[name](message);
+    this.judges[name]?.(message);
   }
 
   set(name, value) {
@@ -121,29 +135,29 @@ export class SettingsPanel {
       area.focus();
     };
     const example = h("p", { class: "setting-more" }, h("button", { class: "link", type: "button", onclick: insert }, "Insert an example"));
-    const choice = h("select", { class: "field", id: "setting-toolChoice", "data-name": "toolChoice", "aria-describedby": "setting-toolChoice-help" });
-    choice.addEventListener("change", () => this.setOfConversation("toolChoice", choice.value));
-    const show = () => {
-      const { tools, toolChoice } = this.conversation;
-      example.hidden = Boolean(tools.trim());
-      fill(choice, ...choicesOf(tools, toolChoice).map(([value, label]) => h("option", { value }, label)));
-      choice.value = toolChoice;
+    const choice = this.choice(
+      "toolChoice",
+      "Which are called",
+      () => choicesOf(this.conversation.tools, this.conversation.toolChoice),
+      "Of the first answer to a message; the model decides once it has results",
+      [() => this.conversation.toolChoice, (value) => this.setOfConversation("toolChoice", value)],
+    );
+    const showChoice = this.shown.at(-1);
+    const showExample = () => {
+      example.hidden = Boolean(this.conversation.tools.trim());
     };
-    area.addEventListener("input", show);
-    this.shown.push(show);
+    area.addEventListener("input", () => {
+      showChoice();
+      showExample();
+    });
+    this.shown.push(showExample);
     this.toolBox = h(
       "details",
       { class: "setting-group" },
       h("summary", {}, "Tools"),
       list,
       example,
-      h(
-        "div",
-        { class: "setting" },
-        h("label", { class: "setting-name", for: choice.id }, "Which are called"),
-        choice,
-        h("span", { class: "setting-help", id: `${choice.id}-help` }, "Of the first answer to a message; the model decides once it has results"),
-      ),
+      choice,
     );
     return this.toolBox;
   }
@@ -177,6 +191,25 @@ export class SettingsPanel {
       judge();
     });
     return h("div", { class: "setting" }, h("label", { class: "setting-name", for: id }, label), area, note);
+  }
+
+  /** A field for one of `options()`: [[value, label], ...]; `place` reads and keeps it. */
+  choice(name, label, options, help, place) {
+    const [read, keep] = place ?? [() => this.settings[name], (value) => this.set(name, value)];
+    const id = `setting-${name}`;
+    const field = h("select", { class: "field", id, "data-name": name, "aria-describedby": `${id}-help` });
+    field.addEventListener("change", () => keep(field.value));
+    this.shown.push(() => {
+      fill(field, ...options().map(([value, text]) => h("option", { value }, text)));
+      field.value = read();
+    });
+    return h(
+      "div",
+      { class: "setting" },
+      h("label", { class: "setting-name", for: id }, label),
+      field,
+      h("span", { class: "setting-help", id: `${id}-help` }, help),
+    );
   }
 
   /** A field for a number, with a slider if it `slides`: to that value, by default to the largest. */

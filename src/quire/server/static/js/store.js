@@ -21,6 +21,8 @@ export const DEFAULTS = {
   repetition_penalty: null,
   stop: "", // one a line
   schema: "", // JSON
+  reasoning_effort: "",
+  thinking_token_budget: null,
   mode: null, // what suits the model
 };
 
