@@ -87,6 +87,7 @@ class FakeServer:
     card: dict[str, Any] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
     port: int = 0
+    uds: str | None = None
     connections: int = 0
 
     def __post_init__(self) -> None:
@@ -96,14 +97,17 @@ class FakeServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.port}" if self.uds is None else f"unix:{self.uds}"
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return self.url.removeprefix("http://")
 
     def start(self) -> None:
         async def begin() -> None:
+            if self.uds is not None:
+                self._server = await asyncio.start_unix_server(self._serve, self.uds)
+                return
             self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
             self.port = self._server.sockets[0].getsockname()[1]
 

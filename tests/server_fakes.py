@@ -156,6 +156,7 @@ class FakeEngineClient:
 
     state: str = "ready"
     info: EngineInfo | None = field(default_factory=engine_info)
+    tokenizer: None = None
     board: FakeBoard | None = field(default_factory=FakeBoard)
     healthy: bool = True
     cause: str | None = None

@@ -517,6 +517,23 @@ def test_variables_of_the_environment_are_options_below_the_file_and_flags(
             read_environment(["max_model_len", "port"], {name: value})
 
 
+def test_variables_are_options_of_a_router_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from quire.cli import route
+
+    file = tmp_path / "route.yaml"
+    file.write_text("policy: round-robin\n")
+    monkeypatch.setenv("QUIRE_SERVER", '["http://a:1", "http://b:1"]')
+    monkeypatch.setenv("QUIRE_POLICY", "least-loaded")
+    monkeypatch.setenv("QUIRE_PORT", "9000")
+    parser = CommandParser(prog="quire route", description="")
+    route.add_arguments(parser)
+    config = route.read_options(parser.parse(["--config", str(file), "--port", "9001"]))
+    assert (config.server, config.policy, config.port) == (("http://a:1", "http://b:1"), "round-robin", 9001)
+    monkeypatch.setenv("QUIRE_DRAIN_TIMEOUT", "soon")
+    with pytest.raises(ConfigError, match=r"in the environment, QUIRE_DRAIN_TIMEOUT: .*'soon' is not a number"):
+        route.read_options(parser.parse([]))
+
+
 def test_flags_of_llama_cpp_are_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("-ngl", "--n-gpu-layers", "--gpu-layers"):
         assert main(["serve", "demo", flag, "99"]) == 2

@@ -10,15 +10,17 @@ import re
 import socket
 import stat
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
 
 from quire.bench.serve.http_client import HttpClient, HttpError, parse_url
 from quire.cli import serve
+from quire.cli.main import main
 from quire.cli.options import CommandParser
 from quire.cli.remote import RemoteTalker
 from quire.errors import ConfigError, RemoteError, ServerError
@@ -32,8 +34,8 @@ from quire.server.joining import RouterHost, url_for
 from quire.server.processes import is_loopback, listen, listening, url_of
 from quire.tls import client_context
 from tests.certificates import Files, make_certificate, needs_openssl
-from tests.router_fakes import FakeServer, Loop, RouterThread
-from tests.server_fakes import AppThread, app_context
+from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, text_of
+from tests.server_fakes import AppThread, app_context, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -333,6 +335,103 @@ def test_a_unix_socket_is_the_only_place(tmp_path: Path) -> None:
         ServerConfig(uds="/" + 119 * "x")
     with pytest.raises(RemoteError, match="no server answers at unix:"):
         RemoteTalker(f"unix:{path}")
+
+
+def test_a_router_has_servers_at_unix_sockets(loop: Loop, tmp_path: Path) -> None:
+    server = FakeServer(loop, uds=str(tmp_path / "q.sock"))
+    with RouterThread([server]) as router:
+        assert router.states == {f"unix:{server.uds}": "up"}
+        assert text_of(router.stream()) == answer_text(server.requests[-1])
+        assert router.http.post(f"/admin/drain/{server.address}").json()["draining"] is True
+        assert router.complete().status_code == 503
+        router.http.post(f"/admin/undrain/{server.address}")
+        assert router.complete().status_code == 200
+        server.stop()
+        assert wait_until(lambda: router.states == {server.address: "down"}), router.states
+
+
+def test_sockets_that_are_no_servers_are_refused_by_name() -> None:
+    for url, told in (
+        ("unix:q.sock", "is no Unix socket of a server; write its absolute path"),
+        ("unix:", "is no Unix socket of a server"),
+        ("unix:///run/q.sock", r"a Redis \(a server's own Unix socket is unix:/PATH\), needs an api_key"),
+        ("dns+unix:/run/q.sock", "write dns\\+http://NAME:PORT"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            RouterConfig.from_options({"server": [url]})
+    with RouterThread(api_key=["k"]) as router:  # one that joins could name what is none of its business
+        answer = router.http.post("/admin/join", json={"url": "unix:/run/docker.sock"})
+        assert answer.status_code == 400 and "is a Unix socket, and servers join from a port" in answer.text
+        assert router.states == {}
+
+
+# -- health checks ---------------------------------------------------------------------------------------------
+
+
+def health(*arguments: str) -> int:
+    return main(["health", *arguments])
+
+
+@needs_openssl
+def test_one_health_check_asks_over_http_https_and_unix_sockets(
+    site: AppThread, files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over_tls = ["--host", "0.0.0.0", "--port", str(site.port), "--ssl-certfile", str(files.cert)]
+    assert health(*over_tls) == health(*over_tls, "--live") == 0
+    assert health("--port", str(site.port)) == 1  # it speaks https
+    place = ServerConfig(uds=str(tmp_path / "q.sock"))
+    with listening(place) as listener, AppThread(lambda: create_app(app_context(root_path="/llm")), listener=listener):
+        monkeypatch.setenv("QUIRE_UDS", str(place.uds))
+        assert health() == 0
+        monkeypatch.delenv("QUIRE_UDS")
+        file = tmp_path / "quire.yaml"
+        file.write_text(f"model: demo\nuds: {place.uds}\npolicy: cost\n")  # a server's options, or a router's
+        assert health("--config", str(file)) == 0
+        assert (
+            capsys.readouterr().out.splitlines()
+            == [f"https://127.0.0.1:{site.port}: ok"] * 2 + [f"unix:{place.uds}: ok"] * 2
+        )
+    assert health("--uds", str(place.uds)) == 1
+    assert "q.sock does not answer: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_server_that_loads_is_alive_and_not_well_until_it_is(
+    loop: Loop, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = app_context()
+    engine = cast(Any, context.client)
+    engine.state = "restarting"
+    with AppThread(lambda: create_app(context)) as site:
+        monkeypatch.setenv("QUIRE_PORT", str(site.port))
+        assert health() == 1
+        assert f"{site.url}/health answers 503: restarting" in capsys.readouterr().err
+        assert health("--live") == 0
+        threading.Timer(0.2, setattr, (engine, "state", "ready")).start()
+        assert health("--wait", "60") == 0
+    assert health("--wait", "0.1") == 1
+
+
+def test_what_is_no_server_is_not_well(capsys: pytest.CaptureFixture[str]) -> None:
+    for answer in (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok", b"SSH-2.0-OpenSSH\r\n", b""):
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = str(other.getsockname()[1])
+
+            def serve_once(other: socket.socket = other, answer: bytes = answer) -> None:
+                with other.accept()[0] as connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(answer)
+
+            thread = threading.Thread(target=serve_once)
+            thread.start()
+            assert health("--port", port) == 1
+            thread.join()
+    told = capsys.readouterr().err
+    assert "answers 200: is it another program?" in told and told.count("does not answer: ") == 2
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert health("--port", str(silent.getsockname()[1]), "--timeout", "0.1") == 1
+    assert "does not answer within 0.1 s" in capsys.readouterr().err
+    for wrong in (["--port", "0"], ["--timeout", "0"], ["--timeout", "inf"], ["--wait", "nan"], ["--uds", "x" * 200]):
+        assert health(*wrong) == 2
 
 
 # -- a path before all routes ----------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": "talk with a model",
     "serve": "answer requests over HTTP, with OpenAI's interface",
     "batch": "answer a file of requests; an interrupted batch can be resumed",
+    "health": "ask the server on this machine whether it takes requests",
     "route": "route requests to several servers, each to the one where it costs least",
     "up": "start a cluster: a router, its servers, and what they need",
     "down": "stop a cluster",

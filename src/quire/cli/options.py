@@ -2,7 +2,7 @@
 
 An option exists once, as a field; its flag, its YAML key and its `/set` name follow from it. Flags are written
 `--max-num-seqs` or `--max_num_seqs`; on/off options also `--no-...`. What is given wins in this order: flag, YAML key,
-environment (`QUIRE_MAX_NUM_SEQS`, for `quire serve`), preset, default. vLLM's names and values are taken as well, and
+environment (`QUIRE_MAX_NUM_SEQS`; servers, routers), preset, default. vLLM's names and values are taken as well, and
 are Quire's from here on; so are those names of llama.cpp's and Ollama's that mean the same.
 """
 
@@ -26,12 +26,16 @@ from quire.config import PRESETS, EngineConfig, unknown_option
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigError, SamplingParamsError
 from quire.other_options import OTHER_OPTIONS, explained, flags_of
+from quire.router.config import RouterConfig
 from quire.server.config import ServerConfig
 from quire.vllm_options import VLLM_OPTIONS, translated
 
 MAX_CONFIG_BYTES = 1 << 20
 """A configuration file larger than this was named by mistake."""
 
+
+CONFIGS = EngineConfig, ServerConfig, RouterConfig
+"""Whose options may be variables of the environment."""
 
 FIELD_GROUPS = "engine options", "server options", "sampling options"
 """Groups of options that are made from the fields of a class: dozens of them."""
@@ -155,9 +159,12 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add_fields(parser.add_argument_group("server options"), ServerConfig)
 
 
-def add_fields(group: argparse._ArgumentGroup, config: type) -> None:
+def add_fields(group: argparse._ArgumentGroup, config: type, names: Sequence[str] | None = None) -> None:
+    """Add a flag for every field of a dataclass of options, or for those of these names."""
     hints = get_type_hints(config)
     for field in dataclasses.fields(config):
+        if names is not None and field.name not in names:
+            continue
         default = None if field.default in (dataclasses.MISSING, ()) else field.default
         short = (field.metadata["short"],) if field.metadata.get("short") else ()
         _add_flag(group, field.name, hints[field.name], field.metadata["help"], default, short)
@@ -425,7 +432,7 @@ def read_environment(known: Sequence[str], environment: Mapping[str, str] = os.e
     Raises:
         ConfigError: a value is not of its option's type.
     """
-    hints = get_type_hints(EngineConfig) | get_type_hints(ServerConfig)
+    hints = {name: hint for config in CONFIGS for name, hint in get_type_hints(config).items()}
     found: dict[str, Any] = {}
     for name in known:
         variable = "QUIRE_" + name.upper()
@@ -465,8 +472,8 @@ def unknown_variables(known: Sequence[str], environment: Mapping[str, str] = os.
 
 
 def option_names() -> list[str]:
-    """Names of all options of the engine and the server."""
-    return [field.name for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)]
+    """Names of all options of engines, servers and routers."""
+    return list(dict.fromkeys(field.name for config in CONFIGS for field in dataclasses.fields(config)))
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:

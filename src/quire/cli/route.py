@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 
-from quire.cli.options import add_fields, read_config
+from quire.cli.options import add_fields, option_names, read_config, read_environment, unknown_variables
 from quire.kv.directory import masked
 from quire.router.config import RouterConfig, is_server
+
+logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     raise_file_limit()
     with listening(config) as listener:
         log.configure(config.log_format, config.debug)
+        for text in unknown_variables(option_names()):
+            logger.warning(text)
         given = [*config.server, *config.prefill_server]
         count = sum(map(is_server, given))
         more = "".join(f" and those of {masked(one)}" for one in given if not is_server(one))
@@ -64,4 +69,5 @@ def read_options(args: argparse.Namespace) -> RouterConfig:
     """
     names = [field.name for field in dataclasses.fields(RouterConfig)]
     from_file = read_config(args.config, names) if args.config else {}
-    return RouterConfig.from_options(from_file | {name: value for name, value in vars(args).items() if name in names})
+    flags = {name: value for name, value in vars(args).items() if name in names}
+    return RouterConfig.from_options(read_environment(names) | from_file | flags)

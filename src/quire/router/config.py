@@ -41,8 +41,9 @@ class RouterConfig:
 
     server: tuple[str, ...] = option(
         (),
-        "URL of a server to send requests to, such as http://127.0.0.1:8000; dns+http://NAME:PORT for all addresses of "
-        "a name; redis://... for a Redis to which servers write (quire serve --join)",
+        "URL of a server to send requests to, such as http://127.0.0.1:8000 or, of its Unix socket, unix:/PATH; "
+        "dns+http://NAME:PORT for all addresses of a name; redis://... for a Redis to which servers write (quire serve "
+        "--join)",
     )
     prefill_server: tuple[str, ...] = option((), "URL of a server that computes prompts for the others, or dns+http://")
     servers_file: str | None = option(None, "file with a URL a line, read again when it changes; 'prefill URL' too")
@@ -94,9 +95,10 @@ class RouterConfig:
                     f"prefill_server {masked(url)}: servers in a Redis say their role; give it as --server"
                 )
             if not self.api_key:
+                other = " (a server's own Unix socket is unix:/PATH)" if url.startswith("unix:") else ""
                 raise ConfigError(
-                    f"server {masked(url)} needs an api_key, by which servers are told from strangers; give all "
-                    "of them the same first one"
+                    f"server {masked(url)}, a Redis{other}, needs an api_key, by which servers are told from "
+                    "strangers; give all of them the same first one"
                 )
             return
         try:

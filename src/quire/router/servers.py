@@ -198,9 +198,14 @@ class Servers:
         """A server joins; one that is there already stays as it is, unless its role has changed.
 
         Raises:
-            ValueError: this is no URL of a server.
+            ValueError: this is no URL of a server, or one that may not join by itself.
         """
-        name = Address(url).name
+        address = Address(url)
+        if origin == "joined" and address.uds is not None:  # what else listens on this machine is none of its business
+            raise ValueError(
+                f"{url!r} is a Unix socket, and servers join from a port; give the router its --server"
+            )
+        name = address.name
         found = self.by_name.get(name)
         if found is not None and found.role == role:
             found.heard_at = self.clock()

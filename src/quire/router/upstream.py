@@ -8,6 +8,7 @@ bound.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Iterable
 from typing import cast
@@ -37,14 +38,18 @@ class Address:
     """Where a server is.
 
     Args:
-        url: http(s)://HOST[:PORT][/PREFIX].
+        url: http(s)://HOST[:PORT][/PREFIX], or unix:PATH of a Unix socket.
+
+    Attributes:
+        uds: the path of its Unix socket; None: it has a host and a port.
 
     Raises:
         ValueError: it is not such a URL.
     """
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
+        self.uds = _socket_path(url)
+        parts = urlsplit(url if self.uds is None else "http://localhost")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError(f"{url!r} is not a server's URL; write one such as http://127.0.0.1:8000")
         if parts.username or parts.password:
@@ -54,8 +59,8 @@ class Address:
         self.port = parts.port or (443 if self.tls else 80)
         self.prefix = parts.path.rstrip("/").removesuffix("/v1")
         shown = f"[{self.host}]" if ":" in self.host else self.host
-        self.name = f"{shown}:{self.port}{self.prefix}"
-        self.url = f"{parts.scheme}://{self.name}"
+        self.name = f"{shown}:{self.port}{self.prefix}" if self.uds is None else url
+        self.url = f"{parts.scheme}://{self.name}" if self.uds is None else url
         self._head = f"{{}} {self.prefix}{{}} HTTP/1.1\r\nhost: {shown}:{self.port}\r\n"
 
     def request(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
@@ -65,6 +70,16 @@ class Address:
             lines += (name, b": ", value, b"\r\n")
         lines += (b"content-length: %d\r\n\r\n" % len(body), body)
         return b"".join(lines)
+
+
+def _socket_path(url: str) -> str | None:
+    """Of unix:PATH, the path; None: it is another URL. Raises ValueError."""
+    if not url.startswith("unix:"):
+        return None
+    path = url.removeprefix("unix:")
+    if not path.startswith("/") or path.startswith("//") or not path.isprintable():
+        raise ValueError(f"{url!r} is no Unix socket of a server; write its absolute path, as in unix:/run/quire.sock")
+    return path
 
 
 class Answer(asyncio.Protocol):
@@ -273,9 +288,11 @@ class Upstream:
         address = self.address
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                _, answer = await loop.create_connection(
-                    lambda: Answer(loop), address.host, address.port, ssl=self._context
-                )
+                make = functools.partial(Answer, loop)
+                if address.uds is not None:
+                    _, answer = await loop.create_unix_connection(make, address.uds)
+                else:
+                    _, answer = await loop.create_connection(make, address.host, address.port, ssl=self._context)
         except TimeoutError:
             raise UpstreamError(f"no connection within {CONNECT_SECONDS:g} s") from None
         except OSError as error:

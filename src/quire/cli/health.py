@@ -1,0 +1,130 @@
+"""Ask the server or router on this machine whether it takes requests: for health checks of containers.
+
+It is asked where it listens: by the same --config, variables (QUIRE_PORT, ...) or flags as it was started with. A
+router's port, 8080 unless it was given, must be named. No key is needed, and the certificate is not verified: it is
+this machine's own, for another name than the one asked here.
+
+Exit codes: 0 it takes requests; 1 it does not, or does not answer; 2 an option is not valid."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import socket
+import ssl
+import time
+from typing import Any
+
+from quire.cli.options import add_fields, option_names, read_config, read_environment
+from quire.cli.terminal import visible
+from quire.errors import ConfigError, RemoteError
+from quire.server.config import ServerConfig, check_place
+from quire.server.processes import host_and_port, scheme_of
+
+PLACE = "host", "port", "uds", "ssl_certfile"
+"""Options that say where a server listens, and what it speaks there."""
+
+MAX_SECONDS = 10**6
+POLL_SECONDS = 0.5
+MAX_BODY_BYTES = 64 << 10
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Where a server that listens on every address is asked."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `quire health`."""
+    parser.usage = "quire health [options]"
+    parser.add_argument("--live", action="store_true", help="ask only whether it runs (/live), be it still loading")
+    parser.add_argument("--timeout", type=float, default=5.0, metavar="X", help="seconds to answer in (default: 5)")
+    parser.add_argument("--wait", type=float, default=0.0, metavar="X", help="seconds to get ready in (default: 0)")
+    group = parser.add_argument_group("where the server listens")
+    group.add_argument("--config", metavar="FILE", help="its YAML file of options; flags win over it")
+    add_fields(group, ServerConfig, PLACE)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask, and print what it says; the exit code.
+
+    Raises:
+        RemoteError: it is not well.
+    """
+    place = _place(args)
+    if not (0 < args.timeout <= MAX_SECONDS and 0 <= args.wait <= MAX_SECONDS):
+        raise ConfigError(f"--timeout must be above 0 seconds, --wait at least 0, and both at most {MAX_SECONDS:,}")
+    deadline = time.monotonic() + args.wait
+    while True:
+        try:
+            print(f"{_name(place)}: {_asked(place, '/live' if args.live else '/health', args.timeout)}")
+            return 0
+        except RemoteError:
+            if time.monotonic() + POLL_SECONDS > deadline:
+                raise
+        time.sleep(POLL_SECONDS)
+
+
+def _place(args: argparse.Namespace) -> ServerConfig:
+    """The options that say where: flags win over the file, and the file over the environment, as for the server."""
+    from_file = read_config(args.config, [*option_names(), "preset"]) if args.config else {}
+    given = from_file | vars(args)
+    options: dict[str, Any] = read_environment(PLACE) | {name: given[name] for name in PLACE if name in given}
+    check_place(options)
+    place = ServerConfig(**options)
+    if place.uds is None and place.port == 0:
+        raise ConfigError("port=0 is any free one, which only the server knows; give it a port, or a Unix socket")
+    return place
+
+
+def _name(place: ServerConfig) -> str:
+    if place.uds is not None:
+        return f"unix:{place.uds}"
+    return f"{scheme_of(place)}://{host_and_port(LOOPBACK.get(place.host, place.host), place.port)}"
+
+
+def _asked(place: ServerConfig, path: str, seconds: float) -> str:
+    """What it says, if that is that all is well.
+
+    Raises:
+        RemoteError: it says something else, or nothing in time.
+    """
+    try:
+        with _connected(place, seconds) as connection:
+            exchange = http.client.HTTPConnection("localhost")
+            exchange.sock = connection
+            exchange.request("GET", path)
+            answer = exchange.getresponse()
+            status, body = answer.status, answer.read(MAX_BODY_BYTES)
+    except TimeoutError as error:
+        raise RemoteError(f"{_name(place)} does not answer within {seconds:g} s") from error
+    except (OSError, http.client.HTTPException, UnicodeError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or type(error).__name__
+        raise RemoteError(f"{_name(place)} does not answer: {visible(str(reason))[:200]}") from error
+    said = _said(body)
+    if status != 200 or said is None:
+        raise RemoteError(f"{_name(place)}{path} answers {status}: {said or 'is it another program?'}")
+    return said
+
+
+def _connected(place: ServerConfig, seconds: float) -> socket.socket:
+    if place.uds is not None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(seconds)
+        connection.connect(place.uds)
+        return connection
+    connection = socket.create_connection((LOOPBACK.get(place.host, place.host), place.port), seconds)
+    if place.ssl_certfile is None:
+        return connection
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context.wrap_socket(connection)
+
+
+def _said(body: bytes) -> str | None:
+    """The state that an answer tells, and how far loading is; None: it is not a server's answer."""
+    try:
+        told = json.loads(body)
+        words = [str(told["status"]), *(str(told[name]) for name in ("phase", "reason") if told.get(name))]
+        share = [f"{told['percent']:.0f} %"] if told.get("percent") is not None else []
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return visible(", ".join([*words, *share]))[:200]
