@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import types
 import warnings
@@ -13,6 +14,8 @@ import pytest
 
 import quire
 from quire import LLM, AsyncLLM, EngineConfig, SamplingParams, StructuredOutputsParams
+from quire.errors import CheckpointNotFoundError
+from quire.notebook import BAR_WIDTH, loading
 from quire.progress import BatchProgress, batch_progress
 
 NEVER = SamplingParams(min_tokens=50, structured_outputs=StructuredOutputsParams(choice=["x"]))
@@ -30,9 +33,15 @@ class Cell:
 
     def __init__(self) -> None:
         self.pictures: list[dict[str, str]] = []
+        self.displayed = 0
+
+    @property
+    def is_plain(self) -> bool:
+        return not any(ord(one) < 32 for picture in self.pictures for text in picture.values() for one in text)
 
     def display(self, picture: dict[str, str], raw: bool, display_id: bool) -> Cell:
         assert raw and display_id
+        self.displayed += 1
         self.pictures.append(picture)
         return self
 
@@ -58,8 +67,33 @@ def test_progress_in_a_notebook_is_one_output_that_is_replaced(
     llm.generate(["a", "b", "c"], SamplingParams(max_tokens=3, ignore_eos=True), progress=True)
     first, last = cell.pictures[0], cell.pictures[-1]
     assert "0/3 prompts" in first["text/plain"] and "3/3 prompts" in last["text/plain"]
-    assert '<progress value="3" max="3">' in last["text/html"]
-    assert not any(ord(character) < 32 for picture in cell.pictures for text in picture.values() for character in text)
+    assert '<progress value="1.000" max="1">' in last["text/html"]
+    assert cell.is_plain
+    assert capsys.readouterr() == ("", "")
+
+
+def test_loading_in_a_notebook_is_one_output_that_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cell = ipython(monkeypatch, types.SimpleNamespace(kernel=object()))
+    with LLM("demo", max_model_len=128):
+        texts = [picture["text/plain"] for picture in cell.pictures]
+        assert texts[0] == f"[{'.' * BAR_WIDTH}] demo: loading"
+        assert any("demo: loading weights" in text for text in texts)
+        assert re.fullmatch(r"demo: loaded in \d+\.\d s", texts[-1])
+    assert cell.displayed == 1 and cell.is_plain
+    assert capsys.readouterr() == ("", "")
+    told: list[str] = []
+    with LLM("demo", max_model_len=128, on_load=lambda phase, share: told.append(phase)):
+        assert told and cell.displayed == 1, "who asks to be told shows it in a way of its own"
+    with pytest.raises(CheckpointNotFoundError):
+        LLM("no/such<b>folder")
+    assert cell.pictures[-1]["text/html"] == "no/such&lt;b&gt;folder: not loaded"
+
+
+def test_elsewhere_loading_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with loading("demo") as on_load:
+        assert on_load is None
     assert capsys.readouterr() == ("", "")
 
 

@@ -36,6 +36,7 @@ from quire.errors import (
 from quire.models.checkpoint import resolve
 from quire.models.model import Model
 from quire.models.pooling import PoolingConfig
+from quire.notebook import loading
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.start import OnLoad
 from quire.text.reply_grammar import ReplyRequest, reply_request
@@ -56,7 +57,8 @@ class LocalEngine:
 
     def __init__(self, model: str, preset: str | None, on_load: OnLoad | None, options: Mapping[str, Any]) -> None:
         self.config = EngineConfig.from_options({"model": model, **options}, preset)
-        self._engine = _load_engine(self.config, on_load)
+        with contextlib.nullcontext(on_load) if on_load is not None else loading(self.config.model) as told:
+            self._engine = _load_engine(self.config, told)
         self.memory_plan: MemoryPlan = self._engine.memory_plan
         self.threads: int = self._engine.threads
         self.tokenizer: Tokenizer | None = Tokenizer.load_if_present(self._engine.path, self.config.tool_format)
@@ -156,7 +158,7 @@ class LLM(LocalEngine):
     Args:
         model: folder of a Hugging Face checkpoint, `org/name` to download, or "demo" for the embedded model.
         preset: "chat", "batch" or "long-context" sets a few options; those given by hand win.
-        on_load: told (phase, share done) while starting.
+        on_load: told (phase, share done) while starting; default: a notebook shows it in its cell.
         options: fields of `EngineConfig`.
 
     Raises:

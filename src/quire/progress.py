@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import time
-from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-FRAME_SECONDS = 0.1
-"""Least time between two pictures in a notebook: each is a message to the browser."""
-
-BAR_WIDTH = 30
+from quire.notebook import Display, Picture, notebook_display
 
 
 class Progress(Protocol):
@@ -33,17 +27,6 @@ def batch_progress(total: int) -> Progress:
     """The progress of so many prompts, as it can be shown here."""
     display = notebook_display()
     return BatchProgress(total) if display is None else NotebookProgress(total, display)
-
-
-def notebook_display() -> Callable[..., Any] | None:
-    """IPython's `display` where this process is the kernel of a notebook; else None. What is not there is not
-    imported."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if getattr(shell, "kernel", None) is None:  # none, or IPython in a terminal
-        return None
-    display: Callable[..., Any] = importlib.import_module("IPython.display").display
-    return display
 
 
 class _Rate:
@@ -92,21 +75,19 @@ class BatchProgress:
 
 
 class NotebookProgress:
-    """An output of the cell, which is replaced: no control characters, no widgets.
+    """An output of the cell, which is replaced.
 
     Args:
         total: prompts.
         display: IPython's.
     """
 
-    def __init__(self, total: int, display: Callable[..., Any]) -> None:
+    def __init__(self, total: int, display: Display) -> None:
         self._total, self._display, self._rate = total, display, _Rate()
-        self._handle: Any = None
         self._shown: tuple[int, int] = (0, 0)
-        self._drawn = 0.0
 
     def __enter__(self) -> Self:
-        self._handle = self._display(self._picture(), raw=True, display_id=True)
+        self._picture = Picture(self._display, self._text(), 0.0)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -116,20 +97,12 @@ class NotebookProgress:
         """See `Progress`."""
         self._rate.of(tokens)  # the first counts
         self._shown = (done, tokens)
-        if time.perf_counter() - self._drawn >= FRAME_SECONDS:
+        if self._picture.is_due:
             self._draw()
 
     def _draw(self) -> None:
-        self._drawn = time.perf_counter()
-        if self._handle is not None:
-            self._handle.update(self._picture(), raw=True)
+        self._picture.draw(self._text(), self._shown[0] / max(self._total, 1))
 
-    def _picture(self) -> dict[str, str]:
-        """By MIME type: the front end takes what it can show best."""
+    def _text(self) -> str:
         done, tokens = self._shown
-        told = f"{done:,}/{self._total:,} prompts, {self._rate.of(tokens):,.0f} tok/s, {self._rate.seconds:.0f} s"
-        filled = BAR_WIDTH * done // max(self._total, 1)
-        return {
-            "text/plain": f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {told}",
-            "text/html": f'<progress value="{done}" max="{self._total}"></progress> {told}',
-        }
+        return f"{done:,}/{self._total:,} prompts, {self._rate.of(tokens):,.0f} tok/s, {self._rate.seconds:.0f} s"

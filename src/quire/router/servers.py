@@ -202,9 +202,7 @@ class Servers:
         """
         address = Address(url)
         if origin == "joined" and address.uds is not None:  # what else listens on this machine is none of its business
-            raise ValueError(
-                f"{url!r} is a Unix socket, and servers join from a port; give the router its --server"
-            )
+            raise ValueError(f"{url!r} is a Unix socket, and servers join from a port; give the router its --server")
         name = address.name
         found = self.by_name.get(name)
         if found is not None and found.role == role:
