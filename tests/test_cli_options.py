@@ -398,7 +398,7 @@ def test_help_describes_every_option(capsys: pytest.CaptureFixture[str]) -> None
     text = " ".join(capsys.readouterr().out.split())
     for name in (*ENGINE_VALUES, *ENGINE_SWITCHES, *SAMPLING_VALUES, *SAMPLING_SWITCHES):
         assert f"--{name.replace('_', '-')}" in text
-    assert "tokens a KV block (default: 16)" in text
+    assert "tokens per KV block (default: 16)" in text
     assert "0 takes the most likely token" in text
     assert "None" not in text  # a word of Python
 

@@ -66,4 +66,4 @@ def test_the_reference_has_every_option() -> None:
     ]
     missing = {name for name in (*fields, *SamplingParams.__struct_fields__) if f"| `{name}` |" not in text}
     assert missing == set()
-    assert "| `block_size` | `16`, `32`, `64`, `128`, `256` | `16` | tokens a KV block |" in text
+    assert "| `block_size` | `16`, `32`, `64`, `128`, `256` | `16` | tokens per KV block |" in text

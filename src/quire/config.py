@@ -84,28 +84,28 @@ class EngineConfig:
         "auto", "data type of weights and KV; auto is the checkpoint's"
     )
     quantization: Literal["int8", "int4"] | None = option(
-        None, "quantize the linear layers' weights as they are loaded; int4 keeps the head in int8; default: as stored"
+        None, "quantize the linear layers' weights while loading; int4 keeps the head in int8; default: as stored"
     )
     quantization_group_size: Literal[32, 64, 128] | None = option(
-        None, "int4: inputs that share a scale, default 64; smaller is more exact and larger in memory"
+        None, "int4: inputs that share a scale, default 64; fewer are more accurate and take more memory"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs; auto: a GPU if there is one")
     cpu_kernels: Literal["auto", "torch", "sse2", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_dot"] = option(
         "auto", "instruction set of the compiled kernels, or torch for none; auto: the fastest that runs here"
     )
     threads: int | None = option(
-        None, "threads of a step, on each rank; default: one a core, shared by the ranks", low=1, high=1024
+        None, "threads of each rank; default: one per core, divided among the ranks", low=1, high=1024
     )
     tensor_parallel_size: int = option(
         1,
-        "ranks (processes) that share each layer; the tokens are the same for any",
+        "ranks (processes) that share each layer; the tokens do not depend on it",
         low=1,
         high=256,
         short="-tp",
     )
     pipeline_parallel_size: int = option(
         1,
-        "ranks (processes), each of which has some of the layers: so many steps are computed at once",
+        "ranks (processes) that hold some of the layers each; as many steps are in flight at once",
         low=1,
         high=256,
         short="-pp",
@@ -113,36 +113,36 @@ class EngineConfig:
     data_parallel_size: int = option(
         1,
         "engines of a server, each with the whole model; with expert parallelism: replicas of attention in one engine, "
-        "each with requests and KV of its own, that share the experts",
+        "each with its own requests and KV, that share the experts",
         low=1,
         high=256,
         short="-dp",
     )
     enable_expert_parallel: bool = option(
-        False, "each rank computes some of a layer's experts alone, in place of a part of every one", short="-ep"
+        False, "each rank computes some of a layer's experts whole, instead of a part of every expert", short="-ep"
     )
     num_redundant_experts: int = option(
         0,
-        "with expert parallelism: so many experts of a layer, the busiest, are on more than one rank",
+        "with expert parallelism: how many experts of each layer, the busiest ones, are on more than one rank",
         low=0,
         high=65536,
     )
     eplb_interval: int = option(
-        3000, "with expert parallelism: steps after which experts move where ranks have uneven work; 0: never", low=0
+        3000, "with expert parallelism: steps between moves of experts that even out the ranks' work; 0: never", low=0
     )
     distributed_executor_backend: Literal["mp", "ray", "external_launcher"] = option(
-        "mp", "who starts the ranks: Quire (on other machines 'quire rank'), Ray, or torchrun, a process for each rank"
+        "mp", "who starts the ranks: Quire (on other machines 'quire rank'), Ray, or torchrun (one process per rank)"
     )
     nnodes: int = option(
-        1, "machines that have the ranks; the others bring theirs with 'quire rank --join'", low=1, high=256
+        1, "machines over which the ranks are spread; the others join with 'quire rank --join'", low=1, high=256
     )
-    master_addr: str = option("127.0.0.1", "address of this machine, the first one, where the others join")
-    master_port: int = option(29501, "port of it", low=1, high=65535)
+    master_addr: str = option("127.0.0.1", "address of the first machine, this one, at which the others join")
+    master_port: int = option(29501, "port at that address", low=1, high=65535)
     token_file: str | None = option(
-        None, "file with a secret that all machines have, of 16 bytes or more; for several machines"
+        None, "with several machines: file with a secret of at least 16 bytes, the same on all of them"
     )
     join_timeout_s: float = option(
-        600.0, "seconds for which the first machine waits until all others have joined", low=0.1, high=86400.0
+        600.0, "seconds that the first machine waits for the others to join", low=0.1, high=86400.0
     )
     collective_timeout_s: float = option(
         30.0,
@@ -153,77 +153,82 @@ class EngineConfig:
     max_model_len: int | None = option(
         None, "longest context in tokens; default: the model's, or what the KV memory holds", low=1, high=2**40
     )
-    block_size: Literal[16, 32, 64, 128, 256] = option(16, "tokens a KV block")
+    block_size: Literal[16, 32, 64, 128, 256] = option(16, "tokens per KV block")
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = option(
-        "auto", "how KV is stored: the model's data type, or 8-bit codes with a scale a token and head (fp8: e4m3)"
+        "auto", "how KV is stored: in the model's data type, or in 8 bits with a scale per token and head (fp8: e4m3)"
     )
     num_kv_blocks: int | None = option(
-        None, "KV blocks, in place of what the memory plan finds; of several KV groups, the first's", low=2, high=2**40
+        None, "number of KV blocks, overriding the memory plan; with several KV groups, of the first", low=2, high=2**40
     )
     kv_cache_memory: str | None = option(
-        None, "memory for KV, e.g. 4GiB (of each rank); default: a fair share of what is free"
+        None, "memory for KV on each rank, e.g. 4GiB; default: a share of what is free"
     )
     host_kv_memory: str | None = option(
-        None, "host memory for KV blocks that the KV memory has no room for, e.g. 16GiB (of all ranks); default: none"
+        None, "host memory for KV blocks that the KV memory has no room for, of all ranks, e.g. 16GiB; default: none"
     )
     disk_kv_path: str | None = option(
-        None, "folder for KV blocks of the host memory that are to outlive the engine; default: none"
+        None, "folder for KV blocks of the host memory that should outlive the engine; default: none"
     )
-    disk_kv_memory: str | None = option(None, "bytes of that folder at most, e.g. 100GiB; default: 16GiB")
+    disk_kv_memory: str | None = option(None, "most that this folder may hold, e.g. 100GiB; default: 16GiB")
     kv_role: Literal["prefill", "decode", "both"] | None = option(
         None,
-        "prefill: other engines may have prompts computed here; decode: long prompts are computed by another engine",
+        "prefill: compute prompts for other engines; decode: have long prompts computed by another engine; both",
         short="--role",
     )
     prefill_url: str | None = option(
         None,
-        "servers that compute prompts, by commas, or HOST:KV_PORT of their engines; default: http://127.0.0.1:8000",
+        "servers that compute prompts, separated by commas, or HOST:KV_PORT of their engines; default: "
+        "http://127.0.0.1:8000",
     )
     prefill_min_tokens: int = option(
-        256, "tokens of a prompt that are not cached from which on another engine computes them", low=1, high=2**40
+        256,
+        "another engine computes prompts of at least so many tokens that are not cached",
+        low=1,
+        high=2**40,
     )
     kv_directory: str | None = option(
         None,
-        "where engines that share KV say which of them has which blocks, such as redis://HOST:6379/0; needs kv_role",
+        "where engines that share KV record who holds which blocks, such as redis://HOST:6379/0; needs kv_role",
     )
     kv_transport: Literal["shared_memory", "socket", "mooncake", "nixl"] | None = option(
         None, "how KV comes from another engine; default: shared_memory on one machine, else socket"
     )
     kv_host: str = option(
-        "127.0.0.1", "address of this machine, as other engines reach it, at which one with kv_role=prefill listens"
+        "127.0.0.1", "address at which other engines reach this one, where it has KV to offer (kv_role)"
     )
-    kv_port: int = option(0, "port of it; 0: any that is free, which its server tells", low=0, high=65535)
+    kv_port: int = option(0, "port at that address; 0: any free one, which others are told", low=0, high=65535)
     cluster_key_file: str | None = option(
         None,
-        "file with a secret that all engines which share KV have, of 16 bytes or more; default: one of this user's",
+        "file with a secret of at least 16 bytes, the same for all engines that share KV; default: one of this user's",
     )
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that Quire may use", low=0.01, high=1.0)
     prefix_cache: Literal["radix", "hash", "off"] = option(
-        "radix", "reuse the KV of equal prompt heads: to the token, by whole blocks, or never"
+        "radix", "reuse the KV of shared prefixes: to the token, by whole blocks, or not at all"
     )
-    max_num_seqs: int = option(64, "most requests that run at once; on a GPU 256 unless set", low=1, high=65536)
+    max_num_seqs: int = option(64, "most requests that run at once; default on a GPU: 256", low=1, high=65536)
     max_num_batched_tokens: int = option(
-        2048, "most tokens a step computes; on a GPU 8192 unless set", low=1, high=2**20
+        2048, "most tokens computed in a step; default on a GPU: 8192", low=1, high=2**20
     )
-    min_chunk: int = option(16, "tokens a step that the oldest partial prefill always gets", low=1)
+    min_chunk: int = option(16, "tokens per step that the oldest partial prefill always gets", low=1)
     enable_chunked_prefill: bool = option(True, "let a prompt be computed over several steps")
-    max_num_partial_prefills: int = option(1, "how many partial prefills there may be at once", low=1)
-    long_prefill_token_threshold: int = option(0, "most tokens of one prompt a step; 0: no limit", low=0)
+    max_num_partial_prefills: int = option(1, "most prompts that are partly computed at a time", low=1)
+    long_prefill_token_threshold: int = option(0, "most tokens of one prompt per step; 0: no limit", low=0)
     scheduling_policy: Literal["fcfs", "priority"] = option(
         "fcfs", "order of requests: by arrival, or by priority (lower first) and arrival"
     )
     target_itl_ms: float | None = option(
-        None, "aim for this time between tokens by shrinking prefill chunks", low=1.0, high=600_000.0
+        None, "aim for so many milliseconds between tokens, by shrinking prefill chunks", low=1.0, high=600_000.0
     )
     async_scheduling: bool = option(
-        True, "schedule the next step while the device runs one; on a CPU off unless set, since all cores compute"
+        True, "schedule the next step while the device runs one; default on a CPU: off, since all cores compute"
     )
     cuda_graphs: Literal["lazy", "eager", "off"] = option(
-        "lazy", "record a step's kernels once a size, to replay them: those of decodes at start, or all, or none"
+        "lazy",
+        "record steps as CUDA graphs: decodes at start and others as they come (lazy), all at start, or none",
     )
     enforce_eager: bool = option(False, "the same as cuda_graphs=off")
     deterministic: bool = option(
-        True, "a request's tokens depend on nothing but the request; on a GPU off unless set, since it costs speed"
+        True, "a request's tokens depend on nothing but the request; default on a GPU: off, since it costs speed"
     )
     generation_config: Literal["auto", "off"] = option(
         "auto", "sampling defaults: the checkpoint's generation_config.json, or neutral ones"
@@ -245,13 +250,13 @@ class EngineConfig:
     )
     speculative_config: Mapping[str, Any] | None = option(
         None,
-        "draft tokens and verify several a step; JSON: method (ngram, draft_model, eagle, eagle3, mtp), model, ...",
+        "draft tokens and verify several per step; JSON: method (ngram, draft_model, eagle, eagle3, mtp), model, ...",
     )
     speculative_acceptance: Literal["exact", "rejection"] = option(
         "exact", "accept drafts that equal the sampled tokens, or by rejection sampling, which keeps the distribution"
     )
-    profile: str | None = option(None, "folder for a timeline of the steps, to be opened in Perfetto")
-    check_invariants: bool = option(False, "check the scheduler's book-keeping after every step (slow; debugging)")
+    profile: str | None = option(None, "folder to write a timeline of the steps to, for Perfetto")
+    check_invariants: bool = option(False, "check the scheduler's bookkeeping after every step (slow; for debugging)")
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))

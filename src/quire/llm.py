@@ -36,7 +36,6 @@ from quire.errors import (
 from quire.models.checkpoint import resolve
 from quire.models.model import Model
 from quire.models.pooling import PoolingConfig
-from quire.notebook import loading
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.start import OnLoad
 from quire.text.reply_grammar import ReplyRequest, reply_request
@@ -57,7 +56,7 @@ class LocalEngine:
 
     def __init__(self, model: str, preset: str | None, on_load: OnLoad | None, options: Mapping[str, Any]) -> None:
         self.config = EngineConfig.from_options({"model": model, **options}, preset)
-        with contextlib.nullcontext(on_load) if on_load is not None else loading(self.config.model) as told:
+        with _telling(self.config.model, on_load) as told:
             self._engine = _load_engine(self.config, told)
         self.memory_plan: MemoryPlan = self._engine.memory_plan
         self.threads: int = self._engine.threads
@@ -474,6 +473,15 @@ class LLM(LocalEngine):
                 done = [self._frontend.hand_out(output) for output in mine if output.finished]
                 todo -= {output.request_id for output in done}
                 bar.update(len(outputs) - len(todo), self.stats.output_tokens)
+
+
+def _telling(model: str, on_load: OnLoad | None) -> contextlib.AbstractContextManager[OnLoad | None]:
+    """Who is told how far loading is: whom the caller named, or a notebook's cell."""
+    if on_load is not None or "IPython" not in sys.modules:
+        return contextlib.nullcontext(on_load)
+    from quire.notebook import loading
+
+    return loading(model)
 
 
 def _load_engine(config: EngineConfig, on_load: OnLoad | None) -> Engine:

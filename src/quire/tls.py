@@ -12,7 +12,7 @@ from quire.log import event
 
 logger = logging.getLogger(__name__)
 
-CACERT = "file of certificates (PEM) of authorities that vouch for https servers; default: the system's"
+CACERT = "CA certificates (PEM) to trust when connecting to https servers; default: the system's"
 """What the option says, wherever it is."""
 
 

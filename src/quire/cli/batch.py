@@ -1,4 +1,4 @@
-"""Answer a file of requests, in OpenAI's batch format: one JSON object a line, with custom_id, method, url and body.
+"""Answer a file of requests, in OpenAI's batch format: one JSON object per line, with custom_id, method, url and body.
 
   quire batch requests.jsonl answers.jsonl                         the model that the first request names
   quire batch requests.jsonl answers.jsonl --model ./qwen3 -- --max-num-seqs 64
@@ -54,11 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "quire batch IN.jsonl OUT.jsonl [--url URL | --model MODEL] [options] [-- options of quire serve]"
     parser.add_argument("words", nargs="*", metavar="FILE", help="the file of requests, and the file of answers")
     parser.add_argument("--url", help="a server that is there already, such as http://127.0.0.1:8000")
-    parser.add_argument("--api-key", help="its key, or @FILE")
+    parser.add_argument("--api-key", metavar="KEY", help="its key, or @FILE")
     parser.add_argument("--cacert", metavar="FILE", help=CACERT)
-    parser.add_argument("--model", help="a folder, org/name, or 'demo' (default: what the first request names)")
     parser.add_argument(
-        "--concurrency", type=int, default=CONCURRENCY, help=f"requests at a time (default: {CONCURRENCY})"
+        "--model", metavar="MODEL", help="a folder, org/name, or 'demo' (default: what the first request names)"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, metavar="N", default=CONCURRENCY, help=f"requests at a time (default: {CONCURRENCY})"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="-",
         metavar="FILE",
-        help="one JSON line a cell, to FILE, or in place of the table to standard output",
+        help="one JSON line per cell, to FILE, or instead of the table to standard output",
     )
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="time each run N times; the best counts")
     parser.add_argument(

@@ -64,16 +64,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefixes", metavar="N,...", help="tokens of the prefixes (default: 16, 32, and so on up to 32768)"
     )
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="times of each, whose median counts (3)")
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=3,
+        metavar="N",
+        help="measurements of each, of which the median counts (default: 3)",
+    )
     parser.add_argument(
         "--seconds",
         type=float,
         default=300.0,
         metavar="N",
-        help="to measure in: a prefix that would take longer ends it (default: 300)",
+        help="most seconds to measure for (default: 300)",
     )
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="one JSON line a prefix, as well or instead"
+        "--json", nargs="?", const="-", metavar="FILE", help="one JSON line per prefix, as well as the table or instead"
     )
     parser.add_argument("--plot", metavar="FILE.svg", help="a picture")
     add_engine_options(parser)

@@ -42,9 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address of this machine at which a transport listens that listens at one (default: 127.0.0.1)",
+        help="address of this machine, for transports that listen at one (default: 127.0.0.1)",
     )
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="one JSON line a row, as well or instead")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="one JSON line per row, as well as the table or instead"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="required: the first answer to a message makes one call (default: auto, the model decides)",
     )
     group = parser.add_argument_group("a model on a server")
-    group.add_argument("--url", metavar="URL", help="talk to the server there, http://127.0.0.1:8000 or unix:PATH")
+    group.add_argument(
+        "--url", metavar="URL", help="talk to the server at this URL, such as http://127.0.0.1:8000 or unix:PATH"
+    )
     group.add_argument("--api-key", metavar="KEY", help="the server's key, or @FILE that holds it")
     group.add_argument("--cacert", metavar="FILE", help=CACERT)
     group.add_argument(

@@ -140,11 +140,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """
     group = parser.add_argument_group(
         "engine options",
-        "vLLM's names are taken too, such as --no-enable-prefix-caching, and those of llama.cpp that mean the same.",
+        "vLLM's names are accepted too, such as --no-enable-prefix-caching, and those of llama.cpp that mean the same.",
     )
-    group.add_argument("--config", metavar="FILE", help="YAML file of options, by these names; flags win over it")
+    group.add_argument("--config", metavar="FILE", help="YAML file of options, by these names; flags override it")
     group.add_argument(
-        "--preset", choices=sorted(PRESETS), help="set a few options for one purpose; others win over it"
+        "--preset", choices=sorted(PRESETS), help="set a few options for one purpose; options that you give override it"
     )
     add_fields(group, EngineConfig)
     flags = parser._option_string_actions

@@ -24,10 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--group-size",
         type=int,
         metavar="{32,64,128}",
-        help="int4: inputs that share a scale; smaller is more exact and larger (default: 64)",
+        help="int4: inputs that share a scale; fewer are more accurate and larger (default: 64)",
     )
     parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a downloaded model")
-    parser.add_argument("--threads", type=int, metavar="N", help="default: one a core")
+    parser.add_argument("--threads", type=int, metavar="N", help="default: one per core")
     parser.add_argument("--quiet", action="store_true", help="no progress and no closing table")
 
 

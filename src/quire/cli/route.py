@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `quire route`."""
     parser.usage = "quire route --server URL ... [--prefill-server URL ...] [options]"
     group = parser.add_argument_group("router options")
-    group.add_argument("--config", metavar="FILE", help="YAML file of options, by these names; flags win over it")
+    group.add_argument("--config", metavar="FILE", help="YAML file of options, by these names; flags override it")
     add_fields(group, RouterConfig)
 
 

@@ -33,17 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", default="demo", metavar="MODEL", help="folder, org/name to download (default: demo)")
     numbers = (
-        ("--block-size", 4, "tokens a block, any number"),
+        ("--block-size", 4, "tokens per block, any number"),
         ("--num-kv-blocks", 32, "blocks of the pool; few of them make requests give way"),
-        ("--max-num-batched-tokens", 16, "most tokens a step; few of them cut prompts into chunks"),
+        ("--max-num-batched-tokens", 16, "most tokens per step; few of them cut prompts into chunks"),
         ("--max-num-seqs", 8, "most requests that run at once"),
         ("--max-tokens", 8, "longest output"),
-        ("--apart", 0, "so many steps lie between the arrivals of two prompts"),
-        ("--seed", 0, "of the sampling"),
+        ("--apart", 0, "steps between the arrivals of two prompts"),
+        ("--seed", 0, "seed of the sampling"),
     )
     for flag, default, text in numbers:
         parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="of the sampling (default: 0)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="temperature of the sampling (default: 0)"
+    )
     parser.add_argument("--prefix-cache", choices=("radix", "hash", "off"), default="radix", help="default: radix")
 
 

@@ -98,43 +98,43 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
     The filters act in this order: penalties; bias and masks; temperature; min_p; top_k; top_p.
 
     Attributes:
-        n: how many choices to make of the prompt.
+        n: how many answers to make of the prompt.
         temperature: the logits are divided by it; 0 takes the most likely token. None: the checkpoint's
             `generation_config.json`, else 1.
         top_p: keep the fewest most likely tokens whose probabilities add up to this. None: as above, else 1.
         top_k: keep this many of the most likely tokens; 0 and -1 are off. None: as above, else 0.
         min_p: keep tokens at least this times as likely as the most likely one. None: as above, else 0.
-        presence_penalty: subtracted once from the logit of every token in the output so far.
-        frequency_penalty: subtracted once for every time that the token stands in the output so far.
+        presence_penalty: subtracted from the logit of every token that the output has so far.
+        frequency_penalty: the same, times how often the output has the token so far.
         repetition_penalty: logits of tokens in the prompt or the output are divided by it where positive
             and multiplied where negative (Keskar et al. 2019). None: as above, else 1.
-        seed: keys the noise. None: one is drawn at admission.
-        stop: one or more strings that end the text; they are not part of it unless
+        seed: makes the sampling repeatable. None: a random one.
+        stop: one or more strings that end the text, and are not part of it unless
             `include_stop_str_in_output`.
-        include_stop_str_in_output: leave the stop string in the text.
+        include_stop_str_in_output: keep the stop string in the text.
         stop_token_ids: further token ids that end the request.
         min_tokens: no end-of-sequence or stop token is sampled, and no stop string counts, before this many
             tokens.
-        max_tokens: at most this many tokens, and no more than what is left of the context; None is all of that, 0 only
+        max_tokens: at most this many tokens, and no more than the context has room for; None is all of that, 0 only
             scores the prompt.
         ignore_eos: the model's end-of-sequence tokens do not end the request.
         logit_bias: added to the logits of these token ids.
         allowed_token_ids: all other ids are masked.
         bad_words: strings that must not be generated: the last token of each is masked after the others.
-        logprobs: also return the log-probabilities of the sampled token and of this many best ones.
+        logprobs: also return the log-probabilities of the sampled token and of this many of the most likely ones.
         prompt_logprobs: the same for the prompt's tokens.
         skip_special_tokens: leave special tokens out of the text.
         priority: lower runs first, under the `priority` scheduling policy.
         cache_salt: requests share cached prefixes only with requests of the same salt.
-        speculate: tokens may be drafted and verified several at a time, where the engine does so. It changes speed,
-            not tokens.
+        speculate: let this request be drafted, where the engine does speculative decoding. It changes speed, not
+            tokens.
         kv_transfer_params: where engines compute prompts for others, as vLLM spells it: `do_remote_decode`: the prompt
             is computed here, whatever its length; `do_remote_prefill`: it is computed by another engine, whatever its
             length, by the one named `remote_engine_id` if that can be reached. It changes speed, not tokens.
-        structured_outputs: what the output must look like; a mapping of its fields will do. It ends where it is
-            complete; a stop string, or a stop token that is text, cuts it before.
-        thinking_token_budget: a chat's reply may reason for this many tokens; then the marker that ends reasoning must
-            come. None and -1: as long as it likes.
+        structured_outputs: the form that the output must have (`json`, `regex`, `choice`, `grammar`, ...). It ends
+            where it is complete, unless a stop string, or a stop token that is text, ends it before.
+        thinking_token_budget: most tokens for which a chat's reply may reason; then it must end its reasoning. None: no
+            limit, as is -1.
 
     Raises:
         SamplingParamsError: a value has the wrong type, is not finite, is out of range, or contradicts

@@ -45,13 +45,15 @@ class RouterConfig:
         "dns+http://NAME:PORT for all addresses of a name; redis://... for a Redis to which servers write (quire serve "
         "--join)",
     )
-    prefill_server: tuple[str, ...] = option((), "URL of a server that computes prompts for the others, or dns+http://")
-    servers_file: str | None = option(None, "file with a URL a line, read again when it changes; 'prefill URL' too")
+    prefill_server: tuple[str, ...] = option(
+        (), "URL of a server that computes prompts for the others, or dns+http://NAME:PORT"
+    )
+    servers_file: str | None = option(None, "file with one URL per line (or 'prefill URL'), reread when it changes")
     server_key: str | None = dataclasses.field(
-        default=None, repr=False, metadata={"help": "key for the servers; default: the key that the client sent"}
+        default=None, repr=False, metadata={"help": "key to send to the servers, or @FILE; default: the client's own"}
     )
     policy: Literal["cost", "round-robin", "least-loaded", "prefix-hash"] = option(
-        "cost", "how a server is chosen: by cost, or, to compare with, in one of the other ways"
+        "cost", "how a server is chosen; all but cost are for comparison"
     )
     host: str = _as_served("host")
     port: int = _as_served("port", 8080)

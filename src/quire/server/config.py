@@ -60,61 +60,64 @@ class ServerConfig:
     port: int = option(8000, "port to listen on; 0: any free one", low=0, high=65535)
     uds: str | None = option(
         None,
-        "path of a Unix socket to listen on, in place of a host and a port; whom it lets in, the umask says",
+        "path of a Unix socket to listen on instead of a host and port; the umask decides who may connect",
     )
     ssl_certfile: str | None = option(
-        None, "certificate for https, with those between it and its authority's (PEM); read again when it changes"
+        None, "certificate for https (PEM), with its intermediate certificates; reloaded when the file changes"
     )
-    ssl_keyfile: str | None = option(None, "its private key (PEM); default: in the certificate's file, too")
+    ssl_keyfile: str | None = option(None, "private key of the certificate (PEM); default: in the certificate's file")
     root_path: str | None = option(
-        None, "path under which a proxy offers this server, such as /llm; whether the proxy takes it off or not"
+        None, "path under which a proxy offers this server, such as /llm; the proxy may strip it or not"
     )
     cacert: str | None = option(None, CACERT)
     api_key: tuple[str, ...] = dataclasses.field(
-        default=(), repr=False, metadata={"help": "a key that clients must send, or @FILE with one a line"}
+        default=(), repr=False, metadata={"help": "key that clients must send, or @FILE with one per line"}
     )
     metrics_key: tuple[str, ...] = dataclasses.field(
-        default=(), repr=False, metadata={"help": "a key that reads /metrics and nothing else, or @FILE"}
+        default=(), repr=False, metadata={"help": "key that opens /metrics and nothing else, or @FILE"}
     )
     allowed_host: tuple[str, ...] = option(
-        (), "name under which clients without a key may reach the server, or * for any; addresses always may"
+        (), "host name under which a server without keys may be reached, or * for any; addresses are always allowed"
     )
     served_model_name: tuple[str, ...] = option((), "what requests call the model; default: its folder's or hub name")
-    api_workers: int = option(1, "HTTP processes on the port", low=1, high=64)
-    tokenizer_workers: int = option(1, "tokenizer processes of each HTTP process", low=1, high=64)
+    api_workers: int = option(1, "number of HTTP processes on the port", low=1, high=64)
+    tokenizer_workers: int = option(1, "tokenizer processes per HTTP process", low=1, high=64)
     tokenizer_deadline: float = option(
         10.0, "seconds that rendering or tokenizing one request may take", low=0.1, high=3600.0
     )
     max_queued_requests: int = option(1024, "requests that may wait for their first token", low=1, high=10**6)
-    max_queued_tokens: int = option(1_000_000, "tokens that they may hold, as estimated", low=1, high=10**12)
+    max_queued_tokens: int = option(1_000_000, "tokens that those may hold together, as estimated", low=1, high=10**12)
     request_timeout: float | None = option(
         None, "seconds after which a request is ended; default: never", low=0.001, high=10**7
     )
-    max_body_bytes: int = option(16 << 20, "largest body of a request", low=1024, high=1 << 30)
+    max_body_bytes: int = option(16 << 20, "largest request body, in bytes", low=1024, high=1 << 30)
     drain_timeout: float = option(
-        30.0, "seconds that running requests may go on after SIGTERM or Ctrl-C", low=0.0, high=10**6
+        30.0, "seconds that running requests have to finish after SIGTERM or Ctrl-C", low=0.0, high=10**6
     )
     restart_limit: int = option(
-        5, "how often each engine that died is started again, and HTTP processes, within an hour", low=0, high=10**6
+        5,
+        "restarts within an hour, of each engine and of HTTP processes, before giving up",
+        low=0,
+        high=10**6,
     )
     stall_restart_s: float = option(
         60.0,
-        "end and start again a process that shows no sign of life for so many seconds, an engine in a large step so "
-        "many more as it may take; 0: never",
+        "restart a process that shows no sign of life for so many seconds (an engine in a large step is given longer); "
+        "0: never",
         low=0.0,
         high=10**6,
     )
     join: str | None = option(
         None,
-        "URL of a router (quire route) that is to send requests here, or of a Redis where routers look for servers; "
+        "URL of a router (quire route) that should send requests here, or of a Redis where routers look for servers; "
         "router and server need the same first --api-key",
     )
     admin: bool = option(False, "offer /reset_prefix_cache, /debug/requests and /debug/steps")
     cors_origin: tuple[str, ...] = option((), "web origin whose pages may use this server, or * for all")
-    log_format: Literal["text", "json"] = option("text", "lines for people, or a JSON object a line")
-    log_requests: bool = option(True, "log one line a request")
+    log_format: Literal["text", "json"] = option("text", "lines for people, or one JSON object per line")
+    log_requests: bool = option(True, "log one line per request")
     otlp_traces_endpoint: str | None = option(
-        None, "collector that gets OpenTelemetry traces of requests, such as http://127.0.0.1:4318/v1/traces"
+        None, "OpenTelemetry collector for traces of requests, such as http://127.0.0.1:4318/v1/traces"
     )
     debug: bool = option(False, "log more, with tracebacks")
 
