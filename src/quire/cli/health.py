@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=5.0, metavar="X", help="seconds to answer in (default: 5)")
     parser.add_argument("--wait", type=float, default=0.0, metavar="X", help="seconds to get ready in (default: 0)")
     group = parser.add_argument_group("where the server listens")
-    group.add_argument("--config", metavar="FILE", help="its YAML file of options; flags win over it")
+    group.add_argument("--config", metavar="FILE", help="its YAML file of options; flags override it")
     add_fields(group, ServerConfig, PLACE)
 
 
