@@ -533,6 +533,18 @@ def test_fingers_find_targets_of_44_pixels(browser: Chromium, server: StandIn) -
     assert small == []
 
 
+def test_a_panel_over_the_thread_closes_with_escape(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server, width=390, height=844)
+    for label in ("Conversations", "Parameters"):
+        page.click(f"[title={label}]")
+        assert page.evaluate(f"document.querySelector('[title={label}]').ariaExpanded") == "true"
+        assert page.evaluate("document.querySelector('.shade').checkVisibility()")
+        page.call("Input.dispatchKeyEvent", type="keyDown", key="Escape", code="Escape", windowsVirtualKeyCode=27)
+        page.wait("!document.querySelector('.shade').checkVisibility()")
+        assert page.evaluate("document.activeElement.title") == label
+        assert page.evaluate("document.activeElement.ariaExpanded") == "false"
+
+
 def test_headings_lead_through_the_thread(browser: Chromium, server: StandIn) -> None:
     server.script.pieces = ["# Title\n\n## Part\n"]
     page = opened(browser, server)

@@ -429,6 +429,20 @@ def test_tools_calls_and_unsent_results_are_a_conversations_own_and_outlive_the_
     settle(server, page)
 
 
+def test_tools_are_kept_before_anything_is_said(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    give_tools(page)
+    page.evaluate("window.isOld = true")
+    page.call("Page.reload")
+    page.wait(f"!window.isOld && {READY}")
+    assert page.evaluate("document.querySelector('[data-name=tools]').value") == json.dumps(TOOLS)
+    assert page.evaluate("document.querySelectorAll('.conversation').length") == 1
+    page.type("[data-name=tools]", "")
+    assert page.evaluate("document.querySelectorAll('.conversation').length") == 0
+    kept = "Object.keys(localStorage).filter((key) => key.startsWith('quire.conversation')).length"
+    assert page.evaluate(kept) == 0
+
+
 def test_exports_have_tools_calls_and_results(browser: Chromium, server: StandIn) -> None:
     page = rained(browser, server)
     texts = page.evaluate("""(async () => {

@@ -73,8 +73,8 @@ export class ChatView {
     this.thread = h("div", { class: "thread" });
     this.scroller = h("div", { class: "scroller", tabindex: 0, role: "region", "aria-label": "Thread" }, this.thread);
     this.panel = new SettingsPanel(this.settings, {
-      onClose: () => this.root.classList.remove("with-settings"),
-      onConversation: (conversation) => this.save(conversation),
+      onClose: () => this.showPanel("settings", false),
+      onConversation: (conversation) => this.keep(conversation),
     });
     this.jump = h(
       "button",
@@ -89,23 +89,22 @@ export class ChatView {
       },
       { passive: true },
     );
-    const shade = h("div", { class: "shade", onclick: () => this.root.classList.remove("with-side", "with-settings") });
+    this.shade = h("div", { class: "shade", onclick: () => this.hidePanels() });
+    this.root.addEventListener("keydown", ({ key, target }) => {
+      if (key !== "Escape") return;
+      if (this.shade.checkVisibility()) this.hidePanels();
+      else if (target.closest(".middle")) this.stop();
+    });
     fill(
       this.root,
       this.sidebar.root,
-      h(
-        "section",
-        { class: "middle", "aria-label": "Conversation", onkeydown: ({ key }) => key === "Escape" && this.stop() },
-        this.title,
-        this.scroller,
-        this.jump,
-        this.composer(),
-      ),
+      h("section", { class: "middle", "aria-label": "Conversation" }, this.title, this.scroller, this.jump, this.composer()),
       this.panel.root,
-      shade,
+      this.shade,
       this.announcer.root,
     );
-    if (matchMedia("(min-width: 1240px)").matches) this.root.classList.add("with-settings");
+    this.showPanel("side", false);
+    this.showPanel("settings", matchMedia("(min-width: 1240px)").matches);
   }
 
   composer() {
@@ -127,7 +126,11 @@ export class ChatView {
     );
     this.hint = h("span", { class: "hint" });
     this.sendButton = h("button", { class: "send", id: "send", type: "submit" });
-    const toggle = (name) => () => this.root.classList.toggle(name);
+    const toggle = (panel) => () => this.showPanel(panel, !this.root.classList.contains(`with-${panel}`));
+    this.toggles = {
+      side: iconButton("list", "Conversations", toggle("side"), "side-toggle"),
+      settings: iconButton("sliders", "Parameters", toggle("settings")),
+    };
     const submit = (event) => {
       event.preventDefault();
       if (this.generations.has(this.conversation.id)) this.stop();
@@ -140,13 +143,25 @@ export class ChatView {
       h(
         "div",
         { class: "composer-row" },
-        iconButton("list", "Conversations", toggle("with-side"), "side-toggle"),
+        this.toggles.side,
         this.mode,
-        iconButton("sliders", "Parameters", toggle("with-settings")),
+        this.toggles.settings,
         this.hint,
         this.sendButton,
       ),
     );
+  }
+
+  /** Show or hide what stands at a side; in a narrow window it lies over the thread, with a shade around it. */
+  showPanel(panel, on) {
+    this.root.classList.toggle(`with-${panel}`, on);
+    this.toggles[panel].setAttribute("aria-expanded", String(on));
+  }
+
+  hidePanels() {
+    const [open] = Object.keys(this.toggles).filter((panel) => this.root.classList.contains(`with-${panel}`));
+    for (const panel of Object.keys(this.toggles)) this.showPanel(panel, false);
+    this.toggles[open]?.focus();
   }
 
   // -- showing --------------------------------------------------------------------------------------------
@@ -154,7 +169,7 @@ export class ChatView {
   /** Show a conversation; null begins a new one. */
   open(conversation) {
     this.conversation = conversation || newConversation(this.suitableMode());
-    this.root.classList.remove("with-side");
+    this.showPanel("side", false);
     this.panel.open(this.conversation);
     this.mode.press(this.conversation.mode);
     this.drawThread();
@@ -352,7 +367,7 @@ export class ChatView {
         redraw();
       },
       showSetting: (name) => {
-        this.root.classList.add("with-settings");
+        this.showPanel("settings", true);
         this.panel.show(name);
       },
       branch: (message) => this.take([branch(conversation, message)]),
@@ -458,6 +473,19 @@ export class ChatView {
     if (!this.conversations.includes(conversation)) return; // deleted while it ran
     const dropped = saveConversation(conversation);
     if (dropped.length) this.conversations = this.conversations.filter((one) => !dropped.includes(one.id));
+  }
+
+  /** Something beside its messages was changed: one that holds nothing but tools is kept, too. */
+  keep(conversation) {
+    const { conversations } = this;
+    const holds = conversation.messages.length > 0 || conversation.tools !== "";
+    if (holds && !conversations.includes(conversation)) conversations.unshift(conversation);
+    if (!holds && conversations.includes(conversation)) {
+      this.conversations = conversations.filter((one) => one !== conversation);
+      deleteConversation(conversation.id);
+    }
+    this.save(conversation);
+    this.sidebar.draw();
   }
 
   /** Take in conversations (a branch, a file's), and show the first. */

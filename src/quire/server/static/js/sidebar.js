@@ -87,7 +87,9 @@ export class Sidebar {
       this.draw();
     };
     field.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" || event.key === "Escape") end(event.key === "Enter");
+      if (event.key !== "Enter" && event.key !== "Escape") return;
+      event.stopPropagation(); // Escape would also close the panel
+      end(event.key === "Enter");
     });
     field.addEventListener("blur", () => end(true));
     fill(item, field);

@@ -90,7 +90,7 @@ export function checkedConversation(found) {
 /** Keep a conversation that holds something; makes room by dropping the oldest others. Returns the dropped ids. */
 export function saveConversation(conversation) {
   const place = storage();
-  if (!place || !conversation.messages.length) return [];
+  if (!place || !(conversation.messages.length || conversation.tools)) return [];
   const text = JSON.stringify(conversation);
   const key = PREFIX + conversation.id;
   const dropped = bound(key, text.length);
