@@ -134,6 +134,15 @@ def test_a_step_of_one_token_reads_the_experts_that_it_is_sent_to() -> None:
     assert work.weights_read(32) == pytest.approx(2 * (rest + 8 * 16 * expert), rel=1e-6)
 
 
+@pytest.mark.parametrize("seeing_all", [28, 14])
+def test_a_pair_of_tokens_is_a_share_of_a_token_s_products_in_the_layers_that_see_all(seeing_all: int) -> None:
+    windows = {"use_sliding_window": True, "max_window_layers": seeing_all, "sliding_window": 64}
+    fields = Fields(model_config("qwen3-0.6b") | windows, "config.json")
+    sizes = ModelSizes(read_config(fields, Fields({}, "none")), torch.bfloat16)
+    work = Work.of(sizes, kv_bytes_per_token=0)
+    assert sizes.pair_share == pytest.approx(seeing_all * work.attention_ops / (2 * work.body_parameters))
+
+
 def test_recurrent_layers_read_states_and_attend_to_nothing(tmp_path: Path) -> None:
     model = load_model(save_checkpoint(tmp_path, "qwen3_5_text"))
     work = Work.of(model, 512)

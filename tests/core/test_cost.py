@@ -68,6 +68,37 @@ def test_decodes_and_steps_that_save_teach_nothing_about_prompts() -> None:
     assert costs.compute_seconds(64, 0) is None
 
 
+def test_of_a_step_that_also_decodes_the_prompt_has_what_is_more_than_a_step_that_only_decodes_takes() -> None:
+    costs = Costs()
+    for _ in range(30):
+        computed(costs, 1, 100, 0.05)
+    for _ in range(60):
+        spans = [Span(0, 0, [1] * 16), *(Span(number, 100, [1], num_sampled=1) for number in range(1, 8))]
+        costs.observe(StepPlan(0, spans, num_tokens=23), StepResult(0, [], 0.09))
+    assert costs.compute_seconds(16, 0) == pytest.approx(0.04)
+    costs.observe(StepPlan(0, [Span(0, 0, [1] * 12)], num_tokens=12), StepResult(0, [], 9.0))
+    assert costs.tokens_beside_decodes() == pytest.approx(5, abs=1), "a short chunk is neither"
+
+
+def test_a_token_after_many_others_takes_longer_by_what_it_sees_and_its_chunk_by_reading_them() -> None:
+    costs = Costs(pair=1 / 4000, read=1 / 10_000)
+    assert (costs.in_tokens(3, 0), costs.in_tokens(3, 4000)) == (3.0, 6.0), "how long reading takes is not known yet"
+    computed(costs, 1, 100, 0.05)
+    computed(costs, 20, 0, 0.05)
+    assert costs.in_tokens(3, 4000) == pytest.approx(4000 / 10_000 * 0.05 / 0.0025 + 6.0)
+    assert [costs.most_tokens(spare, 4000) for spare in (0.9, 1.0, 12.0, 12.1, 18.0, 18.1)] == [0, 1, 2, 2, 5, 5]
+    assert costs.most_tokens(18.0, 0) == 18
+
+
+def test_a_load_is_weighed_against_the_tokens_that_are_computed_in_its_time() -> None:
+    costs = Costs()
+    assert costs.tokens_per_load("host") == 0.0, "not known yet"
+    computed(costs, 200, 0, 0.2)
+    assert costs.tokens_per_load("host") == 0.0
+    loaded(costs, 4, 0.02)
+    assert costs.tokens_per_load("host") == pytest.approx(5.0)
+
+
 def test_prompts_take_beside_decodes_what_a_quarter_of_a_step_that_decodes_takes() -> None:
     costs = Costs()
     assert costs.tokens_beside_decodes() == 0, "not known yet"

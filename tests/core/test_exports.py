@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from quire.core.cost import Costs
 from quire.core.exports import Gone, Have
 from quire.core.fetches import PATIENCE, PEER, Prefill
 from quire.core.invariants import check
@@ -149,6 +150,39 @@ def test_what_is_computed_here_takes_little_of_a_step_in_which_others_decode():
     assert beside(scheduler, runner, PROMPT) == [23]
     scheduler, runner = decoder(min_chunk=3, kv_role="both", prefill_url="http://a")  # others' long prompts are
     assert beside(scheduler, runner, PROMPT[12:]) == [11]
+
+
+def test_the_end_of_a_long_prompt_takes_no_more_of_a_step_than_the_beginning_of_a_short_one():
+    scheduler, runner = decoder(min_chunk=6)
+    scheduler.kv.fetches.costs = Costs(pair=0.1)
+    assert beside(scheduler, runner, PROMPT[12:]) == [6, 3, 2], "after six tokens others take 1.6 times as long"
+    scheduler, runner = decoder(min_chunk=6)
+    scheduler.kv.fetches.costs = Costs(pair=10.0)
+    counts = beside(scheduler, runner, PROMPT[12:])
+    assert counts == [6, *[1] * 5], "and at least one token is computed"
+
+
+def test_what_is_loaded_beside_decodes_is_left_out_of_what_prompts_may_take():
+    scheduler, runner = decoder(min_chunk=6)
+    fetches = scheduler.kv.fetches
+    fetches.costs.tokens_per_load, fetches.prefill_tokens = lambda source: 3.0, 40
+    scheduler.add(make_request(1, PROMPT[:3], 30))
+    scheduler.commit(plan := scheduler.schedule(0.0), runner.run(plan), 0.0)
+    head = [*range(30, 46)]
+    for last in range(3):  # used often enough to be worth a place in the tier
+        scheduler.add(make_request(10 + last, [*head, last], 1))
+        while 10 + last in scheduler.requests:
+            scheduler.commit(plan := scheduler.schedule(0.0), runner.run(plan), 0.0)
+    scheduler.kv.cache.clear()
+    scheduler.commit(plan := scheduler.schedule(0.0), runner.run(plan), 0.0)
+    scheduler.add(make_request(2, [*head, 9], 1))
+    scheduler.add(make_request(3, PROMPT[13:], 1))
+    for _ in range(2):
+        plan = scheduler.schedule(0.0)
+        assert len(plan.loads) == 2 and [span.request for span in plan.spans] == [1], "nothing is left for another one"
+        scheduler.commit(plan, runner.run(plan), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert not plan.loads and {span.request: len(span.tokens) for span in plan.spans} == {1: 1, 2: 1, 3: 5}
 
 
 def test_drafts_have_what_prompts_may_not_take():

@@ -106,7 +106,7 @@ def test_how_many_follows_from_what_a_step_takes_and_from_what_the_last_ones_loa
     scheduler, runner = make_scheduler(num_slots=40, num_blocks=90)
     fetches = scheduler.kv.fetches
     fetches.costs.moved("host", 10, 0.01)
-    scheduler.add(make_request(100, [7, 7, 7], 30))
+    scheduler.add(make_request(100, [7], 30))
     found = []
     for loaded in (0, 0, 4, 0, 600, 0):
         plan = scheduler.schedule(0.0)

@@ -250,18 +250,22 @@ class Fetches:
         """Whether so many blocks of a chain, from its block `first` on, are better loaded than computed."""
         return num_blocks >= LEAST_FETCH and self.costs.prefers_load(HOST, num_blocks, block_size, first)
 
-    def most_loads(self, decoding: bool) -> int | None:
+    def most_loads(self, decoding: bool, spare: float = math.inf) -> int | None:
         """How many blocks the next plan may load for one more request; None: any number.
 
         Args:
             decoding: requests decode in it, and are not to wait for long.
+            spare: see `PendingStep`.
         """
         if not decoding:
             return None
         most = max(FIRST_LOADS, 2 * self._recent_loads)
         if (allowed := self.costs.blocks_beside_decodes(HOST)) is not None:
             most = min(most, allowed)
-        return max(LEAST_FETCH, most - sum(len(fetch.moves) for fetch in self._begun))
+        most -= sum(len(fetch.moves) for fetch in self._begun)
+        if spare < math.inf and (each := self.costs.tokens_per_load(HOST)):
+            most = min(most, int(spare / each))
+        return max(LEAST_FETCH, most)
 
     def used(self, node: Node, block: int) -> None:
         """A request has taken a block from the prefix cache. What is worth it is on the disk before it is evicted, so

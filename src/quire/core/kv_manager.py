@@ -321,7 +321,7 @@ class KVManager:
     # -- host tier -----------------------------------------------------------------------------------------
 
     def bring(
-        self, request: Request, first: int, last: int, needed: int, step: int, now: float, decoding: bool
+        self, request: Request, first: int, last: int, needed: int, step: int, now: float, most: int | None
     ) -> Fetch | SlotFetch | Lookup | None:
         """Begin to bring a waiting request's blocks nearer: to the host tier, or from there; see `fetch`. Where it is
         not known who has them, that is found out first.
@@ -331,7 +331,7 @@ class KVManager:
 
         Args:
             now: the scheduler's time.
-            decoding: requests decode in the step.
+            most: blocks that the step may load for it; see `Fetches.most_loads`.
         """
         fetch: Fetch | SlotFetch | Lookup | None
         if not self.fetches.tier.num_slots or self.groups[0].num_available < needed:
@@ -339,7 +339,7 @@ class KVManager:
         fetch = self.fetches.begin_read(request.hashes[first:last], self.block_size, first, now)
         fetch = fetch or self.fetches.begin_pull(request.hashes[first:last], self.block_size, first, now)
         fetch = fetch or self.fetches.begin_prefill(request, first, last, self.block_size, now)
-        fetch = fetch or self.fetch(request, first, last, needed, step, self.fetches.most_loads(decoding))
+        fetch = fetch or self.fetch(request, first, last, needed, step, most)
         if fetch is not None and not isinstance(fetch, Lookup):
             fetch.request = request
             request.num_fetches += 1

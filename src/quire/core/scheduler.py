@@ -285,7 +285,7 @@ class Scheduler:
             step.withhold(self._latency.budget(step.budget))
         elsewhere = fetches.prefill_tokens is not None and not self.config.prefills
         if self._chunked and step.num_decodes and elsewhere:
-            step.withhold(max(self.config.min_chunk, fetches.costs.tokens_beside_decodes()))
+            step.slow(fetches.costs, max(self.config.min_chunk, fetches.costs.tokens_beside_decodes()))
         if (stages := self.config.pipeline_parallel_size) > 1 and self._chunked:
             step.withhold(share_of_prompts(self.requests.values(), stages, step.budget))
 
@@ -300,7 +300,7 @@ class Scheduler:
             remaining = request.num_remaining - chosen
             if request.status is not Status.RUNNING or not remaining:
                 continue
-            count = self._chunk(remaining, step, chosen)
+            count = self._chunk(remaining, step, request.num_computed, chosen)
             if head is not None and head.order < request.order:
                 count = min(count, self.config.min_chunk)
             if count and self._reserve(request, chosen + count, step):
@@ -316,7 +316,7 @@ class Scheduler:
         """
         aside: list[Request] = []
         awaiting = self._waiting.num_awaiting
-        while step.budget > 0 and step.lookup > 0 and awaiting[BLOCK] < self.config.max_num_seqs:
+        while step.room(0) > 0 and step.lookup > 0 and awaiting[BLOCK] < self.config.max_num_seqs:
             request = self._waiting.pop()
             if request is None:
                 break
@@ -364,9 +364,9 @@ class Scheduler:
             return count
         return min(count, len(request.tables[0]) * self.kv.block_size - known)
 
-    def _chunk(self, remaining: int, step: PendingStep, chosen: int = 0) -> int:
+    def _chunk(self, remaining: int, step: PendingStep, computed: int, chosen: int = 0) -> int:
         """Tokens that a prompt with `remaining` ones may take now, beside those `chosen` in this step already."""
-        count = min(remaining, step.budget, self._max_chunk - chosen)
+        count = min(remaining, step.room(computed + chosen), self._max_chunk - chosen)
         return count if self._chunked or count == remaining else 0
 
     def _admit(self, request: Request, step: PendingStep, now: float) -> bool:
@@ -376,7 +376,7 @@ class Scheduler:
             return False
         step.lookup -= len(request.tokens)
         match = self.kv.match(request)
-        request.awaits = self._awaited(request, match, seats_taken, now, step.num_decodes > 0)
+        request.awaits = self._awaited(request, match, seats_taken, now, step)
         if request.awaits is not None:
             self._waiting.push(request)
             return False
@@ -385,7 +385,9 @@ class Scheduler:
             match = self.kv.match(request, whole=True)  # copying holds a block more: not in a tight pool
         return self._admit_match(request, match, step, now, seats_taken)
 
-    def _awaited(self, request: Request, match: Match, seats_taken: bool, now: float, decoding: bool) -> Event | None:
+    def _awaited(
+        self, request: Request, match: Match, seats_taken: bool, now: float, step: PendingStep
+    ) -> Event | None:
         """What a request waits for: another one computes its next blocks, or a fetch brings them."""
         if request.computes_all:
             return None
@@ -396,9 +398,12 @@ class Scheduler:
         event = self._leaders.awaited(request, cached, last)
         if event is None and not seats_taken and request.num_fetches < MOST_FETCHES:
             [needed, *_] = self._blocks_to_start(request, match, len(request.tokens))
-            fetch = self.kv.bring(request, cached, last, needed, self._next_number, now, decoding)
+            most = self.kv.fetches.most_loads(step.num_decodes > 0, step.spare)
+            fetch = self.kv.bring(request, cached, last, needed, self._next_number, now, most)
             if isinstance(fetch, Lookup):
                 return fetch.event
+            if isinstance(fetch, Fetch):
+                step.load(len(fetch.moves), fetch.source)
             if fetch is not None:
                 request.stats.fetching(fetch.source, len(fetch.hashes) * size, now)
                 self._leaders.claim(fetch)
@@ -419,7 +424,7 @@ class Scheduler:
     def _admit_match(self, request: Request, match: Match, step: PendingStep, now: float, seats_taken: bool) -> bool:
         cached = match.num_blocks * self.kv.block_size + match.partial_tokens
         remaining = len(request.tokens) - cached
-        count = self._chunk(remaining, step)
+        count = self._chunk(remaining, step, cached)
         if not count or (count < remaining and self._too_many_partial(request, step)):
             return False
         num_tokens = cached + count

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from quire.core.cost import Costs
 from quire.core.request import Request
 
 LOOKUP_TOKENS = 2**17
@@ -10,12 +13,22 @@ not grow with the queue. Hashing so many takes some tens of milliseconds."""
 
 
 class PendingStep:
-    """The step being made: tokens chosen for each request, and what is left of the budget."""
+    """The step being made: tokens chosen for each request, and what is left of the budget.
 
-    __slots__ = ("budget", "chosen", "lookup", "num_decodes", "partial", "partial_before", "tuned", "withheld")
+    Attributes:
+        spare: what prompts and loads may still take of its time, counted in prompt tokens with none before them.
+        costs: by which that is counted; None: they may take any.
+    """
+
+    __slots__ = (
+        *("budget", "chosen", "costs", "lookup", "num_decodes", "partial", "partial_before", "spare", "tuned"),
+        "withheld",
+    )
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.spare = math.inf
+        self.costs: Costs | None = None
         self.withheld = 0  # of the budget, from prompts
         self.lookup = LOOKUP_TOKENS  # prompt tokens that may still be looked up
         self.chosen: dict[Request, int] = {}
@@ -25,8 +38,26 @@ class PendingStep:
         self.tuned = False  # no request has more than one token beside drafts, and some may be drafted
 
     def choose(self, request: Request, count: int) -> None:
-        self.chosen[request] = self.chosen.get(request, 0) + count
+        chosen = self.chosen.get(request, 0)
+        if self.costs is not None:
+            self.spare -= self.costs.in_tokens(count, request.num_computed + chosen)
+        self.chosen[request] = chosen + count
         self.budget -= count
+
+    def room(self, context: int) -> int:
+        """Tokens that a prompt may take after so many others of it."""
+        if self.costs is None:
+            return self.budget
+        return min(self.budget, self.costs.most_tokens(self.spare, context))
+
+    def slow(self, costs: Costs, spare: float) -> None:
+        """Leave prompts and loads no more of the step's time."""
+        self.costs, self.spare = costs, spare
+
+    def load(self, blocks: int, source: str) -> None:
+        """So many blocks are loaded in it."""
+        if self.costs is not None:
+            self.spare -= blocks * self.costs.tokens_per_load(source)
 
     def withhold(self, most: int) -> None:
         """Leave prompts at most so many tokens."""

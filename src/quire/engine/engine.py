@@ -18,6 +18,7 @@ import torch
 from quire.config import EngineConfig
 from quire.core import invariants
 from quire.core.block_hash import BlockHasher
+from quire.core.cost import Costs
 from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import Handle, KVManager
 from quire.core.lockstep import Lockstep
@@ -294,11 +295,13 @@ class Engine:
         tier = None if host is None else Tier(host.num_slots)
         self.tiers.open(host, identity)
         disk = self.tiers.disk.index if self.tiers.disk else None
+        read = self._stats.kv_block_bytes / config.block_size / self.model.weight_bytes
         managers = []
         for _ in range(config.data_parallel_size):
             groups = [KVGroup(cache.num_blocks, *each) for cache, each in zip(self.kv_cache, kept, strict=True)]
             pool = groups, config.block_size, config.prefix_cache
             managers.append(KVManager(*pool, hasher, ahead, tier=tier, disk=disk))
+            managers[-1].fetches.costs = Costs(self.model.pair_share, read)
         self.tiers.attach(managers[0])
         return managers
 

@@ -71,6 +71,8 @@ class ModelSizes:
         expert_parameters, expert_bytes: those of them in experts that tokens are sent to, of which a step reads what
             some token chose; 0 where there are none.
         active_parameters: numbers that one token is computed with, and the embedding table.
+        pair_share: operations of a token and one that it sees, in all layers without a window, as a share of those of
+            a token's products with weights, the head's left out.
         causal: tokens see nothing that follows them; else prompts are computed whole, and embedded alone.
     """
 
@@ -106,6 +108,10 @@ class ModelSizes:
         if config.routing is not None:
             idle = config.routing.num_experts - config.routing.top_k
             self.active_parameters -= self.expert_parameters * idle // config.routing.num_experts
+        table = config.vocab_size * layer.hidden_size
+        products = self.active_parameters - table * (1 if config.tie_word_embeddings else 2)
+        seeing_all = sum(each is None for each in self.windows) / self.num_layers
+        self.pair_share = layer.num_heads * self.attention_width * self.num_layers * seeing_all / max(1, products)
 
     def kv_shape(self, kv_cache_dtype: KVCacheDtype = "auto") -> KVShape:
         """What it keeps of each token in all layers, if each has the shape of most."""
