@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quire.cli.main import main
-from quire.errors import BatchError
+from quire.errors import BatchError, ConfigError
 from quire.server.batch_lines import Answer, Answers, Counts, Requests
 from quire.server.batch_lines import run as run_batch
 from tests.http_tools import wait_until
@@ -204,5 +204,5 @@ def test_answers_of_another_batch_are_not_gone_on_with(tmp_path):
     async def post(url: str, body: bytes) -> Answer:
         raise AssertionError
 
-    with pytest.raises(BatchError, match="no request of this batch"):
+    with pytest.raises(ConfigError, match="no request of this batch: it belongs to another file of requests"):
         batch([request("a")], tmp_path, post)

@@ -232,6 +232,11 @@ def test_what_is_not_supported_is_refused_by_name(name: str, make: Callable[...,
     assert error.message.startswith(f"{name} is ") and "leave it out" in error.message
 
 
+def test_a_value_that_asks_for_nothing_is_named_once() -> None:
+    error = refusal(lambda: completion(repeat_penalty=1.1))
+    assert error.message == "repeat_penalty is 1.1, which is not supported here; leave it out or set it to 1"
+
+
 def test_what_is_not_supported_is_refused_by_name_at_any_size() -> None:
     error = refusal(lambda: chat(functions=[{"name": "f" * 400_000}]))
     assert (error.param, error.code) == ("functions", "unsupported_parameter")

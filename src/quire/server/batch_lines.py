@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.errors import BatchError
+from quire.errors import BatchError, ConfigError
 
 URLS = (
     "/v1/chat/completions",
@@ -233,12 +233,15 @@ async def run(
         tell: is told how far it is, whenever that changes.
 
     Raises:
-        BatchError: `post` did; what is in progress is given up, and the batch may go on later. Also where the answers
+        BatchError: `post` did; what is in progress is given up, and the batch may go on later. ConfigError: the answers
             are those of other requests.
     """
     strange = next((name for name in answers.done if name not in requests.places), None)
     if strange is not None:
-        raise BatchError(f"the file of answers has one to {strange[:80]!r}, which is no request of this batch")
+        raise ConfigError(
+            f"the file of answers has one to {strange[:80]!r}, which is no request of this batch: it belongs to another "
+            "file of requests; name another file for the answers, or take that line out"
+        )
     counts = Counts(len(requests.places), len(answers.done), len(answers.done) - sum(answers.done.values()))
     tell(counts)
     todo = (name for name in requests.places if name not in answers.done)

@@ -342,7 +342,8 @@ def check_unsupported(given: BodyFields, unsupported: Mapping[str, tuple[Any, ..
 
 
 def _unsupported(name: str, value: object, harmless: Sequence[Any]) -> ApiError:
-    instead = " or ".join(["leave it out", *(f"set it to {shorten(one)}" for one in harmless)])
+    different = [one for index, one in enumerate(harmless) if one not in harmless[:index]]  # 1.0 is 1
+    instead = " or ".join(["leave it out", *(f"set it to {shorten(one)}" for one in different)])
     message = f"{name} is {shorten(value)}, which is not supported here; {instead}"
     return invalid(message, name, "unsupported_parameter")
 
