@@ -239,8 +239,8 @@ async def run(
     strange = next((name for name in answers.done if name not in requests.places), None)
     if strange is not None:
         raise ConfigError(
-            f"the file of answers has one to {strange[:80]!r}, which is no request of this batch: it belongs to another "
-            "file of requests; name another file for the answers, or take that line out"
+            f"the file of answers has one to {strange[:80]!r}, which is no request of this batch: it belongs to "
+            "another file of requests; name another file for the answers, or take that line out"
         )
     counts = Counts(len(requests.places), len(answers.done), len(answers.done) - sum(answers.done.values()))
     tell(counts)
