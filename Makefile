@@ -47,7 +47,7 @@ WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
 .PHONY: help demo python native kernels test test-slow test-arm mutants sanitize wheel wheel-arm sdist bench bench-peers \
-    gpu-check gpu-bundle docs pictures format clean
+    gpu-check gpu-rehearse gpu-bundle docs pictures format clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -122,8 +122,11 @@ bench: $(DEV) kernels  ## measure all tables of benchmarks/README.md, and write 
 bench-peers: $(DEV) kernels  ## measure Quire beside other engines, and write the tables (half an hour, the first time an hour)
 	@$(BIN)/python -m benchmarks.peers --write
 
-gpu-check:  ## all that needs a GPU: parity, determinism, the tables of benchmarks/gpu.md (9 minutes, without .venv)
-	@$(PYTHON) -m benchmarks.gpu --out $(or $(OUT),benchmarks)
+gpu-check:  ## all that needs a GPU: parity, determinism, sweeps, the tables of benchmarks/gpu.md (40 minutes, without .venv)
+	@$(PYTHON) -m benchmarks.gpu $(if $(OUT),--out $(OUT)) $(if $(LIMIT),--seconds $(LIMIT))
+
+gpu-rehearse: $(DEV)  ## the same on a CPU, with tiny shapes and stand-ins for the device (figures mean nothing)
+	@$(STEP) "Rehearsing gpu-check" nice $(BIN)/python -m benchmarks.gpu --rehearse --fresh --out build/gpu-rehearsal
 
 gpu-bundle: $(DEV)  ## collect in build/gpu-bundle what a machine with torch and Triton alone lacks for gpu-check
 	@$(STEP) "Collecting wheels" $(BIN)/python scripts/gpu_bundle.py build/gpu-bundle

@@ -17,19 +17,23 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.gpu import bound, parity, parity_rows, plan, table, workloads
-from benchmarks.gpu.__main__ import Run, failed, install, main
+from benchmarks.gpu import bound, clocks, engines, parity, parity_rows, plan, table, unwaited, workloads
+from benchmarks.gpu.__main__ import CHECKS, begin, failed, install, main
 from benchmarks.gpu.determinism import PRODUCT
 from benchmarks.gpu.engines import bench
 from benchmarks.gpu.job import Job
-from benchmarks.gpu.worker import SECTIONS
+from benchmarks.gpu.records import NAME, append, read
+from benchmarks.gpu.run import Run
+from benchmarks.gpu.worker import SECTIONS, use_constants
 
 from quire.bench.ceilings import Work
 from quire.core.step import Span
 from quire.models.random_checkpoint import RandomCheckpoint, model_config
 from quire.models.registry import build_model
 from quire.ops import Kernels
+from quire.ops.triton import linear_dense, splits
 from quire.ops.triton.kernels import TritonKernels
+from quire.runner.device_forward import DeviceForward
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,7 +55,7 @@ def rehearse(out: Path, *options: str) -> tuple[int, Path, str]:
 
 def test_a_workload_can_be_rehearsed_by_itself(tmp_path: Path) -> None:
     code, out, printed = rehearse(tmp_path, "--only", "A")
-    records = json.loads((out / "results-gpu.json").read_text())
+    records = read(out / NAME)
     assert code == 0, printed
     ended = {record["section"]: record["status"] for record in records if record["kind"] == "section"}
     assert ended == dict.fromkeys(("device", "A 0.6B", "A 14B"), "done")
@@ -67,21 +71,19 @@ def test_a_workload_can_be_rehearsed_by_itself(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)  # a minute, where nothing else runs
 def test_a_rehearsal_runs_every_section_and_passes_every_check(rehearsal: tuple[int, Path, str]) -> None:
     code, out, printed = rehearsal
-    records = json.loads((out / "results-gpu.json").read_text())
+    records = read(out / NAME)
     assert code == 0, printed
     ended = {record["section"]: record["status"] for record in records if record["kind"] == "section"}
     assert ended == dict.fromkeys(SECTIONS, "done")
     checks = [record for record in records if record["kind"] == "check"]
     assert len(checks) > 100 and all(check["ok"] for check in checks)
-    assert {check["section"] for check in checks} == {
-        name for name in SECTIONS if name.startswith(("parity", "determinism"))
-    }
+    assert {check["section"] for check in checks} == {name for name in SECTIONS if name.startswith(CHECKS)}
 
 
 @pytest.mark.slow
 def test_a_rehearsal_measures_every_workload_against_its_bound(rehearsal: tuple[int, Path, str]) -> None:
     _, out, _ = rehearsal
-    figures = [one for one in json.loads((out / "results-gpu.json").read_text()) if one["kind"] == "figure"]
+    figures = [one for one in read(out / NAME) if one["kind"] == "figure"]
     assert {(one["workload"], one["model"]) for one in figures} == {
         *(("A", model) for model in ("0.6B", "14B")),
         *(("B", model) for model in ("0.6B", "14B")),
@@ -131,7 +133,7 @@ def test_a_rehearsal_says_what_it_costs_to_draft_with_a_head(rehearsal: tuple[in
 
 
 def figures_of(section: str, out: Path) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = json.loads((out / "results-gpu.json").read_text())
+    records: list[dict[str, Any]] = read(out / NAME)
     return [one for one in records if one["kind"] == "figure" and one["section"] == section]
 
 
@@ -221,9 +223,9 @@ def test_every_value_of_a_switch_meets_every_value_of_each_other_one() -> None:
 def test_sections_to_run_are_those_that_a_worker_knows_in_time() -> None:
     planned = [section for step in plan.STEPS for section in step]
     assert sorted(section.name for section in planned) == sorted(SECTIONS)
-    assert plan.TOTAL_SECONDS < 9 * 60 - 10
-    quick = plan.chosen(None, quick=True)
-    assert sum(max(section.seconds for section in step) for step in quick) < 6 * 60
+    assert plan.TOTAL_SECONDS <= 40 * 60
+    alone = [max(section.seconds for section in step) for step in plan.STEPS]
+    assert sum(alone) + max(alone) < plan.TOTAL_SECONDS  # where the checks have fewer cores than there are
     assert [[section.name for section in step] for step in plan.chosen(["C"], quick=False)] == [["device"], ["C"]]
     with pytest.raises(ValueError, match="unknown section 'H'; known: device, parity, "):
         plan.chosen(["H"], quick=False)
@@ -302,11 +304,9 @@ class ShortRun(Run):
 def test_a_section_that_crashes_or_hangs_is_reported_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.gpu.__main__.GRACE_SECONDS", 0.0)
-    run = ShortRun(tmp_path, {}, False, time.monotonic() + 100)
-    begin = time.monotonic()
-    run.side_by_side([["crashes"], ["hangs"], ["writes"]], 3.0)
-    assert time.monotonic() - begin < 90
+    monkeypatch.setattr("benchmarks.gpu.run.GRACE_SECONDS", 0.0)
+    run = ShortRun(tmp_path / NAME, tmp_path, {}, False, time.monotonic() + 100)
+    run.side_by_side([["crashes"], ["hangs"], ["writes"]], dict.fromkeys(CODE, 3.0))
     ended = {record["section"]: record for record in run.records()}
     assert {name: record["status"] for name, record in ended.items()} == {
         "crashes": "crashed",
@@ -317,7 +317,7 @@ def test_a_section_that_crashes_or_hangs_is_reported_and_the_others_go_on(
 
 
 def test_sections_are_skipped_once_time_is_over(tmp_path: Path) -> None:
-    run = Run(tmp_path, {}, False, time.monotonic() + 5)
+    run = Run(tmp_path / NAME, tmp_path, {}, False, time.monotonic() + 5)
     records = run.everything(plan.chosen(["parity", "A"], quick=False))
     assert {record["status"] for record in records} == {"skipped"}
     assert failed(records)
@@ -325,7 +325,7 @@ def test_sections_are_skipped_once_time_is_over(tmp_path: Path) -> None:
 
 
 def test_half_a_line_of_a_lost_process_does_no_harm(tmp_path: Path) -> None:
-    run = Run(tmp_path, {}, False, 0.0)
+    run = Run(tmp_path / NAME, tmp_path, {}, False, 0.0)
     run.file.write_text(
         '{"kind": "check", "ok": true}\n{"kind": "che{"kind": "check", "ok": false}\n{"kind": "figure"}\n{"k'
     )
@@ -338,6 +338,102 @@ def test_without_a_gpu_there_is_one_clear_error(capfd: pytest.CaptureFixture[str
     assert main([]) == 2
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("error: the torch of ") and "finds no GPU" in last and "--rehearse" in last
+
+
+# -- going on ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_cut_off_goes_on_with_what_was_not_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the section in whose middle it was cut off, nothing is kept."""
+    first, second = tmp_path / "first" / NAME, tmp_path / "second" / NAME
+    begin(first, "H100; sources 1", [])
+    for record in (
+        {"kind": "machine", "section": "device", "copy_rate": 1.0},
+        {"kind": "section", "section": "device", "status": "done"},
+        {"kind": "figure", "section": "A", "value": 1},
+        {"kind": "section", "section": "C", "status": "out of time"},
+        {"kind": "check", "section": "parity", "ok": False},
+        {"kind": "section", "section": "parity", "status": "failed"},
+    ):
+        append(first, record)
+    wanted = [record for record in read(first)[1:] if record["section"] in ("device", "parity")]
+    begin(second, "H100; sources 1", [second, first])
+    assert read(second) == [{"kind": "run", "key": "H100; sources 1"}, *wanted]
+    assert "done before: device, parity" in capsys.readouterr().out
+    begin(second, "H100; sources 2", [second, first])
+    assert read(second)[1:] == []  # other sources, or another device
+    begin(first, "H100; sources 1", [first], fresh=True)
+    assert read(first)[1:] == []
+
+
+def test_sections_that_are_done_do_not_run_again(tmp_path: Path) -> None:
+    run = ShortRun(tmp_path / NAME, tmp_path, {}, False, time.monotonic() + 100)
+    tables: list[int] = []
+    run.ended = lambda: tables.append(len(run.records()))
+    steps = [[plan.Section("writes", "A", 60)], [plan.Section("hangs", "B", 1)]]
+    append(run.file, {"kind": "section", "section": "hangs", "status": "done", "seconds": 1})
+    ended = [record["section"] for record in run.everything(steps)]
+    assert ended == ["hangs", "writes"]
+    assert tables == [2]  # written after each step, since the next one may be cut off
+
+
+def test_what_a_sweep_has_chosen_is_what_later_sections_compute_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile, programs = linear_dense.SHORT._replace(stages=2), 7
+    monkeypatch.setattr(linear_dense, "SHORT", linear_dense.SHORT)
+    monkeypatch.setattr(splits, "PROGRAMS", splits.PROGRAMS)
+    chosen = ((linear_dense, {"SHORT": list(tile)}), (splits, {"PROGRAMS": programs}))
+    use_constants([{"kind": "constants", "module": module.__name__, "values": values} for module, values in chosen])
+    assert (tile, programs) == (linear_dense.SHORT, splits.PROGRAMS)
+    product = linear_dense.DenseProduct(torch.empty(8, 64, dtype=torch.bfloat16), None)
+    assert product._short == tile
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_launch_that_waits_for_the_device_fails_its_check(
+    waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places, run = DeviceForward._batches, engines.Bench.run
+
+    def waiting(self: DeviceForward, inputs: torch.Tensor, *more: Any) -> Any:
+        if waits:
+            inputs[0].item()
+        return places(self, inputs, *more)
+
+    def bench_of_launches(*args: Any, **options: Any) -> Any:
+        return bench(*args, **options | {"cuda_graphs": "off"})
+
+    def then_waiting(self: engines.Bench, *args: Any) -> None:  # warm, so the next launches are watched
+        run(self, *args)
+        monkeypatch.setattr(DeviceForward, "_batches", waiting)
+        monkeypatch.setattr(engines.Bench, "run", run)
+
+    monkeypatch.setattr(unwaited, "STEPS", 4)
+    monkeypatch.setattr(unwaited, "bench", bench_of_launches)
+    monkeypatch.setattr(engines.Bench, "run", then_waiting)
+    job = Job("unwaited", "cpu", True, None, tmp_path, tmp_path / NAME, time.monotonic() + 100)
+    unwaited.run(job)
+    (check,) = read(job.records)
+    assert check["ok"] is not waits, check
+    assert not waits or "looks at what is on the device" in check["name"]
+
+
+def test_clocks_are_those_of_a_device_at_work() -> None:
+    looks = clocks.Looks()
+    for text in ("1980, 2619, 51, 400.5, 0x0", "1200, 2619, 70, 699.0, 0x4", "345, 2619, 30, 70.0, 0x1"):
+        looks.take(text)
+    assert looks.found == {
+        "least_sm": 1200.0,
+        "most_sm": 1980.0,
+        "least_memory": 2619.0,
+        "most_memory": 2619.0,
+        "most_temperature": 70.0,
+        "most_power": 699.0,
+        "reasons": 4,
+    }
+    with pytest.raises(ValueError):
+        looks.take("no devices were found")
 
 
 # -- tables --------------------------------------------------------------------------------------------------
@@ -362,7 +458,7 @@ def test_a_report_names_what_failed_and_what_determinism_costs() -> None:
     ]
     text = table.report(records, "2026-01-01")
     assert "| B | 0.6B | 64 x 1,024 | 2 ms a step | 50% (memory) |  | 80% of the bound | **no** |" in text
-    assert "With `deterministic=True` B 0.6B 64 x 1,024 runs at 50% of its speed." in text
+    assert "With `deterministic=True` B 0.6B 64 x 1,024 runs at 50% of its speed; the aim is 90 %." in text
     assert "- **failed**: parity rows bf16: silu: 0.3, allowed 0.1" in text
     assert "- **C: failed** after 3 s. ValueError: no" in text
     assert "the device could not be measured" in text

@@ -15,7 +15,9 @@ from quire.ops.triton import experts, linear
 from quire.ops.triton import routing as routing_kernel
 from quire.ops.triton.experts import GroupedExperts, GroupedHeads
 from quire.ops.triton.experts_quantized import QuantizedExperts
+from quire.ops.triton.linear_dense import DenseProduct
 from quire.ops.triton.linear_mxfp4 import Mxfp4Product
+from quire.ops.triton.linear_vendor import VendorProduct
 from tests.triton_compile import EACH_ARCHITECTURE, compile_all
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
@@ -45,7 +47,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 
 def packed(count: int, outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> list[Product]:
     weights = draw(count, outputs, inputs, dtype=dtype, seed=seed) * 0.2
-    return [linear.pack([weight], None, CPU, deterministic=bool(i % 2)) for i, weight in enumerate(weights)]
+    return [linear.pack([weight], None, CPU, (VendorProduct, DenseProduct)[i % 2]) for i, weight in enumerate(weights)]
 
 
 def layer(dtype: torch.dtype, hidden: int = HIDDEN, inner: int = INNER) -> tuple[list[Product], list[Product]]:
@@ -60,7 +62,7 @@ def quantized_weight(how: str, outputs: int, inputs: int, seed: int = 0) -> Prod
 def launch_all() -> None:
     """Experts of Qwen3-30B-A3B, quantized ones, routers of DeepSeek V2 and V3, and heads of their attention."""
     gate_up, down = torch.empty(1536, 2048, dtype=torch.bfloat16), torch.empty(2048, 768, dtype=torch.bfloat16)
-    grouped = GroupedExperts(*([linear.pack([w], None, CPU, True)] * 128 for w in (gate_up, down)))
+    grouped = GroupedExperts(*([linear.pack([w], None, CPU, DenseProduct)] * 128 for w in (gate_up, down)))
     for tokens in (16, 2500):
         ids, weights = torch.empty(tokens, 8, dtype=torch.int64), torch.empty(tokens, 8)
         grouped(torch.empty(tokens, 2048, dtype=torch.bfloat16), ids, weights)
@@ -79,7 +81,7 @@ def launch_all() -> None:
     for routing, bias in ((v2, None), (v3, torch.empty(256))):
         ids, _ = routing_kernel.route(torch.empty(16, routing.num_experts), routing, bias, batch_of(5))
         routing_kernel.count_experts(ids, batch_of(5), torch.empty(routing.num_experts, dtype=torch.int64))
-    heads = GroupedHeads([linear.pack([torch.empty(512, 128, dtype=torch.bfloat16)], None, CPU, True)] * 16)
+    heads = GroupedHeads([linear.pack([torch.empty(512, 128, dtype=torch.bfloat16)], None, CPU, DenseProduct)] * 16)
     heads(torch.empty(16, 16, 192, dtype=torch.bfloat16)[..., :128])
 
 
@@ -293,7 +295,7 @@ def test_many_rows_of_heads_take_taller_tiles_with_the_same_bits(monkeypatch: py
 
 def test_weights_that_kernels_cannot_read_at_once_are_copied() -> None:
     memory = draw(3 * 40 * 24 + 1)[1:].view(3, 40, 24)
-    products = [linear.pack([weight], None, CPU, True) for weight in memory]
+    products = [linear.pack([weight], None, CPU, DenseProduct) for weight in memory]
     x = draw(4, 3, 24, seed=1)
     weights = experts.Weights(products)
     assert all(address % 16 == 0 for address in weights.addresses.tolist())
@@ -302,7 +304,7 @@ def test_weights_that_kernels_cannot_read_at_once_are_copied() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     gate_up, down = layer(torch.float32)
-    biased = linear.pack([draw(2 * INNER, HIDDEN)], draw(2 * INNER), CPU, True)
+    biased = linear.pack([draw(2 * INNER, HIDDEN)], draw(2 * INNER), CPU, DenseProduct)
     coded = quantized_weight("int8", 2 * INNER, HIDDEN)
     for product, message in ((biased, "biases"), (coded, "dense"), (down[0], "differ")):
         with pytest.raises(ValueError, match=message):

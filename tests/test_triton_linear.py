@@ -11,6 +11,8 @@ from quire.ops.linear import Product
 from quire.ops.quantized import Quantization, QuantizedWeight, codes_of, layout
 from quire.ops.triton import linear, linear_chunks, linear_dense, linear_quantized
 from quire.ops.triton.linear_chunks import PROGRAMS, Chunks
+from quire.ops.triton.linear_dense import DenseProduct
+from quire.ops.triton.linear_vendor import VendorProduct
 from tests.quantized import dequantize
 from tests.triton_compile import EACH_ARCHITECTURE, compile_all
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
@@ -18,6 +20,7 @@ from tests.triton_products import products_row_by_row  # noqa: F401  # for every
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16)
 """The interpreter multiplies bf16 wrongly, and does not round to it."""
+MAKES: tuple[linear.Make, ...] = (VendorProduct, DenseProduct)
 INT8 = Quantization("int8")
 HOWS = (INT8, *(Quantization("int4", group) for group in (32, 64, 128)))
 
@@ -27,7 +30,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 
 
 def dense(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-    return linear.pack([weight], bias, CPU, deterministic=True)
+    return linear.pack([weight], bias, CPU, DenseProduct)
 
 
 def quantized_product(weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
@@ -99,7 +102,7 @@ def test_every_tile_of_a_large_product_is_computed() -> None:
 def test_the_librarys_product_is_not_rounded_on_its_way_to_fp32(dtype: torch.dtype) -> None:
     weight, bias, x = draw(80, 100, dtype=dtype, seed=1), draw(80, dtype=dtype, seed=2), draw(7, 100, dtype=dtype)
     for used in (None, bias):
-        product = linear.pack([weight], used, CPU, deterministic=False)
+        product = linear.pack([weight], used, CPU, VendorProduct)
         expected = x.double() @ weight.double().T + (0 if used is None else used.double())
         torch.testing.assert_close(product.matmul(x, torch.float32).double(), expected, rtol=1e-5, atol=1e-4)
         assert product.matmul(x).dtype == dtype
@@ -283,7 +286,7 @@ def test_chunks_hold_all_blocks_and_few_programs_leave_little(out_tiles: int, bl
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    products = [linear.pack([draw(8, 64)], None, CPU, deterministic) for deterministic in (False, True)]
+    products = [linear.pack([draw(8, 64)], None, CPU, make) for make in MAKES]
     for product in products:
         with pytest.raises(ValueError, match="bfloat16"):
             product.matmul(draw(2, 64, dtype=torch.bfloat16))
@@ -300,10 +303,10 @@ def test_strided_rows_are_taken_as_they_stand() -> None:
         assert torch.equal(product.matmul(x[::2, ::2]), product.matmul(x[::2, ::2].contiguous()))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_parts_of_a_weight_come_side_by_side(deterministic: bool) -> None:
+@pytest.mark.parametrize("make", MAKES)
+def test_parts_of_a_weight_come_side_by_side(make: linear.Make) -> None:
     parts, x = [draw(outputs, 24, seed=outputs) for outputs in (40, 7, 33)], draw(5, 24)
-    joined = linear.pack([torch.cat(parts)], None, CPU, deterministic)
-    assert torch.equal(linear.pack(parts, None, CPU, deterministic).matmul(x), joined.matmul(x))
+    joined = linear.pack([torch.cat(parts)], None, CPU, make)
+    assert torch.equal(linear.pack(parts, None, CPU, make).matmul(x), joined.matmul(x))
     with pytest.raises(ValueError, match="differ"):
-        linear.pack([parts[0], parts[1].half()], None, CPU, deterministic)
+        linear.pack([parts[0], parts[1].half()], None, CPU, make)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu.engines import engine
 from benchmarks.gpu.job import Job
+from benchmarks.gpu.rehearsal import engines_of
 from benchmarks.replay import ReplayProposer
 from quire.config import EngineConfig
 from quire.core.request import Request
@@ -186,7 +187,8 @@ def _engine(job: Job, setting: Setting, proposer: Proposer | None = None, **opti
         with engine(job, config, spread=setting.spread, proposer=proposer, **options) as (made, _):
             yield made
         return
-    made = Engine(EngineConfig.from_options({"model": "demo", "device": job.device, **options}))
+    with engines_of(job):
+        made = Engine(EngineConfig.from_options({"model": "demo", "device": job.device, **options}))
     try:
         yield made
     finally:

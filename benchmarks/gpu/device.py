@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 
 from benchmarks.gpu.job import Job
+from benchmarks.gpu.rehearsal import device_of
 
 COPY_BYTES = 4 * 2**30
 """Far more than any cache holds."""
@@ -63,6 +64,19 @@ def best(job: Job, call: Callable[[], object]) -> float:
         wait(job)
         means.append((time.perf_counter() - begin) / calls)
     return min(means[1:])
+
+
+def seconds_a_call(job: Job, calls: Sequence[Callable[[], object]]) -> float:
+    """The mean of all calls, after one run that compiles; as one graph, so that the host takes no part."""
+
+    def everything() -> tuple[()]:
+        for call in calls:
+            call()
+        return ()
+
+    everything()
+    replay, _ = device_of(job).record(everything)
+    return best(job, replay) / len(calls)
 
 
 def wait(job: Job) -> None:

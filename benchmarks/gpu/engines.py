@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from benchmarks.gpu.bound import limit, seconds, step_cost
 from benchmarks.gpu.job import Job
+from benchmarks.gpu.rehearsal import engines_of
 from quire.bench.ceilings import Work
 from quire.config import EngineConfig
 from quire.core.request import Request
@@ -32,10 +33,10 @@ from quire.runner.proposer import Proposer
 
 
 class Meter:
-    """Stands before an engine's executor: keeps the plans, and how long the host waited for their results."""
+    """Stands before an engine's executor, `inner`: keeps the plans, and how long the host waited for their results."""
 
     def __init__(self, inner: Executor) -> None:
-        self._inner = inner
+        self.inner = inner
         self.clear()
 
     def clear(self) -> None:
@@ -45,10 +46,10 @@ class Meter:
 
     def submit(self, plan: StepPlan) -> PendingResult:
         self.plans.append(plan)
-        return _Timed(self, self._inner.submit(plan))
+        return _Timed(self, self.inner.submit(plan))
 
     def close(self) -> None:
-        self._inner.close()
+        self.inner.close()
 
 
 class _Timed:
@@ -77,8 +78,8 @@ class Bench:
     texts: dict[int, list[int]] = field(default_factory=dict)
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def add(self, prompt: int | Sequence[int], output: int, speculate: bool = True) -> int:
-        """Queue a request for `output` greedy tokens, whatever ends a text; returns its number.
+    def add(self, prompt: int | Sequence[int], output: int, speculate: bool = True, temperature: float = 0.0) -> int:
+        """Queue a request for `output` tokens, whatever ends a text; returns its number.
 
         Args:
             prompt: token ids, or how many random ones.
@@ -86,7 +87,7 @@ class Bench:
         """
         number = len(self.tokens)
         ids = self.random_tokens(prompt) if isinstance(prompt, int) else list(prompt)
-        params = SamplingParams(temperature=0.0, seed=0, ignore_eos=True, speculate=speculate).resolved()
+        params = SamplingParams(temperature=temperature, seed=0, ignore_eos=True, speculate=speculate).resolved()
         self.tokens[number], self.texts[number] = 0, []
         self.engine.add(Request(number, ids, params, max_tokens=output, arrived=time.monotonic()))
         return number
@@ -174,6 +175,7 @@ def engine(
     *,
     spread: float = SPREAD,
     proposer: Proposer | None = None,
+    strict: bool = False,
     **options: Any,
 ) -> Iterator[tuple[Engine, Meter]]:
     """An engine on a random model, and what measures its steps; all memory is free again afterwards.
@@ -181,6 +183,7 @@ def engine(
     Args:
         config: a shape's name (see `random_checkpoint.SHAPES`), or a config.json.
         proposer: drafts in place of what `speculative_config` names.
+        strict: see `engines_of`.
     """
     fields = model_config(config) if isinstance(config, str) else dict(config)
     folder = job.workdir / "model"
@@ -188,7 +191,8 @@ def engine(
     (folder / "config.json").write_text(json.dumps(fields))
     settings = EngineConfig.from_options({"model": str(folder), "device": job.device, **options})
     weights = functools.partial(RandomCheckpoint, device=job.device, spread=spread)
-    made = Engine(settings, open_checkpoint=weights, proposer=proposer)
+    with engines_of(job, strict):
+        made = Engine(settings, open_checkpoint=weights, proposer=proposer)
     made.executor = meter = Meter(made.executor)
     try:
         yield made, meter

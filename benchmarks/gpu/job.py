@@ -38,7 +38,7 @@ class Job:
     deadline: float
 
     def record(self, kind: str, **fields: Any) -> None:
-        """One result: "check", "figure", "machine" or "section"."""
+        """One result: "check", "figure", "kernel", "sweep", "constants", "machine" or "section"."""
         records.append(self.records, {"kind": kind, "section": self.section, **fields})
 
     def check(self, name: str, worst: float, tolerance: float) -> None:

@@ -13,20 +13,18 @@ What is counted, for `bound.seconds`:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.gpu.bound import limit, seconds
-from benchmarks.gpu.device import best
+from benchmarks.gpu.device import seconds_a_call
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.parity import Step
 from benchmarks.gpu.workloads import figure
 from quire.bench.ceilings import Cost
 from quire.ops import KVCache
 from quire.ops.triton.kernels import TritonKernels
-from quire.runner.device import open_device
 
 
 class Layer(NamedTuple):
@@ -99,7 +97,7 @@ def _experts(job: Job, size: Sizes, layer: Layer, dtype: torch.dtype) -> None:
         x = torch.randn(rows, layer.hidden, device=job.device).to(dtype)
         chosen = [_chosen(job, layer, rows) for _ in range(size.calls)]
         weights = torch.full((rows, layer.top_k), 1 / layer.top_k, device=job.device)
-        took = _seconds_a_call(job, [functools.partial(experts, x, ids, weights) for ids in chosen])
+        took = seconds_a_call(job, [functools.partial(experts, x, ids, weights) for ids in chosen])
         read = sum(len(ids.unique()) for ids in chosen) / size.calls
         numbers = 3 * layer.hidden * layer.inner
         cost = Cost(round(read * numbers * dtype.itemsize), 2 * rows * layer.top_k * numbers, 0)
@@ -128,21 +126,7 @@ def _latent(job: Job, size: Sizes, batch: int, dtype: torch.dtype) -> None:
         seen = batch * size.context
         cost = Cost(seen * row * dtype.itemsize, 0, 2 * seen * heads * (row + width))
         setting = f"latent attention, {batch} x {size.context:,}"
-        _figure(job, model, setting, _seconds_a_call(job, calls), cost)
-
-
-def _seconds_a_call(job: Job, calls: Sequence[Callable[[], object]]) -> float:
-    """The mean of all calls, after one run that compiles; on a device as one graph, so that the host takes no part."""
-
-    def everything() -> None:
-        for call in calls:
-            call()
-
-    everything()
-    if job.device == "cpu":  # where nothing can be recorded
-        return best(job, everything) / len(calls)
-    replay, _ = open_device(job.device).record(everything)
-    return best(job, replay) / len(calls)
+        _figure(job, model, setting, seconds_a_call(job, calls), cost)
 
 
 def _figure(job: Job, model: str, setting: str, took: float, cost: Cost) -> None:

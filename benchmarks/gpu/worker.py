@@ -10,11 +10,12 @@ import importlib
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.bound import Rates
 from benchmarks.gpu.job import Job, OutOfTime
-from benchmarks.gpu.records import read
+from benchmarks.gpu.records import Record, read
 
 SECTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "device": ("device", "run", ()),
@@ -37,6 +38,14 @@ SECTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         for name in ("plain", "wide", "quantized", "experts", "latent", "demo")
     },
     "determinism speculation": ("determinism", "speculation", ()),
+    "determinism with the chosen": ("determinism", "run", ("wide",)),
+    "unwaited": ("unwaited", "run", ()),
+    "vendor products": ("vendor", "run", ()),
+    "sweep products": ("sweep_products", "run", ()),
+    "sweep attention": ("sweep_attention", "run", ()),
+    "kernels 0.6B": ("kernels", "run", ("0.6B",)),
+    "kernels 14B": ("kernels", "run", ("14B",)),
+    "accesses": ("accesses", "run", ()),
     "A 0.6B": ("workloads", "throughput", ("0.6B",)),
     "A 14B": ("workloads", "throughput", ("14B",)),
     "B 0.6B": ("workloads", "decodes", ("0.6B",)),
@@ -51,6 +60,11 @@ SECTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 """Module, function and what it is given behind its job. A module is imported when its section runs."""
 
+BEFORE_CHOICE = frozenset(
+    name for name in SECTIONS if name.startswith(("sweep", "parity")) or name == "vendor products"
+)
+"""Sections that are about the constants in the sources."""
+
 SETTLING_SECONDS = 5.0
 """Before its time is out a section stops by itself, so that it is not ended in the middle."""
 
@@ -64,16 +78,29 @@ def main() -> None:
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds - SETTLING_SECONDS
     for section in args.sections:
-        rates = known_rates(args.records)
+        found = read(args.records)
+        rates = known_rates(found)
+        if section not in BEFORE_CHOICE:
+            use_constants(found)
         with tempfile.TemporaryDirectory(prefix="quire-gpu-") as workdir:
             device = "cpu" if args.rehearse else "cuda"
             run_section(Job(section, device, args.rehearse, rates, Path(workdir), args.records, deadline))
 
 
-def known_rates(records: Path) -> Rates | None:
+def known_rates(records: Sequence[Record]) -> Rates | None:
     """Those of the device, once its section has recorded them."""
-    machines = [record for record in read(records) if record["kind"] == "machine"]
+    machines = [record for record in records if record["kind"] == "machine"]
     return Rates(machines[-1]["copy_rate"], machines[-1]["matmul_rate"]) if machines else None
+
+
+def use_constants(records: Sequence[Record]) -> None:
+    """Compute with the constants that the sweeps so far have found best, in place of those in the sources."""
+    for record in records:
+        if record["kind"] == "constants":
+            module = importlib.import_module(record["module"])
+            for name, value in record["values"].items():
+                before = getattr(module, name)
+                setattr(module, name, type(before)(*value) if isinstance(value, list) else value)
 
 
 def run_section(job: Job) -> None:

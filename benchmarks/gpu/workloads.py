@@ -24,6 +24,9 @@ from quire.speculate.drafting import DraftingModel, DraftingProposer
 
 SHAPES = {"0.6B": "qwen3-0.6b", "14B": "qwen3-14b"}
 
+LONGEST = 4096
+"""Tokens of a context in A."""
+
 WARM_STEPS = 12
 """Decode steps before those that are timed: the first of a size records its graph."""
 
@@ -92,8 +95,8 @@ TINY = Sizes(
 """For a rehearsal."""
 
 AIMS: dict[tuple[str, str, str], tuple[str, float]] = {
-    ("A", "0.6B", ""): ("value", 20_000),
-    ("A", "14B", ""): ("value", 5_000),
+    ("A", "0.6B", ""): ("share", 0.8),
+    ("A", "14B", ""): ("share", 0.8),
     ("B", "0.6B", "64 x 1,024"): ("share", 0.8),
     ("B", "0.6B", "256 x 1,024"): ("share", 0.8),
     ("B", "14B", "1 x 1,024"): ("share", 0.6),
@@ -101,7 +104,8 @@ AIMS: dict[tuple[str, str, str], tuple[str, float]] = {
     ("B", "14B", "prefill of 8,192"): ("share", 0.6),
     ("D", "0.6B", "64 x (4,096 + 256)"): ("value", 8),
 }
-"""Which field of a figure should be how much at least, on an H200; by workload, model and setting."""
+"""Which field of a figure should be how much at least; by workload, model and setting. Shares are of what the device
+was measured to do, so they hold for any."""
 
 MOST_GAP = 3
 """C: the worst gap between tokens should be at most this many times the median before."""
@@ -119,9 +123,13 @@ def shape(job: Job, model: str) -> str:
 
 
 def throughput(job: Job, model: str, **options: Any) -> None:
-    """A: output tokens a second of many requests that arrive at once. What is done counts if time runs out."""
+    """A: output tokens a second of many requests that arrive at once. What is done counts if time runs out.
+
+    With the settings of nano-vllm's benchmark: temperature 0.6, contexts of at most 4,096 tokens.
+    """
     size = sizes(job)
-    with bench(job, shape(job, model), prefix_cache="off", max_num_seqs=size.requests, **options) as under:
+    limits = {"prefix_cache": "off", "max_num_seqs": size.requests, "max_model_len": LONGEST}
+    with bench(job, shape(job, model), **limits, **options) as under:
         generator = random.Random(1)
         for _ in range(size.requests):  # all batch sizes, so all their graphs
             under.add(generator.randint(size.low // 4, size.high // 4), generator.randint(1, size.high // 8))
@@ -131,7 +139,7 @@ def throughput(job: Job, model: str, **options: Any) -> None:
         prompts = [under.random_tokens(length) for length, _ in wanted]
         under.meter.clear()
         begin = time.perf_counter()
-        mine = [under.add(prompt, output) for prompt, (_, output) in zip(prompts, wanted, strict=True)]
+        mine = [under.add(prompt, output, temperature=0.6) for prompt, (_, output) in zip(prompts, wanted, strict=True)]
         while not under.engine.idle and not job.late:
             under.step()
         elapsed = time.perf_counter() - begin
@@ -168,7 +176,11 @@ def _decode(under: Bench, model: str, batch: int, context: int, steps: int, opti
     fields = under.measured(elapsed)
     under.drop_all()
     setting = _setting(options, f"{batch} x {context:,}")
-    figure(under.job, "B", model, setting, 1000 * elapsed / steps, "ms a step", **fields)
+    took, host = 1000 * elapsed / steps, fields["host_ms"]
+    figure(under.job, "B", model, setting, took, "ms a step", **fields)
+    if batch == max(size for size, _ in dict(sizes(under.job).decodes)["0.6B"]):
+        hidden = {"aim": f"below {took:.3g}", "met": host < took, "host_ms": host}
+        figure(under.job, "B", model, f"{setting}: what the host does meanwhile", host, "ms a step", **hidden)
 
 
 def _prefill(under: Bench, model: str, length: int) -> None:
@@ -315,7 +327,7 @@ def heads(job: Job) -> None:
     head = random_head(job, shape(job, "14B"))
     spec = {"method": "eagle", "model": str(head), "num_speculative_tokens": DRAFTS, "adaptive": False}
     with bench(job, shape(job, "14B"), speculative_config=spec, **OPTIONS) as under:
-        _check_proposer(under, DraftingProposer if job.rehearse else DeviceDraftingProposer)
+        _check_proposer(under, DeviceDraftingProposer)
         for batch in size.drafted:
             _against(under, plain, batch, "a head on the device, speculate=False", drafts=False)
             _against(under, plain, batch, f"a head on the device, {DRAFTS} drafts")

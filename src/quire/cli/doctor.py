@@ -249,12 +249,15 @@ def _of_torch(args: argparse.Namespace, show: Show) -> dict[str, Any]:
         told = {"name": check.name, "cases": check.cases, "passed": check.passed, "failures": list(check.failures)}
         checks.append(told)
         show(*_check_row(told))
+    if note := kernels.note():
+        show("dense products", note)
     return {
         "device": device.describe(),
         "threads": torch.get_num_threads(),
         "torch_instruction_set": capability,
         "kernels": found,
         "self_test": checks,
+        "products": note or None,
         "demo_model": {"path": str(demo), "present": demo.is_file()},
     }
 

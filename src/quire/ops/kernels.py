@@ -140,6 +140,10 @@ class Kernels:
         tile = attention_plan.KEY_TILE
         return f"{linear}, torch attention in tiles of {tile} keys, {level}, torch {torch.__version__}"
 
+    def note(self) -> str:
+        """What was found about the machine while kernels ran, for people; empty: nothing that needs to be said."""
+        return ""
+
     def warm_up(self, vocab_size: int) -> None:
         """Compile what would otherwise be compiled when a request first needs it, for logits of this width."""
 

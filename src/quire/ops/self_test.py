@@ -32,6 +32,8 @@ QUANTIZATIONS: tuple[Quantized, ...] = (Quantization("int8"), Quantization("int4
 ROW_COUNTS = (1, 2, 3, 5, 7, 8, 9, 16, 31, 33, 64, 65)
 LINEAR_SHAPES = ((256, 256), (704, 256), (256, 704), (128, 4096))
 """(outputs, inputs). Long sums show differences that short ones hide."""
+WIDE_SHAPES = ((8448, 320),)
+"""Of a GPU, where products with so many outputs may be the vendor's."""
 SHORT_SHAPES = ((72, 1000),)
 """Of the short self-test: neither number is one of whole tiles."""
 
@@ -107,11 +109,13 @@ def check_linear(kernels: Kernels, dtype: torch.dtype, shapes: Sequence[tuple[in
     """The product of some of the rows against the same rows of all of them, and all against plain torch.
 
     Args:
-        shapes: (outputs, inputs) of weights; None: `LINEAR_SHAPES`.
+        shapes: (outputs, inputs) of weights; None: `LINEAR_SHAPES`, and `WIDE_SHAPES` on a GPU.
     """
+    if shapes is None:
+        shapes = LINEAR_SHAPES + (WIDE_SHAPES if kernels.device.type == "cuda" else ())
     generator = torch.Generator().manual_seed(0)
     failures, cases = [], 0
-    for shape in LINEAR_SHAPES if shapes is None else shapes:
+    for shape in shapes:
         weight = torch.randn(shape, generator=generator).to(dtype)
         x = torch.randn(2 * max(ROW_COUNTS), shape[1], generator=generator).to(dtype)
         product, on_device = _product(kernels, weight, dtype), x.to(kernels.device)

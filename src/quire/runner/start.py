@@ -91,6 +91,8 @@ def start_runner(
     spare = round(plan.activations * (1 + min(1, LARGEST_GRAPH / config.max_num_batched_tokens)))
     forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs, spare, speculation)
     notes.append(f"device: {device.describe()}")
+    if note := model.kernels.note():  # the largest step has run
+        notes.append(f"dense products: {note}")
     if forward.graphs != "off":
         begin, most = time.perf_counter(), config.max_num_seqs
         sizes = all_sizes(most) if forward.graphs == "eager" else decode_sizes(most)

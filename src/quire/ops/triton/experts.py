@@ -19,10 +19,10 @@ import triton.language as tl
 
 from quire.ops.elementwise import Activation
 from quire.ops.linear import Product
-from quire.ops.triton.linear import VendorProduct
 from quire.ops.triton.linear_chunks import PROGRAMS, checked, place_of
 from quire.ops.triton.linear_dense import EXACT, SHORT, TALL, DenseProduct, Tile, one_instruction
 from quire.ops.triton.linear_mxfp4 import DTYPES, Mxfp4Product, numbers_of
+from quire.ops.triton.linear_vendor import LibraryProduct, VendorProduct
 from quire.ops.triton.rows import activated
 
 ALIGNMENT = 16
@@ -90,7 +90,7 @@ class Weights:
 
 
 def _weight(product: Product) -> torch.Tensor:
-    if not isinstance(product, DenseProduct | VendorProduct):
+    if not isinstance(product, DenseProduct | VendorProduct | LibraryProduct):
         raise ValueError(f"a product is a {type(product).__name__}, where all others are dense")
     return product.weight
 

@@ -20,8 +20,10 @@ from quire.ops.recurrent import RecurrentCache
 from quire.ops.sampling import Filters, TokenScores
 from quire.ops.states import DeltaNetWeights, StateCache
 from quire.ops.triton import attention, cache, experts, experts_quantized, latent, linear, rows, sampling, states
+from quire.ops.triton.linear_dense import DenseProduct
 from quire.ops.triton.linear_mxfp4 import Mxfp4Product
 from quire.ops.triton.linear_quantized import QuantizedProduct
+from quire.ops.triton.linear_vendor import Library, VendorProduct
 from quire.ops.triton.routing import count_experts, route
 from quire.parallel.group import Gather
 
@@ -36,6 +38,9 @@ class TritonKernels(Kernels):
         device: where it runs.
         deterministic: every row's bits are independent of the other rows. Otherwise plain products are cuBLAS's and
             attention takes the tiles that suit the step.
+
+    Attributes:
+        library: what of cuBLAS may be used where rows must be independent; None: nothing, or all.
     """
 
     name = "triton"
@@ -44,12 +49,21 @@ class TritonKernels(Kernels):
     def __init__(self, device: torch.device | str = "cuda", deterministic: bool = False) -> None:
         self.device = torch.device(device)
         self.deterministic = deterministic
+        on_gpu = self.device.type == "cuda"
+        self.library = Library.settled() if deterministic and on_gpu else None
+        dense = self.library.product if self.library else DenseProduct
+        self._make: linear.Make = dense if deterministic else VendorProduct
 
     def describe(self, dtype: torch.dtype) -> str:
         gpu = "Triton's interpreter" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         products = "batch-invariant products" if self.deterministic else "cuBLAS products, no promise of equal bits"
+        if note := self.note():
+            products += f" ({note})"
         versions = f"Triton {triton.__version__}, torch {torch.__version__}, CUDA {torch.version.cuda}"
         return f"Triton kernels {VERSION} on {gpu} with {products}, {versions}"
+
+    def note(self) -> str:
+        return self.library.describe() if self.library else ""
 
     def warm_up(self, vocab_size: int) -> None:
         if self.device.type == "cuda":  # the interpreter compiles nothing
@@ -58,7 +72,7 @@ class TritonKernels(Kernels):
     # -- weights -------------------------------------------------------------------------------------------
 
     def pack(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Product:
-        return linear.pack(parts, bias, self.device, self.deterministic)
+        return linear.pack(parts, bias, self.device, self._make)
 
     def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
         return linear.quantize(weight, how, self.device)

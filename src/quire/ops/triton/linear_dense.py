@@ -98,16 +98,20 @@ def _dense_kernel(
 class DenseProduct:
     """The product with a dense weight, each row's bits independent of the other rows: a `Product`.
 
+    Args:
+        tiles: for few rows and for many, of the same outputs and inputs; None: those for the weight's data type.
+
     Attributes:
         weight: [out, in], contiguous, used where it lies; for kernels that multiply with several at once.
         bias: [out], in fp32; None: there is none.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, tiles: tuple[Tile, Tile] | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.weight = weight
         self.bias = None if bias is None else bias.float()
-        self._short, self._tall = (EXACT, EXACT) if weight.dtype == torch.float32 else (SHORT, TALL)
+        usual = (EXACT, EXACT) if weight.dtype == torch.float32 else (SHORT, TALL)
+        self._short, self._tall = tiles or usual
         if not one_instruction(weight.device):
             self._tall = self._short
         self._out_tiles = triton.cdiv(self.out_features, self._short.outputs)

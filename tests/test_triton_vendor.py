@@ -1,0 +1,127 @@
+"""The vendor's products under the contract: used where a row has the same bits in any company, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from quire.ops.triton import linear_vendor
+from quire.ops.triton.linear_dense import DenseProduct
+from quire.ops.triton.linear_vendor import (
+    EXACT_ROWS,
+    ROUNDED,
+    Kind,
+    Library,
+    LibraryProduct,
+    VendorProduct,
+    counts,
+    rows_are_alike,
+)
+from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
+
+Multiply = Callable[[torch.Tensor], torch.Tensor]
+
+WEIGHT = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
+ROW = torch.randn(96, generator=torch.Generator().manual_seed(1))
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """Each row by itself, in fp64 and rounded once."""
+    return (x.double()[:, None] * WEIGHT.double()).sum(-1).float()
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    """The inputs in two parts, as a library does that lets two programs share a row's sum."""
+    first, second = (part[0] * part[1] for part in zip(x[:, None].chunk(2, -1), WEIGHT.chunk(2, -1), strict=True))
+    return first.sum(-1) + second.sum(-1)
+
+
+def other_at(*rows: int) -> Multiply:
+    """Another order of the sum at these numbers of rows."""
+    return lambda x: halves(x) if len(x) in rows else whole(x)
+
+
+def other_in_the_last_row(x: torch.Tensor) -> torch.Tensor:
+    return whole(x) if len(x) < 100 else torch.cat([whole(x[:-1]), halves(x[-1:])])
+
+
+def not_finite_at_nine(x: torch.Tensor) -> torch.Tensor:
+    return whole(x) * (torch.nan if len(x) == 9 else 1.0)
+
+
+MOST = EXACT_ROWS + 3 * ROUNDED
+
+
+def test_a_product_whose_rows_are_alike_is_found_to_be_so() -> None:
+    assert rows_are_alike(whole, ROW, MOST)
+    assert rows_are_alike(halves, ROW, MOST)  # another order, but always the same
+
+
+@pytest.mark.parametrize(
+    "multiply",
+    [other_at(1), other_at(2), other_at(EXACT_ROWS), other_at(MOST), other_in_the_last_row, not_finite_at_nine],
+    ids=["one row", "two", "the last count", "the most rows", "the last of many rows", "not finite"],
+)
+def test_one_number_of_rows_with_other_bits_is_enough_to_refuse_a_product(multiply: Multiply) -> None:
+    assert not rows_are_alike(multiply, ROW, MOST)
+
+
+def test_every_number_of_rows_that_is_computed_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a step brings: up to what one call may take, and beyond."""
+    seen: list[int] = []
+
+    def watched(self: VendorProduct, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        seen.append(len(x))
+        return whole(x)
+
+    monkeypatch.setattr(VendorProduct, "matmul", watched)
+    monkeypatch.setattr(linear_vendor, "MOST_ROWS", MOST)
+    product = LibraryProduct(WEIGHT, None, Library())
+    x = torch.randn(2 * MOST + 5, 96)
+    product.matmul(x[:1])
+    tried = set(seen)
+    assert tried == set(counts(MOST))
+    for rows in (0, 1, 7, EXACT_ROWS, EXACT_ROWS + 1, MOST - 1, MOST, MOST + 1, len(x)):
+        seen.clear()
+        found = product.matmul(x[:rows])
+        assert set(seen) <= tried | {0}
+        assert torch.equal(found, whole(x[:rows]))
+
+
+def test_what_was_refused_is_computed_by_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VendorProduct, "matmul", lambda self, x, out_dtype=None: other_at(3)(x))
+    monkeypatch.setattr(linear_vendor, "WIDE", 40)
+    library = Library()
+    weight = WEIGHT.half()
+    product = library.product(weight, None)
+    assert isinstance(product, LibraryProduct)
+    assert not library.tried and not library.describe()
+    x = torch.randn(5, 96).half()
+    assert torch.equal(product.matmul(x), DenseProduct(weight, None).matmul(x))
+    assert library.tried == {Kind(40, 96, torch.float16, torch.float16, False): False}
+    assert library.describe() == "40 x 96 float16: Triton"
+
+
+def test_a_kind_is_tried_once_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return whole(x)
+
+    library = Library()
+    kind = Kind(40, 96, torch.float32, torch.float32, True)
+    monkeypatch.setattr(linear_vendor, "MOST_ROWS", EXACT_ROWS)
+    assert [library.holds(kind, counted, torch.device("cpu")) for _ in range(3)] == [True] * 3
+    assert len(calls) == EXACT_ROWS + 1
+    assert library.describe().startswith("40 x 96 float32 with bias: cuBLASLt")
+
+
+def test_narrow_weights_are_ours() -> None:
+    """Too few outputs to keep a GPU busy unless the inputs are cut up, which ours does at constant places."""
+    library = Library()
+    assert isinstance(library.product(torch.empty(1024, 64, dtype=torch.bfloat16), None), DenseProduct)
+    assert isinstance(library.product(torch.empty(linear_vendor.WIDE, 8, dtype=torch.bfloat16), None), LibraryProduct)
+    assert isinstance(library.product(torch.empty(linear_vendor.WIDE, 8), None), DenseProduct)  # fp32
