@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import runpy
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.core.request import Request
 from quire.core.step import StepPlan
 from quire.errors import SamplingParamsError
+from quire.grammar import library
 from quire.grammar.json_schema import ANNOTATIONS, ASSERTIONS, FORMATS, LISTS, MAPS, ONE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -359,6 +361,52 @@ def test_others_pass_a_request_whose_grammar_is_being_compiled(llm: LLM, monkeyp
     while not engine.idle:
         ended += [update.request for update in engine.step() if update.finish_reason]
     assert ended == [20_001, 20_000]
+
+
+def test_plain_streams_get_a_token_in_every_step_beside_as_many_with_schemas_of_their_own(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their gaps are single steps, and nothing is compiled within one."""
+    compilers: set[str] = set()
+    compiled = library.compiled
+
+    def noted(*given: Any) -> Any:
+        compilers.add(threading.current_thread().name)
+        return compiled(*given)
+
+    monkeypatch.setattr(library, "compiled", noted)
+    monkeypatch.setattr(
+        llm._frontend, "_compile", None
+    )  # as in a server, whose engine does not compile for its clients
+    plain = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
+    [alone] = llm.generate("Once", plain)
+    streams = [llm.add_request("Once", plain) for _ in range(32)]
+    made: dict[str, int] = {}
+    others: list[str] = []
+    ended: dict[str, Any] = {}
+    together = 0
+    while not llm.idle:
+        before = dict(made)
+        for output in llm.step():
+            made[output.request_id] = len(output.outputs[0].token_ids)
+            if output.finished:
+                ended[output.request_id] = output.outputs[0]
+        if min(before.get(name, 0) for name in streams):  # all have begun
+            assert all(made[name] == before[name] + (before[name] < 60) for name in streams)
+            together += any(made.get(name, 0) > before.get(name, 0) for name in others)
+        if len(others) < 32 and len(made) >= 32:  # two come a step, each with a schema that nobody had before
+            for number in (len(others), len(others) + 1):
+                schema = {**PERSON, "title": f"stream {number}"}
+                params = SamplingParams(structured_outputs={"json": schema}, max_tokens=200, seed=number)
+                others.append(llm.add_request("Once", params))
+    assert together > 30 and len(ended) == 64
+    assert all(ended[name].token_ids == alone.outputs[0].token_ids for name in streams)
+    assert all(ended[name].error is None for name in others)
+    assert sum(ended[name].finish_reason == "stop" for name in others) > 8
+    for name in others:
+        if ended[name].finish_reason == "stop":
+            jsonschema.validate(json.loads(ended[name].text), PERSON)
+    assert compilers and threading.current_thread().name not in compilers
 
 
 def test_other_ranks_are_told_of_a_grammar_no_later_than_its_request_starts(llm: LLM) -> None:
