@@ -272,6 +272,14 @@ def test_rules_have_a_depth(grammars: Grammars) -> None:
             grammars.compile(StructuredOutputsParams(grammar=grammar))
 
 
+def test_what_takes_long_to_compile_is_refused_where_that_is_bounded(tokenizer: Tokenizer) -> None:
+    form = StructuredOutputsParams(json={"type": "string"})
+    hurried = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size), most_seconds=0.0)
+    with pytest.raises(SamplingParamsError, match=r"structured_outputs.json takes .* s to compile; at most 0 s"):
+        hurried.compile(form)
+    assert form not in hurried
+
+
 def test_names_are_no_way_around_the_bounds_of_a_schema() -> None:
     inner = {"properties": {str(number): {} for number in range(9000)}}
     with pytest.raises(SamplingParamsError, match="make the names shorter"):

@@ -108,6 +108,22 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(server, fields, para
     assert text_of(server, guided_choice=["still", "here"]) in ("still", "here")
 
 
+FAILING: list[tuple[dict[str, Any], str]] = [
+    ({"guided_regex": "(?:a?){5000}a{5000}"}, "too many expressions"),
+    ({"guided_choice": ["yes"], "min_tokens": 9}, "no token is left"),
+    ({"grammar": "start: <|im_end|>"}, "no token is left"),
+]
+
+
+@pytest.mark.parametrize(("fields", "says"), FAILING, ids=["mask too large", "min_tokens", "special token"])
+def test_what_fails_while_it_is_generated_is_the_requests_fault_too(server, fields, says):
+    status, answer = completion(server, **fields)
+    assert status == 400 and says in answer["error"]["message"], answer
+    assert (answer["error"]["param"], answer["error"]["code"]) == ("structured_outputs", "generation_failed")
+    with server.stream("/v1/completions", {"model": "demo", "prompt": "Once", "max_tokens": 200, **fields}) as stream:
+        assert says in [*stream.chunks()][-1]["error"]["message"]
+
+
 def test_plain_requests_beside_constrained_ones_get_the_tokens_that_they_get_alone(server):
     with LLM("demo", threads=1) as llm:
         [alone] = llm.generate("def fib(n):\n", SamplingParams(max_tokens=40, temperature=0.8, seed=11))

@@ -6,6 +6,7 @@ A mask depends on the tokens so far and on nothing else.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -239,10 +240,12 @@ class Grammars:
 
     Args:
         vocabulary: makes the tokenizer's vocabulary, when it is first needed; None: there is no tokenizer.
+        most_seconds: of a processor, that compiling one may take; what takes longer is refused. None: no bound.
     """
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary | None]) -> None:
+    def __init__(self, vocabulary: Callable[[], Vocabulary | None], most_seconds: float | None = None) -> None:
         self._make_vocabulary = vocabulary
+        self._most_seconds = most_seconds
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._vocabulary: Vocabulary | None = None
         self._spelling: Spelling | None = None
@@ -338,7 +341,14 @@ class Grammars:
         from quire.grammar.library import compiled
 
         tokenizer = self._library_tokenizer()
+        begin = time.thread_time()
         made = compiled(wanted, tokenizer, self._loaded().specials)
+        seconds = time.thread_time() - begin
+        if self._most_seconds is not None and seconds > self._most_seconds:
+            raise SamplingParamsError(
+                f"structured_outputs.{wanted.kind} takes {seconds:.1f} s to compile; at most {self._most_seconds:g} s "
+                "are allowed: make it smaller"
+            )
         with self._lock:
             if wanted not in self._kept:
                 self._kept[wanted] = made

@@ -79,6 +79,10 @@ _TEMPLATE_TEXTS = (
 """Errors of chat templates that begin so are about the request, in our words or in the template's own."""
 
 
+_OWN_FAULTS = ("structured_outputs:", "structured_outputs.", "no token is left")
+"""Errors of generation that begin so are the request's own: no other server would make it either."""
+
+
 class ApiError(Exception):
     """An answer in OpenAI's error shape.
 
@@ -130,6 +134,13 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
     """A 400: the request itself is wrong."""
     return ApiError(400, message, param=param, code=code)
+
+
+def generation_error(failure: str) -> ApiError:
+    """What a request's output ended with, as an answer."""
+    if failure.startswith(_OWN_FAULTS):
+        return ApiError(400, failure, param="structured_outputs", code="generation_failed")
+    return ApiError(500, failure, code="generation_failed")
 
 
 def api_error(error: Exception) -> ApiError:

@@ -37,7 +37,7 @@ from quire.server.admission import Admission, QueueFullError
 from quire.server.auth import tenant_of
 from quire.server.body import check_media_type
 from quire.server.context import AppContext, stop_error
-from quire.server.errors import ApiError, api_error, invalid
+from quire.server.errors import ApiError, api_error, generation_error, invalid
 from quire.server.limits import Limits
 from quire.server.protocol import ChatCall, CompletionCall, DetokenizeCall, GenerationCall, TokenizeCall
 from quire.server.request_log import note_call, summary_of
@@ -341,7 +341,7 @@ class Generation:
                 if call.stream:
                     await writer.events(chunks)
                 if account.failure is not None:
-                    raise ApiError(500, account.failure, code="generation_failed")
+                    raise generation_error(account.failure)
         ordered = [outputs[index] for index in range(len(prepared))]
         if not call.stream:
             if self._context.stopping.is_set() and account.has_nothing:

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 LENGTH = struct.Struct(">I")
 MAX_ID = (1 << 32) - 1
 
+COMPILE_SECONDS = 3.0
+"""Of a processor, for a grammar. What is not refused the engine compiles once more, while other grammars wait."""
+
 
 class WorkerStart(msgspec.Struct):
     """What a worker is told on its standard input.
@@ -146,7 +149,9 @@ def main() -> None:
             return
         _limit_memory(start.memory_bytes)
         _send(connection, _done(syntax))
-        grammars = Grammars(lambda: None if tokenizer is None else tokenizer.vocabulary(tokenizer.vocab_size))
+        grammars = Grammars(
+            lambda: None if tokenizer is None else tokenizer.vocabulary(tokenizer.vocab_size), COMPILE_SECONDS
+        )
         while (body := _receive(connection)) is not None:
             _send(connection, Begun())
             _send(connection, _answer(tokenizer, grammars, body))
