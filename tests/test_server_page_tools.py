@@ -363,6 +363,9 @@ HISTORIES = """(async () => {
     () => { const one = any((one) => one.role === 'user'); if (one && !draw(3)) thread.removeTurn(conversation, one); },
     () => { if (last() && !draw(3)) conversation = thread.branch(conversation, one(thread.path(conversation))); },
     () => { if (!draw(4)) thread.leaveOutOldest(conversation); },
+    () => { const isEnd = ({ key }) => !conversation.messages.some((other) => other.parent === key);
+      const one = any((one) => thread.callsOf(one).length > 1 && isEnd(one)); // a file that somebody has changed
+      if (one) delete thread.callsOf(one)[draw(2)].result; },
     () => { conversation = checkedConversation(JSON.parse(JSON.stringify(conversation))); }, // reload
   ];
   for (let step = 0; step < 1500; step += 1) operations[draw(operations.length)]();
