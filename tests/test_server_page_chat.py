@@ -130,6 +130,9 @@ def test_an_answer_can_be_changed_by_hand_and_the_model_sees_the_change(
     page = opened(browser, server)
     talk(page, "One")
     page.click(f"{ANSWER} [title='Edit the answer']")
+    press(page, "Cancel")
+    assert page.evaluate("document.activeElement.title") == "Edit the answer"
+    page.click(f"{ANSWER} [title='Edit the answer']")
     page.type(".edit-area", "Good day.")
     press(page, "Save")
     page.wait(f"document.querySelector('{ANSWER} .statistics').textContent.includes('edited')")

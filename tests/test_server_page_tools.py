@@ -279,10 +279,12 @@ def test_a_result_can_be_changed_as_it_stands(browser: Chromium, server: StandIn
     page.type(FIELDS, "sun")
     press(page, "Cancel")
     assert page.text(".tool-result pre") == "rain"
+    assert page.evaluate("document.activeElement.title") == "Edit the results"
     press(page, "Edit the results")
     page.type(FIELDS, "sun")
     press(page, "Save")
     assert page.text(".tool-result pre") == "sun"
+    assert page.evaluate("document.activeElement.ariaLabel") == "Thread"
     ask(page, "Thanks")
     has_ended(page, 5)
     assert [one["content"] for one in sent(server)] == ["Will it rain?", None, "sun", "It will.", "Thanks"]

@@ -319,6 +319,7 @@ export class ChatView {
       this.save(conversation);
       this.drawThread();
       this.showServer();
+      if (document.activeElement === document.body) this.scroller.focus({ preventScroll: true }); // what had it is gone
     };
     return {
       isBusy: () => this.generations.has(conversation.id),
@@ -360,7 +361,7 @@ export class ChatView {
       sendResults: (message, results) => {
         if (this.generations.has(conversation.id)) return;
         this.answer(add(conversation, blank(message.mode), giveResults(conversation, message, results)));
-        if (!this.coarse) this.input.focus({ preventScroll: true });
+        (this.coarse ? this.scroller : this.input).focus({ preventScroll: true });
       },
       saveResults: (message, results) => {
         setResults(message, results);

@@ -202,6 +202,7 @@ export class MessageElement {
     const cancel = () => {
       this.shown = null;
       this.draw();
+      this.foot.querySelector("[title^=Edit]")?.focus();
     };
     const done = (action) => () => area.value.trim() && action(this.message, area.value);
     const send = done(this.actions.sendEdited);

@@ -152,5 +152,6 @@ export class ToolCalls {
     for (const call of callsOf(this.message)) delete call.draft;
     this.editing = false;
     this.update(this.message);
+    this.root.querySelector(".tool-label button")?.focus();
   }
 }
