@@ -148,9 +148,9 @@ def draw_live() -> Path:
             thread.start()
         time.sleep(12)  # the timeline shows ten seconds
         page.wait("document.querySelectorAll('#requests tbody tr').length >= 5")
-        height = page.evaluate("document.querySelector('#waterfall').getBoundingClientRect().top")
-        resize(page, 1280, int(height))
-        time.sleep(1)  # it is drawn anew
+        for _ in range(2):  # what is above moves when the window's height does
+            resize(page, 1280, int(page.evaluate("document.querySelector('#waterfall').getBoundingClientRect().top")))
+            time.sleep(0.7)
         path = picture(page, "live-view.webp")
         ended.set()
         for thread in threads:
