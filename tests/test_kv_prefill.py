@@ -392,7 +392,7 @@ def test_a_read_that_fails_is_computed_here_and_the_connection_made_anew(
         begin(engine, [prompt(150)])
         wait_until(lambda: engine.step() or not importer.ready)
     wait_until(lambda: importer.ready)
-    assert engine.scheduler.kv.fetches.tier.counts["quarantined"] == 0
+    assert engine.stats.kv_slots["quarantined"] == 0
     assert rest(engine) == alone(options, [prompt(150)])
     engine.close()
 
@@ -408,7 +408,7 @@ def test_slots_into_which_something_may_come_late_are_used_no_more_and_neither_i
     assert importer is not None
     assert run(engine, [prompt(150)]) == alone(options, [prompt(150)])
     wait_until(lambda: "no way to its blocks" in importer.prefillers[0].state)
-    assert engine.scheduler.kv.fetches.tier.counts["quarantined"] == 9 and not importer.ready
+    assert engine.stats.kv_slots["quarantined"] == 9 and not importer.ready
     assert run(engine, [prompt(100, 1)], first_id=10) == alone(options, [prompt(100, 1)])
     engine.close()
 

@@ -185,6 +185,10 @@ def test_tiers_of_kv_count_blocks_and_bytes():
     assert (
         types_in(text)["quire:kv_tier_blocks_total"] == "counter" and 'event="bad"' not in text.split("tier_bytes")[-1]
     )
+    slots = {"free": 4, "filling": 2, "kept": 3, "quarantined": 1}
+    text = text_of(Metrics(), engine=ENGINE | told | {"kv_slots": slots})
+    assert types_in(text)["quire:kv_host_slots"] == "gauge"
+    assert {state: value(text, "quire:kv_host_slots", state=state) for state in slots} == slots
 
 
 def test_how_busy_the_stages_of_a_pipeline_are() -> None:

@@ -347,12 +347,15 @@ class EngineConfig:
             "distributed_executor_backend=external_launcher": self.distributed_executor_backend == "external_launcher",
         }
         if found := [name for name, there in beside.items() if there]:
-            raise ConfigError(f"{self._tier_option} with {found[0]}: not yet; leave one of them out")
+            raise ConfigError(
+                f"{self._tier_option} with {found[0]}: not yet, as its slots are memory of one machine; leave one of "
+                "them out"
+            )
         behind = "disk_kv_path" if self.disk_kv_path is not None else self.kv_role and f"kv_role={self.kv_role}"
         if self.data_parallel_size > self.replicas and behind:
             raise ConfigError(
-                f"{behind} with data_parallel_size={self.data_parallel_size}: not yet; leave one of them out (replicas "
-                "may have host_kv_memory)"
+                f"{behind} with data_parallel_size={self.data_parallel_size}: not yet, as one scheduler alone asks for "
+                "what it does; leave one of them out (replicas may have host_kv_memory)"
             )
         if self.prefix_cache == "off":
             raise ConfigError(

@@ -222,6 +222,11 @@ class Fetches:
         return counts if self.disk is None else counts | {DISK: {"stored": self.stored, "loaded": self.read[DISK]}}
 
     @property
+    def slots(self) -> dict[str, int]:
+        """Of the host tier, by their state."""
+        return self.tier.counts if self.tier.num_slots else {}
+
+    @property
     def has_moves(self) -> bool:
         """The next plan is to save or load something."""
         return bool(self._begun or self._saves)

@@ -27,6 +27,8 @@ class EngineStats:
         peak_blocks: most blocks held at once. num_blocks: usable blocks of the pools.
         kv_tiers: of each tier beside the pool, blocks `stored` in it and `loaded` from it, and `bad` ones, whose bytes
             were not those that had been stored: they were computed.
+        kv_slots: of the host tier by what they are: "free", "filling" with a block on its way, "kept" for one that is
+            there, and "quarantined", where something may still be read or written late; {}: there is no such tier.
         kv_block_bytes: of each block.
     """
 
@@ -48,6 +50,7 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     kv_tiers: dict[str, dict[str, int]] = field(default_factory=dict)
+    kv_slots: dict[str, int] = field(default_factory=dict)
     kv_block_bytes: int = 0
 
     def count(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:

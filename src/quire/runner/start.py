@@ -132,8 +132,8 @@ def _host_tier(
     size, each = config.host_kv_bytes, slot_bytes(share.layout.block_bytes)
     if [group.window for group in plan.groups] != [None]:
         raise ConfigError(
-            "host_kv_memory or kv_role with a model that has layers with a sliding window, or recurrent ones: not yet; "
-            "leave them out"
+            "host_kv_memory or kv_role with a model that has layers with a sliding window, or recurrent ones: not yet, "
+            "as a slot has a block of all layers; leave them out"
         )
     if size < each:
         raise ConfigError(

@@ -361,6 +361,8 @@ def _engine_families(stats: Mapping[str, Any], vllm_labels: Mapping[str, str]) -
         yield _expert_family({"all": stats["expert_load_balance"]} | stats["expert_load_balance_by_layer"])
     if stats.get("kv_tiers"):
         yield from _tier_families(stats["kv_tiers"], stats["kv_block_bytes"])
+    if stats.get("kv_slots"):
+        yield _slot_family(stats["kv_slots"])
     if "stage_busy" in stats:
         yield _stage_family(stats["stage_busy"])
     if "expert_tokens" in stats:
@@ -388,6 +390,14 @@ def _tier_families(tiers: Mapping[str, Mapping[str, int]], block_bytes: int) -> 
             if event in ("stored", "loaded"):
                 moved.add_metric([tier, event], count * block_bytes)
     yield from (blocks, moved)
+
+
+def _slot_family(slots: Mapping[str, int]) -> Metric:
+    help = "Slots of the host tier: free, filling, kept, and in quarantine, where something may still be written late."
+    family = GaugeMetricFamily("quire:kv_host_slots", help, labels=["state"])
+    for state, count in slots.items():
+        family.add_metric([state], count)
+    return family
 
 
 def _stage_family(shares: Sequence[float]) -> Metric:
