@@ -191,7 +191,7 @@ class Pair:
                         opened.seek(0)
                         opened.write(content)
             case "begin":
-                self.switch(rnd.choice(FAULTS), on=True)
+                self.switch(rnd.choice([*FAULTS, "full", "full"]), on=True)  # disks are seldom written to
             case "end" if self.faults.on:
                 self.switch(rnd.choice(sorted(self.faults.on)), on=False)
 
