@@ -287,7 +287,7 @@ def _trees_on_host(trees: DeviceTrees, row_starts: list[int], contexts: list[int
 def on_device(device: Device, kernels: Kernels) -> Any:
     """Engines that start within run on this device with these kernels."""
     with (
-        mock.patch.object(engine, "open_device", lambda kind: device),
+        mock.patch.object(engine, "open_device", lambda kind, rank=0: device),
         mock.patch.object(loading, "choose_kernels", lambda *args: kernels),
     ):
         yield

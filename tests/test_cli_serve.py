@@ -110,10 +110,10 @@ def test_it_is_told_where_each_value_came_from(tmp_path: Path) -> None:
 def test_replicas_need_a_gpu_each_where_they_run_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "count_gpus", lambda: 2)
     assert options_of("demo", "-dp", "2", "--device", "cuda").engine.replicas == 2
-    with pytest.raises(
-        ConfigError, match=r"^data_parallel_size=3 needs a GPU for each replica, and there are 2; lower"
-    ):
+    with pytest.raises(ConfigError, match=r"^data_parallel_size=3 needs a GPU for each, and there are 2; lower"):
         options_of("demo", "-dp", "3", "--device", "cuda")
+    with pytest.raises(ConfigError, match=r"^data_parallel_size=2 x 2 ranks needs a GPU for each, and there are 2"):
+        options_of("demo", "-dp", "2", "-tp", "2", "--device", "cuda")
     assert options_of("demo", "-dp", "3", "--device", "cpu").engine.replicas == 3
     assert options_of("demo", "-dp", "3", "-ep", "--device", "cuda").engine.replicas == 1
 

@@ -72,7 +72,7 @@ def test_the_slots_of_an_expert_take_turns() -> None:
     slots = ExpertSlots(SimpleNamespace(rank=1, size=2), (0, 1, 2, 0))  # type: ignore[arg-type]
     assert slots.own == range(2, 4)
     assert slots.replicas == [[0, 3], [1], [2]]
-    assert slots.of(torch.tensor([[0, 1], [0, 2], [0, 1]])).tolist() == [[0, 1], [3, 2], [0, 1]]
+    assert slots.turns().of(torch.tensor([[0, 1], [0, 2], [0, 1]])).tolist() == [[0, 1], [3, 2], [0, 1]]
 
 
 @pytest.mark.skipif(not library.usable(), reason="the C++ kernels were not built here")

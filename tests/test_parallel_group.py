@@ -60,6 +60,14 @@ def ranks(size: int, matrix_bytes: int = 4096, timeout: float = 20.0) -> Iterato
         os.close(memory)
 
 
+ONE_EACH = [range(rank, rank + 1) for rank in range(3)]
+
+
+def shares(width: int, size: int) -> list[range]:
+    """What each rank has of so many columns."""
+    return [share(width, OneRank(rank, size)) for rank in range(size)]
+
+
 def all_of(groups: list[SharedGroup], call: Callable[[SharedGroup], Any]) -> list[Any]:
     """What `call` returns, or raises, on each rank, all at the same time."""
 
@@ -77,9 +85,9 @@ def all_of(groups: list[SharedGroup], call: Callable[[SharedGroup], Any]) -> lis
 def test_shares_are_all_of_it_once_and_of_nearly_equal_size(size: int, ranks: int) -> None:
     if size < ranks:
         return
-    shares = [share(size, OneRank(rank, ranks)) for rank in range(ranks)]
-    assert [column for each in shares for column in each] == list(range(size))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 32
+    of_each = shares(size, ranks)
+    assert [column for each in of_each for column in each] == list(range(size))
+    assert max(map(len, of_each)) - min(map(len, of_each)) <= 32
 
 
 @given(heads=st.sampled_from([1, 2, 4, 8, 12]), width=st.integers(1, 80), ranks=st.sampled_from([1, 2, 4, 8]))
@@ -107,7 +115,7 @@ def test_a_gather_gives_every_rank_all_columns(size: int) -> None:
             def gather(group: SharedGroup, whole: torch.Tensor = whole, width: int = width) -> torch.Tensor:
                 own = share(width, group)
                 time.sleep(rnd.choice([0, 0, 0, 1e-4, 2e-3]))  # others spin, or sleep
-                return group.all_gather(whole[:, own.start : own.stop], own.start, width)
+                return group.all_gather(whole[:, own.start : own.stop], shares(width, size))
 
             assert all(torch.equal(found, whole) for found in all_of(groups, gather))
         assert len({group.counts[0] for group in groups}) == 1
@@ -115,7 +123,7 @@ def test_a_gather_gives_every_rank_all_columns(size: int) -> None:
 
 def test_one_rank_gathers_nothing() -> None:
     x = torch.randn(3, 5)
-    assert OneRank().all_gather(x, 0, 5) is x
+    assert OneRank().all_gather(x, [range(5)]) is x
 
 
 def test_ranks_that_sampled_other_tokens_are_found_out() -> None:
@@ -163,17 +171,17 @@ def test_what_a_rank_left_out_is_not_taken_for_what_comes_later() -> None:
                 time.sleep(0.01)  # the others wait for it
             else:
                 with pytest.raises(StepGivenUpError):
-                    group.all_gather(torch.full((1, 1), -1), group.rank, 3)
+                    group.all_gather(torch.full((1, 1), -1), ONE_EACH)
                 group.give_up(7)
             group.begin_anew(8)
-            return group.all_gather(torch.full((1, 1), group.rank), group.rank, 3).tolist()[0]
+            return group.all_gather(torch.full((1, 1), group.rank), ONE_EACH).tolist()[0]
 
         assert all_of(groups, go_on) == [[0, 1, 2]] * 3
 
 
 def test_ranks_that_gather_other_shapes_are_found_out() -> None:
     with ranks(2) as groups:
-        answers = all_of(groups, lambda group: group.all_gather(torch.zeros(1 + group.rank, 1), group.rank, 2))
+        answers = all_of(groups, lambda group: group.all_gather(torch.zeros(1 + group.rank, 1), ONE_EACH[:2]))
         assert all(isinstance(answer, RanksDisagreeError) for answer in answers)
 
 

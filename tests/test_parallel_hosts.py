@@ -31,6 +31,7 @@ from quire.engine import crossing
 from quire.engine.placement import placed
 from quire.engine.ranks import Ranks
 from quire.errors import ConfigError, RankLostError
+from quire.runner.memory_plan import Measured
 from tests.networks import Networks, networks
 from tests.oracle import save_checkpoint
 
@@ -370,12 +371,11 @@ def test_other_kernels_are_refused(token: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_least_memory_of_all_ranks_counts(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     least = 300 * 2**20
 
-    def wait_loaded(self: Ranks, kernels: str, measure: Any = Ranks.wait_loaded) -> int:
-        free = measure(self, kernels)
-        assert least < free  # what the other one has found
-        return least
+    def measured(self: Ranks, found: Any = Ranks.measured) -> list[Measured]:
+        assert all(least < each.free for each in found(self))
+        return [Measured(least)]
 
-    monkeypatch.setattr(Ranks, "wait_loaded", wait_loaded)
+    monkeypatch.setattr(Ranks, "measured", measured)
     with joined(token) as (options, _), LLM("demo", tensor_parallel_size=2, **options) as llm:
         plan = llm._engine.memory_plan
         assert plan.kv_bytes + plan.activations <= least

@@ -18,7 +18,7 @@ import torch
 from quire.errors import RankLostError, StepGivenUpError
 from quire.ops.cpu.group import SharedGroup, new_memory
 from quire.ops.cpu.mirror import Mirror
-from quire.parallel.group import share
+from quire.parallel.group import Gather
 from tests.test_parallel_group import all_of
 
 MATRIX = 4096
@@ -68,8 +68,8 @@ def test_a_gather_over_machines_gives_every_rank_all_columns(sizes: tuple[int, .
             whole = torch.randn(rows, width).to(dtype)
 
             def gather(group: SharedGroup, whole: torch.Tensor = whole, width: int = width) -> torch.Tensor:
-                own = share(width, group)
-                return group.all_gather(whole[:, own.start : own.stop], own.start, width)
+                together = Gather(group, width)
+                return together(whole[:, together.own.start : together.own.stop])
 
             assert all(torch.equal(found, whole) for found in all_of(groups, gather))
 
@@ -78,6 +78,7 @@ def test_steps_that_are_given_up_on_any_machine_are_given_up_on_all() -> None:
     """Whatever comes late; ranks that go on find nothing of what was before."""
     rnd = random.Random(5)
     plan = [(rnd.randrange(4), rnd.randrange(3)) for _ in range(60)]
+    one_each = [range(rank, rank + 1) for rank in range(4)]
     with machines(2, 1, 1, delay=3e-4) as groups:
 
         def go_on(group: SharedGroup) -> list[int]:
@@ -88,12 +89,12 @@ def test_steps_that_are_given_up_on_any_machine_are_given_up_on_all() -> None:
                     for number in range(3):
                         if group.rank == culprit and number == gathers:
                             group.give_up(2 * step + 1)
-                        group.all_gather(torch.full((1, 1), 100 * step + number), group.rank, 4)
+                        group.all_gather(torch.full((1, 1), 100 * step + number), one_each)
                     group.check(step)
                 except StepGivenUpError:
                     pass
                 group.begin_anew(2 * step + 2)
-                found = group.all_gather(torch.full((1, 1), 10 * step + group.rank), group.rank, 4)
+                found = group.all_gather(torch.full((1, 1), 10 * step + group.rank), one_each)
                 sums.append(int(found.sum()))
                 with contextlib.suppress(StepGivenUpError):  # who is through may begin anew already
                     group.check(step)

@@ -94,13 +94,15 @@ def read_options(args: argparse.Namespace) -> tuple[Given, ServeOptions]:
 
 
 def check_devices(engine: EngineConfig) -> None:
-    """Whether each replica can have a GPU of its own, where they are to run on GPUs.
+    """Whether each rank of each replica can have a GPU of its own, where they are to run on GPUs.
 
     Raises:
         ConfigError: there are fewer.
     """
-    if engine.replicas > 1 and engine.device == "cuda" and (found := count_gpus()) < engine.replicas:
+    needed = engine.replicas * engine.num_ranks
+    if engine.replicas > 1 and engine.device == "cuda" and (found := count_gpus()) < needed:
+        ranks = f" x {engine.num_ranks} ranks" if engine.num_ranks > 1 else ""
         raise ConfigError(
-            f"data_parallel_size={engine.replicas} needs a GPU for each replica, and there are {found}; lower it, or "
+            f"data_parallel_size={engine.replicas}{ranks} needs a GPU for each, and there are {found}; lower it, or "
             "set device=cpu"
         )

@@ -27,11 +27,12 @@ from quire.core.scheduler import Scheduler
 from quire.core.step import StepPlan, StepResult
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.core.tier import Tier
-from quire.devices import find_device
+from quire.devices import count_gpus, find_device
 from quire.engine import fingerprint
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.expert_balancer import ExpertBalancer
 from quire.engine.loading import for_whole_prompts, load, open_grammars, sampling_defaults
+from quire.engine.machine import MESSAGE_BYTES, check_gpus
 from quire.engine.notes import notes_of
 from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
 from quire.engine.stats import EngineStats
@@ -55,7 +56,7 @@ from quire.runner.memory_plan import MemoryPlan
 from quire.runner.model_runner import STEP_FAILED, ModelRunner
 from quire.runner.pipeline_runner import PipelineRunner
 from quire.runner.proposer import Proposer
-from quire.runner.start import OnLoad, Started, free_for_each, start_runner
+from quire.runner.start import OnLoad, Started, measure, planned, start_runner
 
 logger = logging.getLogger(__name__)
 
@@ -194,22 +195,17 @@ class Engine:
         )
         if not self.model.causal:
             self.config = config = for_whole_prompts(config)
-        free = None
+        self.memory_plan = self._planned(report, neighbours)
         if self._ranks:
-            report("waiting for the other ranks", 0.0)
-            free = self._ranks.wait_loaded(self.model.kernels.describe(self.model.dtype))
-            free = min(free, free_for_each(config, self.model, self._ranks.num_here, neighbours))  # all have loaded
-        elif neighbours and config.device == "cpu":
-            free = free_for_each(config, self.model, 1, neighbours)
+            self._ranks.begin(self.memory_plan, hash_key)
         self.grammars = open_grammars(self.path, self.model.vocab_size)
-        starting = config, self.model, self.device, self.threads, report, self.speculation
+        starting = config, self.model, self.device, self.memory_plan, self.threads, report, self.speculation
         host_fd = self._ranks.host_memory if self._ranks else -1
-        started = start_runner(*starting, free=free, kv_key=hash_key, host_fd=host_fd, grammars=self.grammars)
+        started = start_runner(*starting, kv_key=hash_key, host_fd=host_fd, grammars=self.grammars)
         for counts in self.model.expert_loads.values():
             counts.zero_()  # trial steps have run
-        self.memory_plan: MemoryPlan = started.plan
-        if 0 < started.plan.max_num_seqs < config.max_num_seqs:
-            self.config = config = replace(config, max_num_seqs=started.plan.max_num_seqs)
+        if 0 < self.memory_plan.max_num_seqs < config.max_num_seqs:
+            self.config = config = replace(config, max_num_seqs=self.memory_plan.max_num_seqs)
         self.kv_cache = started.kv
         self.sampling_defaults = {} if config.generation_config == "off" else sampling_defaults(self.path)
         self.max_model_len = self.memory_plan.max_model_len
@@ -220,7 +216,7 @@ class Engine:
                 f"of {self.max_model_len} tokens; lower it"
             )
         self.expert_balancer: ExpertBalancer | None = None
-        if (mover := started.runner.mover) is not None and self._ranks:
+        if (mover := started.runner.mover) is not None and self._ranks and not self.device.asynchronous:
             prepared = self._ranks.prepared
             mover.on_prepared = functools.partial(operator.setitem, prepared, 0)
             self.expert_balancer = ExpertBalancer(self.model, prepared, config.eplb_interval)
@@ -234,9 +230,21 @@ class Engine:
         ]
         self.scheduler: Scheduler | Lockstep = schedulers[0] if replicas == 1 else Lockstep(schedulers)
         if self._ranks:
-            self._ranks.begin(self.memory_plan, hash_key)
+            self._ranks.wait_ready()
         self.executor = self._make_executor(started.runner)
         return started
+
+    def _planned(self, report: OnLoad, neighbours: int) -> MemoryPlan:
+        """What the memory is used for, that of all ranks once they have loaded."""
+        loaded = self.config, self.model, self.device
+        if self._ranks:
+            report("waiting for the other ranks", 0.0)
+            self._ranks.wait_loaded(self.model.kernels.describe(self.model.dtype))
+        report("planning memory", 0.0)
+        measured = measure(*loaded, self.speculation, self._ranks.num_here if self._ranks else 1, neighbours)
+        if self._ranks:
+            measured = measured.and_of(self._ranks.measured())
+        return planned(*loaded, measured, self.speculation)
 
     def _make_executor(self, runner: ModelRunner) -> Executor:
         in_thread = self.config.async_scheduling and not self.device.asynchronous
@@ -260,8 +268,8 @@ class Engine:
             "data_parallel_size": config.data_parallel_size,
         }
         name = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-        if config.device != "cpu":
-            raise ConfigError(f"{name} with device={config.device}: CPUs alone have ranks so far")
+        if self.device.asynchronous:
+            check_gpus(config, count_gpus())
         if open_checkpoint is not Checkpoint or proposer is not None:
             raise ConfigError(
                 f"{name}: other ranks read the checkpoint and make their drafts themselves; "
@@ -270,7 +278,9 @@ class Engine:
         how = config.tensor_parallel_size, config.redundant_experts, stages, config.data_parallel_size
         widest, vocabulary = check_ranks(self.path, *how)
         matrix = max(widest * config.max_num_batched_tokens, vocabulary) * torch.float32.itemsize
-        return Ranks(config, self.path, matrix, report)
+        if self.device.asynchronous:  # matrices stay there
+            matrix = MESSAGE_BYTES
+        return Ranks(config, self.path, self.device, matrix, report)
 
     def _make_timeline(self, trace: TraceFile) -> Timeline:
         kernels = KernelProfile(trace.path) if self.device.asynchronous else None
@@ -371,10 +381,12 @@ class Engine:
         """What passed between ranks, and how even their work is; nothing where there is one rank."""
         if not self._ranks:
             return {}
-        gathers, received = self._ranks.group.counts
+        counts = self._ranks.group.counts
         experts = self.expert_balancer.stats() if self.expert_balancer else {}
         stages = {"stage_busy": self.executor.busy} if isinstance(self.executor, PipelineExecutor) else {}
-        stats = {"ranks": self._ranks.group.size, "gathers": gathers, "gathered_bytes": received}
+        stats: dict[str, Any] = {"ranks": self._ranks.group.size}
+        if counts is not None:
+            stats |= {"gathers": counts[0], "gathered_bytes": counts[1]}
         sums, summed = (self._ranks.stage or self._ranks.group).reduced
         reduced = {"all_reduces": sums, "all_reduced_bytes": summed} if sums else {}
         return stats | reduced | experts | stages

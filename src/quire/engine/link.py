@@ -8,7 +8,7 @@ import msgspec
 
 from quire.core.step import StepResult
 from quire.runner.expert_mover import Prepared
-from quire.runner.memory_plan import MemoryPlan
+from quire.runner.memory_plan import Measured, MemoryPlan
 
 LENGTH_BYTES = 4
 
@@ -21,12 +21,6 @@ class Loaded(msgspec.Struct, tag=True):
 
 class Measure(msgspec.Struct, tag=True):
     """All ranks have loaded: how much memory is free now?"""
-
-
-class Measured(msgspec.Struct, tag=True):
-    """So many bytes may be taken by this rank."""
-
-    free: int
 
 
 class Begin(msgspec.Struct, tag=True):

@@ -52,12 +52,20 @@ def check_contents(config: EngineConfig, path: Path, expected: Mapping[str, str]
 
 
 def join(
-    config: EngineConfig, rank: int, memory: int, stage_memory: int, bytes: int, bell: int = -1
-) -> tuple[SharedGroup, Group | None]:
+    config: EngineConfig,
+    rank: int,
+    device: Device,
+    memory: int,
+    stage_memory: int,
+    store: int,
+    bytes: int,
+    bell: int = -1,
+) -> tuple[Group, Group | None]:
     """A rank's place among all ranks, and among those that share its layers, see `Model`.
 
     Args:
         memory, stage_memory: of the two, see `SharedGroup`; the second only where both kinds are more than one.
+        store: see `TorchGroup`; -1: the device is the CPU.
         bytes: of the largest matrix.
         bell: see `SharedGroup`.
 
@@ -66,6 +74,10 @@ def join(
     """
     timeout, size = config.collective_timeout_s, config.tensor_parallel_size
     everybody = SharedGroup(memory, bytes, rank, config.num_ranks, timeout, bell=bell)
+    if device.asynchronous:
+        from quire.parallel.torch_group import TorchGroup
+
+        return TorchGroup(everybody, store, device.torch, timeout), None
     if size == config.num_ranks:
         return everybody, None
     if size == 1:

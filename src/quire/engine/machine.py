@@ -15,16 +15,43 @@ import msgspec
 from quire import child
 from quire.config import EngineConfig
 from quire.engine.rank import RankStart
+from quire.errors import ConfigError
 from quire.ops.cpu.group import new_memory
 from quire.ops.cpu.mirror import Mirror
 from quire.ops.memory import shared
 from quire.ops.threads import usable_threads
+
+MESSAGE_BYTES = 1 << 20
+"""Of a `SharedGroup` whose matrices stay on devices: room for what ranks tell each other."""
 
 
 def groups_of(config: EngineConfig) -> list[range]:
     """The ranks of each group that gathers: all; then those of each stage, where both kinds are more than one."""
     size, width = config.num_ranks, config.tensor_parallel_size
     return [range(size), *(range(first, first + width) for first in range(0, size, width) if 1 < width < size)]
+
+
+def check_gpus(config: EngineConfig, found: int) -> None:
+    """Whether ranks can run on the GPUs of this machine, of which so many were found: each has one of its own.
+
+    Raises:
+        ConfigError: there are too few, or ranks are to share the work in a way that only CPUs do so far.
+    """
+    others = {
+        f"pipeline_parallel_size={config.pipeline_parallel_size}": config.pipeline_parallel_size > 1,
+        f"data_parallel_size={config.data_parallel_size} with enable_expert_parallel": config.data_parallel_size > 1,
+        f"nnodes={config.nnodes}": config.nnodes > 1,
+    }
+    if told := [option for option, asked in others.items() if asked]:
+        raise ConfigError(
+            f"{told[0]} with device={config.device}: on GPUs ranks of one machine share each layer "
+            "(tensor_parallel_size, enable_expert_parallel), and nothing else yet; leave it out, or set device=cpu"
+        )
+    if config.tensor_parallel_size > found:
+        raise ConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size} takes a GPU for each rank, and {found} found here; "
+            f"lower it to {found} or less, check nvidia-smi and CUDA_VISIBLE_DEVICES, or set device=cpu"
+        )
 
 
 def meets(some: range, others: range) -> bool:
@@ -60,14 +87,15 @@ class Machine:
             here = range(max(own.start, ranks.start) - ranks.start, min(own.stop, ranks.stop) - ranks.start)
             if len(here) < len(ranks):
                 self.mirrors[number] = Mirror(self._memories[number], matrix_bytes, len(ranks), here)
+        self._store = -1 if config.device == "cpu" else os.memfd_create("quire-devices", 0)
         self.host_memory = -1
         if config.host_kv_bytes:
             _, self.host_memory = shared(config.host_kv_bytes)
         self.bell = os.eventfd(0, os.EFD_NONBLOCK) if self.mirrors else -1
 
-    def memories(self, rank: int) -> tuple[int, int]:
-        """Descriptors of a rank's `memory` and `stage_memory`, see `join`."""
-        return self._memories[0], self._memories.get(1 + rank // self._width, -1)
+    def memories(self, rank: int) -> tuple[int, int, int]:
+        """Descriptors of a rank's `memory`, `stage_memory` and `store`, see `join`."""
+        return self._memories[0], self._memories.get(1 + rank // self._width, -1), self._store
 
     def start(self, start: RankStart) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         """A rank's process, and this end of its link.
@@ -75,11 +103,11 @@ class Machine:
         Raises:
             OSError: the system does not start it.
         """
-        memory, stage_memory = self.memories(start.rank)
+        memory, stage_memory, store = self.memories(start.rank)
         own, other = socket.socketpair()
         with other:
-            here = {"link": other.fileno(), "memory": memory, "stage_memory": stage_memory, "bell": self.bell}
-            here["host_memory"] = self.host_memory
+            here = {"link": other.fileno(), "memory": memory, "stage_memory": stage_memory, "store": store}
+            here |= {"bell": self.bell, "host_memory": self.host_memory}
             start = msgspec.structs.replace(start, threads=self.threads, local_ranks=len(self.own), **here)
             fds = [fd for fd in here.values() if fd >= 0]
             process = child.spawn_beside(child.python("quire.engine.rank"), start, fds=fds)
@@ -88,9 +116,10 @@ class Machine:
 
     def all_started(self) -> None:
         """All ranks that share the memory have it open: it needs no descriptor here any more."""
-        for memory in self._memories.values():
-            os.close(memory)
+        for descriptor in (*self._memories.values(), *([self._store] if self._store >= 0 else [])):
+            os.close(descriptor)
         self._memories.clear()
+        self._store = -1
 
     def close(self) -> None:
         """Free what no rank needs any more; the mirrors are used no longer."""

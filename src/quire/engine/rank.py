@@ -20,7 +20,7 @@ import msgspec
 from quire import child, log
 from quire.config import EngineConfig
 from quire.core.step import StepPlan
-from quire.engine.link import Begin, Computed, Failed, Link, Loaded, Measured, Ready, Timed
+from quire.engine.link import Begin, Computed, Failed, Link, Loaded, Ready, Timed
 from quire.errors import DeviceLostError, QuireError, StepGivenUpError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class RankStart(msgspec.Struct, kw_only=True):
         checkpoints: what `contents` finds on the first machine.
         threads: of this rank. local_ranks: those of its machine.
         link: descriptor of its end of the sockets, which it inherits.
-        memory, stage_memory, bell: see `join`. host_memory: see `start_runner`.
+        memory, stage_memory, store, bell: see `join`. host_memory: see `start_runner`.
         matrix_bytes: see `SharedGroup`.
         log_format, debug: see `log.configure`.
     """
@@ -56,6 +56,7 @@ class RankStart(msgspec.Struct, kw_only=True):
     link: int = -1
     memory: int = -1
     stage_memory: int = -1
+    store: int = -1
     bell: int = -1
     host_memory: int = -1
 
@@ -112,6 +113,9 @@ def _compute(rank: int, runner: ModelRunner, link: Link, answers: Link | None, p
         except StepGivenUpError:  # by another rank, whose own log says why
             failed = True
         except Exception as error:
+            if runner.device.asynchronous:  # others wait for what this one has not begun
+                logger.exception("rank %d ends: a step failed", rank)
+                return 1
             level = logging.DEBUG if failed else logging.WARNING  # plans may be under way that rest on the failed one
             logger.log(level, "rank %d: a step failed: %s: %s", rank, type(error).__name__, error, exc_info=True)
             failed = True
@@ -159,23 +163,24 @@ def _load(start: RankStart, link: Link) -> ModelRunner | None:
     from quire.engine.loading import check_contents, join, load, open_grammars
     from quire.models.hub import resolve
     from quire.runner.device import open_device
-    from quire.runner.start import free_for_each, start_runner
+    from quire.runner.start import measure, start_runner
 
     config = EngineConfig(**start.config)
     path = Path(start.path) if start.path else resolve(config.model, config.revision)
     check_contents(config, path, start.checkpoints)
-    group, stage = join(config, start.rank, start.memory, start.stage_memory, start.matrix_bytes, start.bell)
-    device = open_device(config.device)
+    device = open_device(config.device, start.rank)
+    descriptors = start.memory, start.stage_memory, start.store
+    group, stage = join(config, start.rank, device, *descriptors, start.matrix_bytes, start.bell)
     model, speculation = load(config, path, device, group, stage, _silent)
     link.send(msgspec.msgpack.encode(Loaded(model.kernels.describe(model.dtype))))
     if link.receive() is None:  # `Measure`
         return None
-    link.send(msgspec.msgpack.encode(Measured(free_for_each(config, model, start.local_ranks))))
+    link.send(msgspec.msgpack.encode(measure(config, model, device, speculation, start.local_ranks)))
     message = link.receive()
     if message is None:
         return None
     begin = msgspec.msgpack.decode(message, type=Begin)
-    starting = config, model, device, start.threads, _silent, speculation, begin.plan
+    starting = config, model, device, begin.plan, start.threads, _silent, speculation
     grammars = open_grammars(path, model.vocab_size)
     runner = start_runner(*starting, kv_key=begin.kv_key, host_fd=start.host_memory, grammars=grammars).runner
     if runner.mover is not None:

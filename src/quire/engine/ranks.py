@@ -29,15 +29,16 @@ from quire.config import EngineConfig
 from quire.core.lockstep import LockstepPlan, joined
 from quire.core.step import StepPlan, StepResult
 from quire.engine.executor import Executor, PendingResult, RunnerThread, T, attempt, now
-from quire.engine.link import Begin, Computed, Failed, FromRank, Link, Loaded, Measure, Measured, Timed
+from quire.engine.link import Begin, Computed, Failed, FromRank, Link, Loaded, Measure, Timed
 from quire.engine.loading import contents, join
 from quire.engine.machine import Machine, RemoteRank, how_it_ended, out_of_memory_kills
 from quire.engine.rank import RankStart
 from quire.errors import ConfigError, QuireError, RankLostError, StepFailedError
 from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
 from quire.parallel.group import Group
+from quire.runner.device import Device
 from quire.runner.expert_mover import Prepared
-from quire.runner.memory_plan import MemoryPlan
+from quire.runner.memory_plan import Measured, MemoryPlan
 from quire.runner.pipeline_runner import PipelinedStep, PipelineRunner
 from quire.runner.start import OnLoad
 
@@ -60,6 +61,7 @@ class Ranks:
     Args:
         config: the engine's options.
         path: the checkpoint's folder.
+        device: the first rank's.
         matrix_bytes: see `SharedGroup`.
         report: told what is waited for.
 
@@ -74,7 +76,7 @@ class Ranks:
         OSError: the system does not start them.
     """
 
-    def __init__(self, config: EngineConfig, path: Path, matrix_bytes: int, report: OnLoad) -> None:
+    def __init__(self, config: EngineConfig, path: Path, device: Device, matrix_bytes: int, report: OnLoad) -> None:
         self._timeout, size, width = config.collective_timeout_s, config.num_ranks, config.tensor_parallel_size
         self._width = width
         self._links: list[Link] = []
@@ -87,13 +89,19 @@ class Ranks:
         hosts = _hosts(config)
         self.close = weakref.finalize(self, _close, self._links, self._processes, self._closing, hosts)
         try:
-            self._start(config, path, matrix_bytes, report, hosts)
+            self._start(config, path, device, matrix_bytes, report, hosts)
         except BaseException:
             self.close()
             raise
 
     def _start(
-        self, config: EngineConfig, path: Path, matrix_bytes: int, report: OnLoad, hosts: Sequence[Hosts]
+        self,
+        config: EngineConfig,
+        path: Path,
+        device: Device,
+        matrix_bytes: int,
+        report: OnLoad,
+        hosts: Sequence[Hosts],
     ) -> None:
         here = range(config.num_ranks)
         for each in hosts:
@@ -106,7 +114,7 @@ class Ranks:
             weakref.finalize(self, os.close, self.host_memory)
         starts = _starts(config, path, matrix_bytes, len(here))
         try:
-            self.group, self.stage = join(config, 0, *machine.memories(0), matrix_bytes, machine.bell)
+            self.group, self.stage = join(config, 0, device, *machine.memories(0), matrix_bytes, machine.bell)
             for start in starts[: len(here) - 1]:
                 self._add(*machine.start(start))
             for each in hosts:
@@ -119,8 +127,8 @@ class Ranks:
         self._links.append(Link(link))
         self._processes.append(process)
 
-    def wait_loaded(self, kernels: str) -> int:
-        """Until all have loaded; bytes that each of the others may take then, at least.
+    def wait_loaded(self, kernels: str) -> None:
+        """Until all have loaded; they measure what they find then.
 
         Args:
             kernels: what the first one computes with, see `Kernels.describe`.
@@ -138,12 +146,18 @@ class Ranks:
                     "all of them have"
                 )
         self.send(msgspec.msgpack.encode(Measure()))
+
+    def measured(self) -> list[Measured]:
+        """What the others have found. Raises as `wait_loaded`."""
         answers = [self._hear(rank) for rank in range(1, self.group.size)]
-        return min(answer.free for answer in answers if isinstance(answer, Measured))
+        return [answer for answer in answers if isinstance(answer, Measured)]
 
     def begin(self, plan: MemoryPlan, kv_key: bytes) -> None:
-        """They make their blocks as this one has planned them, and take steps from now on. Raises as `wait_loaded`."""
+        """They make their blocks as this one has planned them. Raises as `wait_loaded`."""
         self.send(msgspec.msgpack.encode(Begin(plan, kv_key)))
+
+    def wait_ready(self) -> None:
+        """They take steps from now on. Raises as `wait_loaded`."""
         for rank in range(1, self.group.size):
             self._hear(rank)
         for link in self._links:

@@ -181,7 +181,7 @@ class WholeNorm:
         group, widths = weights.group, [count * head_dim for count in heads]
         self._q, self._k = weights.norm("self_attn.q_norm", eps), weights.norm("self_attn.k_norm", eps)
         self._own_q, self._own_k = (share(width, group, count) for width, count in zip(widths, heads, strict=True))
-        self._gather = Gather(group, self._own_q, widths[0]) if group.size > 1 else None
+        self._gather = Gather(group, widths[0], heads[0]) if group.size > 1 else None
         self._widths = [len(self._own_q), widths[1], len(self._own_k)]
 
     def __call__(self, qkv: torch.Tensor, tables: Tables, batch: RaggedBatch) -> tuple[torch.Tensor, Tables]:

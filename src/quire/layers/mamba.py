@@ -148,7 +148,7 @@ class GroupedNorm:
         self._kernels, self._eps = weights.kernels, config.eps
         self._own = share(width, group, config.heads)
         apart = config.groups % group.size == 0
-        self._gather = None if apart else Gather(group, self._own, width)
+        self._gather = None if apart else Gather(group, width, config.heads)
         self._groups = config.groups // group.size if apart else config.groups
         weight = weights.tensor(f"{PREFIX}norm.weight", torch.float32)
         self._weight = (weight[self._own.start : self._own.stop] if apart else weight).clone()

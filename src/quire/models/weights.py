@@ -179,8 +179,8 @@ class Weights:
             return Linear(product)
         (outputs, width), inputs = shapes[0], None
         if split is Split.INPUTS:
-            inputs = Gather(group, share(width, group, heads[0] if heads else None), width)
-        return Linear(product, inputs, Gather(group, rows[0], outputs))
+            inputs = Gather(group, width, heads[0] if heads else None)
+        return Linear(product, inputs, Gather(group, outputs))
 
     def _adds(self, name: str) -> bool:
         """Whether a product that is split by its inputs may be added up: its bits are those of this number of ranks."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
@@ -139,15 +138,28 @@ class ExpertSlots:
             found[expert].append(slot)
         return found
 
+    def turns(self, device: torch.device | str = "cpu") -> Turns:
+        """Which slots tokens go to."""
+        most = max(map(len, self.replicas))
+        table = [(slots * most)[:most] for slots in self.replicas]
+        return Turns(torch.tensor(table, device=device), torch.tensor([*map(len, self.replicas)], device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """An expert's slots take turns by the numbers of the tokens.
+
+    Attributes:
+        slots: [experts, most], of each again and again. counts: [experts], how many there are.
+    """
+
+    slots: torch.Tensor
+    counts: torch.Tensor
+
     def of(self, ids: torch.Tensor) -> torch.Tensor:
-        """The slots that turns go to, [tokens, top_k], where `ids` are their experts: an expert's slots take turns."""
-        seen = Counter[int]()
-        slots = []
-        for expert in ids.flatten().tolist():
-            replicas = self.replicas[expert]
-            slots.append(replicas[seen[expert] % len(replicas)])
-            seen[expert] += 1
-        return torch.tensor(slots, dtype=torch.int64).view(ids.shape)
+        """The slots [tokens, top_k] of experts `ids` [tokens, top_k]."""
+        tokens = torch.arange(len(ids), device=ids.device).unsqueeze(1)
+        return self.slots[ids, tokens % self.counts[ids]]
 
 
 class Experts(Protocol):
@@ -194,10 +206,11 @@ class LoopedExperts:
         self._gate_up, self._down, self._activation = gate_up, down, activation
         self._inner = shared if isinstance(shared, Gather) else None
         self._slots = shared if isinstance(shared, ExpertSlots) else None
+        self._turns = None if self._slots is None else self._slots.turns()
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""
-        slots = ids if self._slots is None else self._slots.of(ids)
+        slots = ids if self._turns is None else self._turns.of(ids)
         own = range(len(self._down)) if self._slots is None else self._slots.own
         hidden = self._down[0].out_features
         parts = x.new_zeros(*ids.shape, hidden, dtype=torch.float32)  # [tokens, top_k, hidden]
@@ -210,24 +223,24 @@ class LoopedExperts:
                 self._down[slot - own.start].matmul(inner, torch.float32) * weights[token, place, None]
             )
         if self._slots is not None:
-            parts = self._of_all(parts, slots, self._slots)
+            parts = of_all_ranks(parts.flatten(0, 1), slots, self._slots).view(parts.shape)
         total = parts[:, 0]
         for place in range(1, ids.shape[1]):
             total = total + parts[:, place]
         return total.to(x.dtype)
 
-    @staticmethod
-    def _of_all(parts: torch.Tensor, slots: torch.Tensor, shared: ExpertSlots) -> torch.Tensor:
-        """Each turn's result from the rank that has its slot: [tokens, top_k, hidden]."""
-        group, hidden = shared.group, parts.shape[-1]
-        gathered = group.all_gather(parts.flatten(0, 1), group.rank * hidden, group.size * hidden)
-        ranks = slots.flatten() // len(shared.own)
-        return gathered.view(-1, group.size, hidden)[torch.arange(len(ranks)), ranks].view(parts.shape)
-
     def workspace(self, tokens: int, top_k: int, dtype: torch.dtype) -> int:
         """See `CountedExperts`: all turns' results and their sums, and one expert that all tokens chose."""
         hidden, inner = self._down[0].out_features, self._down[0].in_features
         return tokens * (hidden * (4 * (top_k + 4) + 2 * dtype.itemsize) + inner * (5 * dtype.itemsize + 3 * 4))
+
+
+def of_all_ranks(parts: torch.Tensor, slots: torch.Tensor, shared: ExpertSlots) -> torch.Tensor:
+    """Each pair's result [pairs, hidden] from the rank that has its slot; `slots`: [tokens, top_k]."""
+    group, hidden = shared.group, parts.shape[1]
+    gathered = group.all_gather(parts, [range(rank * hidden, (rank + 1) * hidden) for rank in range(group.size)])
+    ranks = slots.flatten() // len(shared.own)
+    return gathered.view(-1, group.size, hidden)[torch.arange(len(ranks), device=ranks.device), ranks]
 
 
 class HeadProducts(Protocol):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -27,7 +26,9 @@ class Group(Protocol):
         rank, size: which one this is, of how many.
         address: of the group for kernels that gather by themselves; None: there is none.
         shared_bytes: of the memory that all ranks of a machine share.
+        counts: gathers so far, and bytes that this rank received in them; None: it is not known.
         reduced: sums of all ranks so far, and bytes of what was summed.
+        lost: the rank that was lost, if any.
 
     Each of the methods below that waits for others raises:
         StepGivenUpError: a rank could not go on with the step.
@@ -39,10 +40,18 @@ class Group(Protocol):
     size: int
     address: int | None
     shared_bytes: int
-    reduced: tuple[int, int]
 
-    def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
-        """The columns of all ranks, [rows, width], from this rank's own: x [rows, own], which begin at `begin`."""
+    @property
+    def counts(self) -> tuple[int, int] | None: ...
+
+    @property
+    def reduced(self) -> tuple[int, int]: ...
+
+    @property
+    def lost(self) -> int | None: ...
+
+    def all_gather(self, x: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+        """The columns of all ranks, [rows, width], from this rank's own, x [rows, own]; `parts`: those of each."""
         ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,9 +97,11 @@ class OneRank:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self.address: int | None = None
-        self.shared_bytes, self.reduced = 0, (0, 0)
+        self.shared_bytes = 0
+        self.counts = self.reduced = 0, 0
+        self.lost: int | None = None
 
-    def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         return x
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,21 +140,24 @@ class Split(Enum):
     VOCABULARY = "vocabulary"
 
 
-@dataclass(frozen=True, slots=True)
 class Gather:
     """Brings together the columns that the ranks have.
 
+    Args:
+        width: all of them. heads: see `share`.
+
     Attributes:
-        own: this rank's columns. width: all of them.
+        parts: which columns each rank has. own: this one's.
     """
 
-    group: Group
-    own: range
-    width: int
+    def __init__(self, group: Group, width: int, heads: int | None = None) -> None:
+        self.group, self.width = group, width
+        self.parts = [share(width, OneRank(rank, group.size), heads) for rank in range(group.size)]
+        self.own = self.parts[group.rank]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [rows, own]. Returns [rows, width]."""
-        return self.group.all_gather(x, self.own.start, self.width)
+        return self.group.all_gather(x, self.parts)
 
 
 def own_heads(heads: int, group: Group) -> int:

@@ -239,13 +239,13 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def open_device(kind: str) -> Device:
-    """The device of an `EngineConfig`: "cpu" or "cuda".
+def open_device(kind: str, rank: int = 0) -> Device:
+    """The device of an `EngineConfig`, "cpu" or "cuda"; each rank of a machine has a GPU of its own.
 
     Raises:
         DeviceError: see `CudaDevice`.
     """
-    return CudaDevice() if kind == "cuda" else Device()
+    return CudaDevice(rank) if kind == "cuda" else Device()
 
 
 def check_cuda(index: int = 0) -> None:

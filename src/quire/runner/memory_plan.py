@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, MemoryPlanError, PoolTooSmallError
@@ -19,6 +22,24 @@ LOGIT_SLICE_BYTES = 64 * 2**20
 
 FREE_SHARE = 0.5
 """Share of the free memory that KV takes on a CPU, where other programs live in it too."""
+
+
+class Measured(msgspec.Struct, tag=True, frozen=True):
+    """What a rank has found, once all have loaded.
+
+    Attributes:
+        free: bytes that it may take.
+        activations: the largest step's intermediate results; None: they are to be counted.
+    """
+
+    free: int
+    activations: int | None = None
+
+    def and_of(self, others: Sequence[Measured]) -> Measured:
+        """What fits all."""
+        found = [self, *others]
+        counted = [each.activations for each in found if each.activations is not None]
+        return Measured(min(each.free for each in found), max(counted) if counted else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ class ModelRunner:
         self._free_rows: list[int] = []  # of the block tables
         self._failed: set[int] = set()  # their later steps, planned before the engine could know, are not computed
         self._unsettled: deque[LaunchedStep] = deque()  # their tokens have not been taken in
+        self._unchecked: deque[LaunchedStep] = deque()  # not compared among ranks
 
     def _make_drafter(self, speculation: Speculation) -> Drafter | DeviceDrafter:
         """The one place that asks whether drafts are made on the host or stay on the device."""
@@ -186,11 +187,18 @@ class ModelRunner:
                     self._settle()
                     step.settled = self.device.mark()
             if self.model.ranks.size > 1:  # last: until here, a failure of one rank is a failure of the step
-                self.model.stage.check(step.digest())
-                if self.model.replicas > 1:  # they have other tokens
-                    self.model.ranks.check(plan.number)
+                self._check(step)
             self._next_number = plan.number + 1
             return step
+
+    def _check(self, step: LaunchedStep) -> None:
+        """That all ranks have computed it, and the same tokens. A device is not waited for: it is the step before."""
+        self._unchecked.append(step)
+        if len(self._unchecked) > int(self.device.asynchronous):
+            step = self._unchecked.popleft()
+            self.model.stage.check(step.digest())
+            if self.model.replicas > 1:  # they have other tokens
+                self.model.ranks.check(step.number)
 
     def _settle(self) -> None:
         """What came of steps, before anything that depends on it; the last one is waited for only if it must be."""
@@ -377,8 +385,14 @@ class LaunchedStep:
         """Whether somebody has waited for it."""
         return self._results is not None
 
+    @property
+    def number(self) -> int:
+        """Its plan's."""
+        return self._plan.number
+
     def digest(self) -> int:
-        """Of what was computed, to be compared among ranks."""
+        """Of what was computed, to be compared among ranks; once the device has computed it."""
+        self._end.wait()
         return functools.reduce(lambda digest, part: part.digest(digest), self.parts, 0)
 
     def results(self) -> list[list[SpanResult]]:
@@ -435,7 +449,7 @@ class Part:
 
     def digest(self, before: int) -> int:
         """Of what was computed, and of what was `before`."""
-        sampled = b"" if self.sampled is None else self.sampled.tokens.numpy().tobytes()
+        sampled = b"" if self.sampled is None else self.sampled.on_host.numpy().tobytes()
         return zlib.crc32(self.finite.numpy().tobytes(), zlib.crc32(sampled, before))
 
     def results(self) -> list[SpanResult]:

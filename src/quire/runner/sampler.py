@@ -70,11 +70,11 @@ class Sampled:
     """A token a row, on which the device may still be working.
 
     Attributes:
-        tokens: [rows] int64 on the device; -1 where there is none.
+        tokens: [rows] int64 on the device; -1 where there is none. on_host: the same, once the device has come so far.
     """
 
     tokens: Tensor
-    _on_host: Tensor  # the same
+    on_host: Tensor
     _finite: Tensor  # [edited rows] bool, on the host: whether each was finite before its edits
     _edited: list[tuple[int, EditedRequest]]  # which rows were, and whose they are
     _told: list[tuple[int, EditedRequest]]  # rows whose requests must know their token on the host
@@ -88,14 +88,14 @@ class Sampled:
 
     def tell(self) -> None:
         """Lets the requests know their tokens, once; the device has come past the launch."""
-        tokens = self._on_host.tolist() if self._told else []
+        tokens = self.on_host.tolist() if self._told else []
         append([(request, tokens[row]) for row, request in self._told])
         self._told = []
 
     def finish(self) -> list[SampledRow]:
         """One entry a row; to be called once the device has come past the launch (`Device.mark`)."""
         self.tell()
-        sampled = [SampledRow(token, error=None if token >= 0 else NOT_FINITE) for token in self._on_host.tolist()]
+        sampled = [SampledRow(token, error=None if token >= 0 else NOT_FINITE) for token in self.on_host.tolist()]
         for (i, request), finite in zip(self._edited, self._finite.tolist(), strict=True):
             if finite and sampled[i].error is not None:
                 sampled[i].error = request.why_nothing_is_left()

@@ -19,7 +19,16 @@ from quire.models.model import Model
 from quire.ops import KVCache, KVShape
 from quire.runner.device import Device
 from quire.runner.device_forward import LARGEST_GRAPH, DeviceForward, all_sizes, decode_sizes
-from quire.runner.memory_plan import MemoryPlan, format_size, free_memory, logit_rows, longest_context, plan_memory
+from quire.runner.memory_plan import (
+    FREE_SHARE,
+    Measured,
+    MemoryPlan,
+    format_size,
+    free_memory,
+    logit_rows,
+    longest_context,
+    plan_memory,
+)
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pipeline_runner import PipelineRunner
 from quire.runner.proposer import Speculation
@@ -40,7 +49,6 @@ class Started:
 
     runner: ModelRunner
     kv: list[KVCache]
-    plan: MemoryPlan
     notes: tuple[str, ...]
 
 
@@ -48,45 +56,41 @@ def start_runner(
     config: EngineConfig,
     model: Model,
     device: Device,
+    plan: MemoryPlan,
     threads: int,
     report: OnLoad,
     speculation: Speculation | None = None,
-    plan: MemoryPlan | None = None,
-    free: int | None = None,
     kv_key: bytes = bytes(32),
     host_fd: int = -1,
     grammars: Grammars | None = None,
 ) -> Started:
-    """Plan the memory and make the runner.
+    """Make the runner, and what it needs of the memory. Ranks on devices do so together.
 
     Args:
+        plan: see `planned`.
         speculation: drafts for it.
-        plan: another rank's, to be followed.
-        free: bytes that each rank may take; None: of a CPU, what this process finds.
         kv_key: 32 secret bytes, with which blocks outside the pool are checked.
         host_fd: of the host tier's memory, which ranks have in common; -1: there is one rank.
         grammars: see `Sampler`.
 
     Raises:
-        ConfigError: what was asked for does not fit; see `plan_memory`.
+        ConfigError: what was asked for does not fit.
     """
-    report("planning memory", 1.0)
     draft_kv = speculation.kv_shape if speculation else None
-    plan = plan or _planned(config, model, device, speculation, free)
     with device.active():  # cleared in the order of the steps, or a GPU may clear what the first ones have written
         kv = model.new_caches(
             [group.num_blocks for group in plan.groups], config.block_size, config.kv_cache_dtype, draft_kv
         )
     host = _host_tier(config, model, kv, plan, kv_key, host_fd)
     notes = [] if host is None else [_describe(host, config)]
+    halves = model.ranks.size == 1  # several ranks give a step up together, and the engine halves it
     if not model.kernels.reads_spans:
         if model.stages > 1:
             return Started(
-                PipelineRunner(model, kv, plan.logit_rows, threads, speculation, host, grammars), kv, plan, tuple(notes)
+                PipelineRunner(model, kv, plan.logit_rows, threads, speculation, host, grammars), kv, tuple(notes)
             )
-        halves = model.ranks.size == 1  # several ranks give a step up together, and the engine halves it
         runner = ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation, halves, host, grammars)
-        return Started(runner, kv, plan, tuple(notes))
+        return Started(runner, kv, tuple(notes))
     graphs = "off" if config.enforce_eager else config.cuda_graphs
     spare = round(plan.activations * (1 + min(1, LARGEST_GRAPH / config.max_num_batched_tokens)))
     forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs, spare, speculation)
@@ -101,10 +105,8 @@ def start_runner(
         notes.append(f"recorded {forward.num_graphs} CUDA graphs in {time.perf_counter() - begin:.1f} s")
         if later := len(all_sizes(most)) - len(sizes):
             notes.append(f"up to {later} more CUDA graphs are recorded, of steps with prompts, each at its first use")
-    runner = ModelRunner(
-        model, kv, plan.logit_rows, threads, device, forward, speculation, host=host, grammars=grammars
-    )
-    return Started(runner, kv, plan, tuple(notes))
+    runner = ModelRunner(model, kv, plan.logit_rows, threads, device, forward, speculation, halves, host, grammars)
+    return Started(runner, kv, tuple(notes))
 
 
 def free_for_each(config: EngineConfig, model: Model, ranks: int, neighbours: int = 0) -> int:
@@ -154,21 +156,46 @@ def _describe(host: HostTier, config: EngineConfig) -> str:
     )
 
 
-def _planned(
-    config: EngineConfig, model: Model, device: Device, speculation: Speculation | None, free: int | None
+def measure(
+    config: EngineConfig,
+    model: Model,
+    device: Device,
+    speculation: Speculation | None = None,
+    ranks: int = 1,
+    neighbours: int = 0,
+) -> Measured:
+    """What a rank finds, once all have loaded; on devices all run the same trial steps, together.
+
+    Args:
+        ranks, neighbours: see `free_for_each`; of a CPU.
+
+    Raises:
+        MemoryPlanError: the device has no room for such a step.
+    """
+    if not device.asynchronous:
+        return Measured(free_for_each(config, model, ranks, neighbours))
+    activations = _measured_activations(config, model, device, speculation.kv_shape if speculation else None)
+    return Measured(_granted(config, device), activations)
+
+
+def planned(
+    config: EngineConfig, model: Model, device: Device, measured: Measured, speculation: Speculation | None = None
 ) -> MemoryPlan:
-    """What the memory is used for."""
+    """What the memory is used for.
+
+    Args:
+        measured: what each rank has.
+
+    Raises:
+        ConfigError: what was asked for does not fit; see `plan_memory`.
+    """
     if config.host_kv_bytes > (found := free_memory()):
         raise MemoryPlanError(
             f"host_kv_memory={format_size(config.host_kv_bytes)} is more than the {format_size(found)} of memory that "
             "are free; lower it"
         )
-    if not device.asynchronous:
-        free = free_for_each(config, model, 1) if free is None else free
-        return plan_memory(config, model, free, speculation=speculation)
-    draft_kv = speculation.kv_shape if speculation else None
-    activations = _measured_activations(config, model, device, draft_kv)
-    return plan_memory(config, model, _granted(config, device), activations, share=1.0, speculation=speculation)
+    share = 1.0 if device.asynchronous else FREE_SHARE
+    return plan_memory(config, model, measured.free, measured.activations, share, speculation)
 
 
 def _device_forward(

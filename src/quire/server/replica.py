@@ -235,15 +235,18 @@ def _described(engine: Child) -> str:
 
 
 def device_of(index: int, engine: EngineConfig) -> dict[str, str]:
-    """The environment that shows a replica its own GPU of those that the server sees; of one engine it stays as it is.
+    """The environment that shows a replica its own GPUs of those that the server sees, one a rank; of one engine it
+    stays as it is.
 
     See the CUDA C++ programming guide, CUDA_VISIBLE_DEVICES.
     """
     if engine.replicas == 1 or engine.device == "cpu":
         return {}
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = [str(each) for each in range(engine.replicas)] if seen is None else seen.split(",")
-    return {"CUDA_VISIBLE_DEVICES": devices[index]} if index < len(devices) else {}
+    ranks = engine.num_ranks
+    devices = [str(each) for each in range(engine.replicas * ranks)] if seen is None else seen.split(",")
+    own = devices[index * ranks : (index + 1) * ranks]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if len(own) == ranks else {}
 
 
 def make_board(path: Path, spent: Path | None) -> Board:

@@ -79,8 +79,9 @@ class SharedGroup:
             raise MemoryError("no memory for a group of ranks")
         weakref.finalize(self, self._lib.group_leave, self.address).atexit = False
 
-    def all_gather(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
-        x, share = x.contiguous(), Share(begin, x.shape[1], width)
+    def all_gather(self, x: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+        width = parts[-1].stop
+        x, share = x.contiguous(), Share(parts[self.rank].start, x.shape[1], width)
         out = torch.empty(len(x), width, dtype=x.dtype)
         pointers = x.data_ptr(), len(x), ctypes.addressof(share), x.element_size(), out.data_ptr()
         self.ended(self._lib.group_gather(self.address, *pointers))
@@ -125,13 +126,13 @@ class SharedGroup:
 
     @property
     def lost(self) -> int | None:
-        """The rank that was lost, if any."""
+        """See `Group`."""
         rank: int = self._lib.group_lost(self.address)
         return None if rank < 0 else rank
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Gathers so far, and bytes that this rank received in them."""
+        """See `Group`."""
         counts = (ctypes.c_int64 * 2)()
         self._lib.group_counts(self.address, counts)
         return counts[0], counts[1]

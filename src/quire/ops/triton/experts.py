@@ -12,18 +12,21 @@ them, so its bits depend on nothing but the row. Weights lie where they are, and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 
 from quire.ops.elementwise import Activation
+from quire.ops.experts import ExpertSlots, of_all_ranks
 from quire.ops.linear import Product
 from quire.ops.triton.linear_chunks import PROGRAMS, checked, place_of
 from quire.ops.triton.linear_dense import EXACT, SHORT, TALL, DenseProduct, Tile, one_instruction
 from quire.ops.triton.linear_mxfp4 import DTYPES, Mxfp4Product, numbers_of
 from quire.ops.triton.linear_vendor import LibraryProduct, VendorProduct
 from quire.ops.triton.rows import activated
+from quire.parallel.group import Gather
 
 ALIGNMENT = 16
 """Bytes: loads of that width are what kernels take from an address."""
@@ -232,8 +235,8 @@ def _order_kernel(
     at = tl.arange(0, PAIRS)
     counts = tl.zeros((BINS,), tl.int32)
     for start in range(0, pairs, PAIRS):
-        there = at < pairs - start
-        counts += tl.histogram(tl.load(ids + start + at, mask=there, other=0).to(tl.int32), BINS, mask=there)
+        found = tl.load(ids + start + at, mask=at < pairs - start, other=-1).to(tl.int32)
+        counts += tl.histogram(found, BINS, mask=found >= 0)
     bins = tl.arange(0, BINS)
     tiles_of = (counts + ROWS - 1) // ROWS
     row = tl.sum(tl.where(bins < expert, counts, 0))
@@ -370,6 +373,8 @@ def _add_places_kernel(parts, out, hidden, TOP_K: tl.constexpr, PART: tl.constex
 def ordered(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The pairs of ids [tokens, top_k] ordered by expert, and the tiles of `rows` rows into which they are cut.
 
+    Pairs whose id is none of the experts (-1: another rank has it) are in no tile.
+
     Returns:
         (pairs [tokens * top_k] int32, table [tiles, 3] int32: see `_order_kernel`).
     """
@@ -393,36 +398,88 @@ def add_places(parts: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
+class AllWeights(Protocol):
+    """One of the two products of all experts."""
+
+    in_features: int
+    out_features: int
+
+    def __len__(self) -> int: ...
+
+
+class Shared:
+    """What ranks do together where they share the experts of a layer: see `Kernels.experts`.
+
+    Each has some columns of every expert, which are brought together between the products; or experts of its own, whose
+    results are.
+    """
+
+    def __init__(self, shared: Gather | ExpertSlots | None, device: torch.device) -> None:
+        self._gather = shared if isinstance(shared, Gather) else None
+        self._slots = shared if isinstance(shared, ExpertSlots) else None
+        self._turns = None if self._slots is None else self._slots.turns(device)
+
+    def check(self, gate_up: AllWeights, down: AllWeights) -> None:
+        """Raises ValueError: an expert's products do not fit each other."""
+        inner = gate_up.out_features // 2 if self._gather is None else self._gather.width
+        hidden = down.out_features if self._gather is None else gate_up.in_features
+        if (len(down), down.in_features, hidden) != (len(gate_up), inner, gate_up.in_features):
+            raise ValueError("the experts' gate and up do not fit their down")
+
+    def own(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids [tokens, top_k] as numbers of what is here, -1: elsewhere; and the slots, where ranks have their own."""
+        if self._slots is None or self._turns is None:
+            return ids, ids
+        slots, own = self._turns.of(ids), self._slots.own
+        return torch.where((slots >= own.start) & (slots < own.stop), slots - own.start, -1), slots
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """What the second product reads of what the first one makes, [pairs, intermediate]."""
+        return x if self._gather is None else self._gather(x)
+
+    def of_all(self, parts: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Each pair's result, [pairs, hidden]."""
+        return parts if self._slots is None else of_all_ranks(parts, slots, self._slots)
+
+
 class GroupedExperts:
     """All experts of a layer in four launches: an `Experts`.
 
     Args:
         gate_up, down: one dense product of either kind an expert.
-        activation: see `Kernels.experts`.
+        shared, activation: see `Kernels.experts`.
 
     Raises:
         ValueError: a product is not dense, or the experts differ.
     """
 
-    def __init__(self, gate_up: Sequence[Product], down: Sequence[Product], activation: Activation = "silu") -> None:
+    def __init__(
+        self,
+        gate_up: Sequence[Product],
+        down: Sequence[Product],
+        shared: Gather | ExpertSlots | None = None,
+        activation: Activation = "silu",
+    ) -> None:
         self._gate_up, self._down, self._activation = Weights(gate_up), Weights(down), activation
-        self._hidden, self._intermediate = self._gate_up.in_features, self._down.in_features
-        found = (len(self._down), self._down.out_features, self._down.dtypes, self._gate_up.out_features)
-        if found != (len(self._gate_up), self._hidden, self._gate_up.dtypes, 2 * self._intermediate):
-            raise ValueError("the experts' gate and up do not fit their down")
+        self._hidden, self._intermediate = self._gate_up.in_features, self._gate_up.out_features // 2
+        self._ranks = Shared(shared, self._gate_up.device)
+        if self._gate_up.dtypes != self._down.dtypes:
+            raise ValueError("the experts' gate and up have other data types than their down")
+        self._ranks.check(self._gate_up, self._down)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""
         x, _ = checked(x, self._hidden, self._gate_up.dtypes, None)
-        out = torch.empty_like(x)
+        out = x.new_empty(len(x), self._down.out_features)
         if len(x) == 0:
             return out
         short, tall = self._gate_up.tiles(x.dtype)
         tile = tall if ids.numel() >= len(self._gate_up) * tall.rows else short
-        order, tile_table = ordered(ids, len(self._gate_up), tile.rows)
-        inner = self._launch_gate_up(x, order, tile_table, ids.shape[1], tile)
+        own, slots = self._ranks.own(ids)
+        order, tile_table = ordered(own, len(self._gate_up), tile.rows)
+        inner = self._ranks.inner(self._launch_gate_up(x, order, tile_table, ids.shape[1], tile))
         parts = self._launch_down(inner, order, tile_table, weights.contiguous(), tile)
-        return add_places(parts, out)
+        return add_places(self._ranks.of_all(parts, slots), out)
 
     def _launch_gate_up(
         self, x: torch.Tensor, order: torch.Tensor, tile_table: torch.Tensor, top_k: int, tile: Tile
@@ -455,8 +512,9 @@ class GroupedExperts:
     def _launch_down(
         self, inner: torch.Tensor, order: torch.Tensor, tile_table: torch.Tensor, weights: torch.Tensor, tile: Tile
     ) -> torch.Tensor:
-        parts = inner.new_empty(len(order), self._hidden, dtype=torch.float32)
-        _down_kernel[(len(tile_table) * triton.cdiv(self._hidden, tile.outputs),)](
+        (hidden, intermediate), pairs = (self._down.out_features, self._down.in_features), len(order)
+        parts = inner.new_empty(pairs, hidden, dtype=torch.float32)
+        _down_kernel[(len(tile_table) * triton.cdiv(hidden, tile.outputs),)](
             inner,
             self._down.addresses,
             self._down.scale_addresses,
@@ -466,9 +524,9 @@ class GroupedExperts:
             weights,
             parts,
             len(tile_table),
-            self._hidden,
-            self._intermediate,
-            EVEN=self._intermediate % tile.inputs == 0,
+            hidden,
+            intermediate,
+            EVEN=intermediate % tile.inputs == 0,
             ROWS=tile.rows,
             OUTPUTS=tile.outputs,
             INPUTS=tile.inputs,

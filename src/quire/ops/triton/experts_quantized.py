@@ -14,9 +14,19 @@ import triton
 import triton.language as tl
 
 from quire.ops.elementwise import Activation
+from quire.ops.experts import ExpertSlots
 from quire.ops.linear import Product
 from quire.ops.quantized import BLOCK
-from quire.ops.triton.experts import ALIGNMENT, add_places, addresses_of, biases_of, ordered, pointer_at, tile_at
+from quire.ops.triton.experts import (
+    ALIGNMENT,
+    Shared,
+    add_places,
+    addresses_of,
+    biases_of,
+    ordered,
+    pointer_at,
+    tile_at,
+)
 from quire.ops.triton.linear_chunks import checked, place_of
 from quire.ops.triton.linear_quantized import (
     COMPILED,
@@ -34,6 +44,7 @@ from quire.ops.triton.linear_quantized import (
     row_scales_at,
 )
 from quire.ops.triton.rows import gate_mul
+from quire.parallel.group import Gather
 
 # Without weights, the product is gate and up: rows are read from their tokens and left in the order of pairs. With
 # weights, it is down: rows are read in that order and left at their pairs.
@@ -196,7 +207,7 @@ class QuantizedWeights:
     def __init__(self, products: Sequence[Product]) -> None:
         self._products = [_checked(product) for product in products]
         first = self._products[0]
-        self.out_features, self.in_features = first.out_features, first.in_features
+        self.out_features, self.in_features, self.device = first.out_features, first.in_features, first.blocks.device
         self.is_int8 = first.group is None
         if {(product.out_features, product.in_features) for product in self._products} != {
             (self.out_features, self.in_features)
@@ -258,29 +269,34 @@ class QuantizedExperts:
 
     Args:
         gate_up, down: one quantized product of either kind an expert.
-        activation: see `Kernels.experts`.
+        shared, activation: see `Kernels.experts`.
 
     Raises:
         ValueError: a product is not quantized, or the experts differ.
     """
 
-    def __init__(self, gate_up: Sequence[Product], down: Sequence[Product], activation: Activation = "silu") -> None:
+    def __init__(
+        self,
+        gate_up: Sequence[Product],
+        down: Sequence[Product],
+        shared: Gather | ExpertSlots | None = None,
+        activation: Activation = "silu",
+    ) -> None:
         self._activation: Activation = activation
         self._gate_up, self._down = QuantizedWeights(gate_up), QuantizedWeights(down)
-        found = (len(self._down), self._down.out_features, 2 * self._down.in_features)
-        if found != (len(self._gate_up), self._gate_up.in_features, self._gate_up.out_features):
-            raise ValueError("the experts' gate and up do not fit their down")
+        self._ranks = Shared(shared, self._gate_up.device)
+        self._ranks.check(self._gate_up, self._down)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""
         x, _ = checked(x, self._gate_up.in_features, DTYPES, None)
-        out = torch.empty_like(x)
+        out = x.new_empty(len(x), self._down.out_features)
         if len(x) == 0:
             return out
         tile = MANY if ids.numel() >= len(self._gate_up) * FEW.rows else FEW
-        order, tile_table = ordered(ids, len(self._gate_up), tile.rows)
+        own, slots = self._ranks.own(ids)
+        order, tile_table = ordered(own, len(self._gate_up), tile.rows)
         gate_up = self._gate_up.multiply(x, order, tile_table, ids.shape[1], tile, None)
-        parts = self._down.multiply(
-            gate_mul(gate_up, self._activation), order, tile_table, 1, tile, weights.contiguous()
-        )
-        return add_places(parts, out)
+        inner = self._ranks.inner(gate_mul(gate_up, self._activation))
+        parts = self._down.multiply(inner, order, tile_table, 1, tile, weights.contiguous())
+        return add_places(self._ranks.of_all(parts, slots), out)

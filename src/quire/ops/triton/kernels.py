@@ -160,11 +160,9 @@ class TritonKernels(Kernels):
         shared: Gather | ExpertSlots | None = None,
         activation: Activation = "silu",
     ) -> Experts:
-        if shared is not None:
-            raise ValueError("several ranks cannot share experts on a GPU yet")
         if isinstance(gate_up[0], QuantizedProduct):
-            return experts_quantized.QuantizedExperts(gate_up, down, activation)
-        return experts.GroupedExperts(gate_up, down, activation)
+            return experts_quantized.QuantizedExperts(gate_up, down, shared, activation)
+        return experts.GroupedExperts(gate_up, down, shared, activation)
 
     def heads(self, products: Sequence[Product]) -> HeadProducts:
         return experts.GroupedHeads(products)
