@@ -79,16 +79,16 @@ OTHER_OPTIONS: dict[str, OtherOption] = {
 }
 
 OTHER_COMMANDS = {
-    "run": "'quire chat MODEL', or 'quire generate MODEL --chat PROMPT' for one answer",
-    "complete": "'quire generate MODEL PROMPT'",
-    "run-batch": "'quire batch IN.jsonl OUT.jsonl'",
-    "show": "'quire inspect MODEL'",
-    "pull": "not needed: a model is downloaded when it is first used, or by 'hf download org/name'",
-    "list": "'hf cache ls': models lie in the hub's cache",
-    "rm": "'hf cache rm': models lie in the hub's cache",
-    "collect-env": "'quire doctor'",
+    "run": "use 'quire chat MODEL', or 'quire generate MODEL --chat PROMPT' for one answer",
+    "complete": "use 'quire generate MODEL PROMPT'",
+    "run-batch": "use 'quire batch IN.jsonl OUT.jsonl'",
+    "show": "use 'quire inspect MODEL'",
+    "pull": "it is not needed: a model is downloaded when it is first used, or by 'hf download org/name'",
+    "list": "use 'hf cache ls': models lie in the hub's cache",
+    "rm": "use 'hf cache rm': models lie in the hub's cache",
+    "collect-env": "use 'quire doctor'",
 }
-"""Commands of Ollama and vLLM, and what does the same here."""
+"""Commands of Ollama and vLLM, and what to do here."""
 
 
 def flags_of(name: str) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ def _given(args: argparse.Namespace) -> Given:
     words = list(args.words)
     if not words or words[0] != "offline":
         raise ConfigError(
-            f"quire bench {words[0] if words else ''}: say what to measure: 'quire bench offline MODEL', "
+            f"{' '.join(['quire bench', *words[:1]])}: say what to measure: 'quire bench offline MODEL', "
             "'quire bench kv MODEL', 'quire bench serve --url URL', or 'quire bench transfer'"
         )
     if args.repeat < 1:

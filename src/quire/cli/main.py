@@ -131,7 +131,7 @@ def _dispatch(arguments: list[str]) -> int:
     if name == "run":  # as `ollama run`
         name = "chat"
     if name in OTHER_COMMANDS and name not in COMMANDS:
-        raise ConfigError(f"unknown command {name!r}; what it does elsewhere is here {OTHER_COMMANDS[name]}")
+        raise ConfigError(f"unknown command {name!r}; {OTHER_COMMANDS[name]}")
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
