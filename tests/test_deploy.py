@@ -87,6 +87,11 @@ def test_containers_run_without_root_and_with_probes() -> None:
                 }
 
 
+def test_the_image_has_the_torch_that_is_tested() -> None:
+    [tested] = re.findall(r"^torch==(\S+)$", (ROOT / "requirements" / "torch.txt").read_text(), flags=re.MULTILINE)
+    assert re.findall(r"torch==(\S+)", (DEPLOY / "Dockerfile").read_text()) == [tested, tested]
+
+
 # -- the tools that these files are for ------------------------------------------------------------------------
 
 
