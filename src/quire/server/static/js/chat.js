@@ -289,6 +289,7 @@ export class ChatView {
   }
 
   contextHint() {
+    if (this.generations.has(this.conversation.id)) return this.coarse ? "" : "Escape stops";
     const { stats } = path(this.conversation).at(-1) || {};
     if (!stats?.prompt) return this.coarse ? "" : "Enter sends, Shift+Enter breaks the line";
     const used = count(stats.prompt + stats.output);
