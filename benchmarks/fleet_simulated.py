@@ -60,7 +60,7 @@ class Server:
     name: str
     free_at: float = 0.0
     cache: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    load: Load = field(default_factory=lambda: Load(RATE))
+    load: Load = field(default_factory=Load)
 
     def held(self, names: Sequence[bytes]) -> int:
         return next((i for i, name in enumerate(names) if name not in self.cache), len(names))

@@ -17,7 +17,7 @@ from quire.core.cache_events import CacheEvent
 from quire.fleet.cached_prompts import CachedPrompts, read_told
 from quire.fleet.choice import NEAR, POLICIES, RUNNING_TOKENS, Candidate, Chooser, cost_of
 from quire.fleet.knowledge import Knowledge
-from quire.fleet.load import Load
+from quire.fleet.load import FIRST_RATE, Load, common_rate
 
 candidates = st.lists(
     st.builds(
@@ -61,11 +61,11 @@ def test_the_choice_costs_nearly_the_least_and_every_cost_is_told(servers, token
     assert all(cost_of(tokens, one).total > 0 for one in servers)
 
 
-def shares(count: int, use: float, seed: int, routers: int) -> list[int]:
+def shares(count: int, use: float, seed: int, routers: int, rate: float) -> list[int]:
     """How many of 200 requests a server each one gets. Requests are as much work each, come at random times, and go to
     a random one of the routers, to servers that have little to do, or too much. A router knows what it has sent itself,
     and what servers told it a second ago of all that they have."""
-    chance, rate, now, told_at = random.Random(seed), 1000.0, 0.0, 0.0
+    chance, now, told_at = random.Random(seed), 0.0, 0.0
     names = [f"s{index}" for index in range(count)]
     loads = [{name: Load() for name in names} for _ in range(routers)]
     others = [dict.fromkeys(names, 0) for _ in range(routers)]
@@ -82,10 +82,11 @@ def shares(count: int, use: float, seed: int, routers: int) -> list[int]:
             told_at, have = now, [{name: load.waiting + load.running for name, load in own.items()} for own in loads]
             others = [{name: sum(one[name] for one in have) - own[name] for name in names} for own in have]
         router = chance.randrange(routers) if routers > 1 else 0
+        common = common_rate(loads[router].values())
         servers = [
             Candidate(
                 name=name,
-                rate=rate,
+                rate=load.rate(common),
                 queued=load.queued,
                 running=load.waiting + load.running + others[router][name],
                 recent=load.recent(now),
@@ -104,15 +105,19 @@ def shares(count: int, use: float, seed: int, routers: int) -> list[int]:
     return list(given_to.values())
 
 
-@given(st.integers(2, 8), st.floats(0.1, 1.2), st.integers(0, 2**32))
-def test_equal_servers_share_evenly(count, use, seed):
-    given = shares(count, use, seed, routers=1)
+rates = st.sampled_from([100.0, 1000.0, 50_000.0])
+"""Of servers: far from what is believed of one that has computed nothing yet, or not."""
+
+
+@given(st.integers(2, 8), st.floats(0.1, 1.2), st.integers(0, 2**32), rates)
+def test_equal_servers_share_evenly(count, use, seed, rate):
+    given = shares(count, use, seed, 1, rate)
     assert min(given) >= 0.9 * 200 and max(given) <= 1.1 * 200
 
 
-@given(st.integers(2, 8), st.floats(0.1, 1.2), st.integers(0, 2**32))
-def test_routers_that_do_not_talk_share_servers_nearly_as_evenly(count, use, seed):
-    given = shares(count, use, seed, routers=2)
+@given(st.integers(2, 8), st.floats(0.1, 1.2), st.integers(0, 2**32), rates)
+def test_routers_that_do_not_talk_share_servers_nearly_as_evenly(count, use, seed, rate):
+    given = shares(count, use, seed, 2, rate)
     assert min(given) >= 0.8 * 200 and max(given) <= 1.2 * 200
 
 
@@ -370,7 +375,7 @@ def test_what_is_no_such_document_is_an_error(told):
 
 
 def test_a_load_knows_what_waits_what_runs_and_how_fast_it_goes():
-    load = Load(rate=1000.0)
+    load = Load()
     load.sent(0.0, 500)
     load.sent(0.0, 500)
     assert (load.queued, load.waiting, load.running, load.recent(0.0)) == (1000, 2, 0, 2.0)
@@ -378,19 +383,34 @@ def test_a_load_knows_what_waits_what_runs_and_how_fast_it_goes():
         load.begun(index * 1.0, index + 1.0, 500)
         load.ended(0, has_begun=True)
         load.sent(index + 1.0, 500)
-    assert load.rate == pytest.approx(500, rel=0.05)
+    assert load.shown == pytest.approx(500, rel=0.05)
     load.ended(500, has_begun=False)
     load.ended(500, has_begun=False)
     assert (load.queued, load.waiting, load.running) == (0, 0, 0)
     assert load.recent(1e9) == pytest.approx(0, abs=1e-6)
     load.tell(9.0)
-    assert load.rate == 9.0
+    assert load.shown == load.rate(1000.0) == 9.0
+
+
+def test_who_has_computed_little_is_taken_to_be_as_fast_as_the_others():
+    new, slow, fast = Load(), Load(), Load()
+    assert common_rate([new, slow]) == FIRST_RATE == new.rate(common_rate([new]))
+    fast.tell(50_000.0)
+    assert new.rate(common_rate([new, fast])) == pytest.approx(50_000.0)
+    slow.sent(0.0, 200)
+    slow.begun(0.0, 0.1, 200)  # a first prompt, by a server that was not warm
+    assert slow.shown == 2000.0 and slow.rate(50_000.0) == pytest.approx(10_000, rel=0.05)
+    for _ in range(50):
+        slow.sent(0.0, 200)
+    for index in range(50):
+        slow.begun(0.0, 0.2 + index / 10, 200)
+    assert slow.rate(50_000.0) == pytest.approx(2000.0, rel=0.6), "it is believed after a while"
 
 
 def test_what_waited_behind_others_is_not_slow():
-    load = Load(rate=100.0)
+    load = Load()
     for _ in range(40):
         load.sent(0.0, 100)
     for index in range(40):
         load.begun(0.0, index + 1.0, 100)
-    assert load.rate == pytest.approx(100, rel=0.01)
+    assert load.shown == pytest.approx(100, rel=0.01)

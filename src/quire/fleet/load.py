@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 FORGET_SECONDS = 10.0
 """Time in which what was sent lately comes to count half as much."""
 
 FIRST_RATE = 2000.0
-"""Prompt tokens a second of a server that has computed nothing yet."""
+"""Prompt tokens a second, where no server has computed anything yet."""
+
+TRUSTED_TOKENS = 1024
+"""What servers have in common counts like so many tokens that each has computed."""
 
 MEASURED_TOKENS = 16
 """A request that computes fewer tokens says nothing about the rate."""
@@ -24,18 +29,25 @@ class Load:
         running: requests that have one, and have not ended.
     """
 
-    def __init__(self, rate: float = FIRST_RATE) -> None:
+    def __init__(self) -> None:
         self.queued = self.waiting = self.running = 0
         self._recent, self._as_of = 0.0, 0.0
-        # Tokens computed and the seconds they took, both fading; a first guess counts for little.
-        self._tokens, self._seconds = float(MEASURED_TOKENS), MEASURED_TOKENS / rate
+        self._tokens = self._seconds = 0.0  # tokens computed, and what they took; both fade
         self._told: float | None = None
         self._work_end = 0.0  # when what was sent before had its last first token
 
     @property
-    def rate(self) -> float:
-        """Prompt tokens a second: as the server tells, else as first tokens came."""
-        return self._told or self._tokens / self._seconds
+    def shown(self) -> float | None:
+        """Prompt tokens a second: as the server tells, else as first tokens came. None: nothing was computed yet."""
+        return self._told or (self._tokens / self._seconds if self._tokens else None)
+
+    def rate(self, common: float) -> float:
+        """Prompt tokens a second, as far as it is known; `common`: of servers like this one.
+
+        One that got nothing yet, or a first prompt that took long, is not taken to be slow: nothing would go there
+        then, and it would never be found out that it is not.
+        """
+        return self._told or (self._tokens + TRUSTED_TOKENS) / (self._seconds + TRUSTED_TOKENS / common)
 
     def tell(self, rate: float | None) -> None:
         """What the server itself says; None: nothing."""
@@ -74,6 +86,12 @@ class Load:
         else:
             self.queued -= tokens
             self.waiting -= 1
+
+
+def common_rate(loads: Iterable[Load]) -> float:
+    """Prompt tokens a second of servers that are alike: the mean of those that have shown theirs."""
+    shown = [rate for load in loads if (rate := load.shown) is not None]
+    return sum(shown) / len(shown) if shown else FIRST_RATE
 
 
 def _faded(seconds: float) -> float:

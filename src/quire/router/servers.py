@@ -19,7 +19,7 @@ import msgspec
 from quire.fleet.cached_prompts import News, read_told
 from quire.fleet.choice import Candidate, Chooser, Decision, PolicyName
 from quire.fleet.knowledge import Knowledge
-from quire.fleet.load import Load
+from quire.fleet.load import Load, common_rate
 from quire.fleet.prompt import CHUNK_BYTES, Prompt
 from quire.log import event
 from quire.router.upstream import Address, Upstream, UpstreamError
@@ -140,8 +140,8 @@ class Server:
 
     @property
     def rate(self) -> float:
-        """Prompt tokens a second, of all engines."""
-        return sum(one.load.rate for one in self.engines)
+        """Prompt tokens a second, of all engines that have shown theirs."""
+        return sum(one.load.shown or 0.0 for one in self.engines)
 
     def described(self, now: float, blocks: int) -> dict[str, Any]:
         """For people."""
@@ -271,11 +271,11 @@ class Servers:
         ]
         plain = [one for one in able if one.role == "serve"] or able  # a prefill server can serve where none is left
         prefill = [] if prompt.moved or plain is able else [one for one in able if one.role == "prefill"]
-        now, tokens = self.clock(), self.tokens_of(prompt.size)
-        sources = [self._candidate(*one, prompt, tokens, now) for one in _engines(prefill)]
+        tokens = self.tokens_of(prompt.size)
+        sources = self._candidates(_engines(prefill), prompt, tokens)
         source = self._sources.choose(tokens, b"", sources)  # who would have the prompt first
         places = _engines(plain)
-        candidates = [self._candidate(*place, prompt, tokens, now, source) for place in places]
+        candidates = self._candidates(places, prompt, tokens, source)
         decision = self._chooser.choose(tokens, prompt.hashes[0], candidates)
         if decision is None:
             return None
@@ -285,27 +285,31 @@ class Servers:
             computes = next(one for one, engine in _engines(prefill) if engine.name == source.server)
         return Choice(server, engine, decision, tokens, computes)
 
-    def _candidate(
-        self, server: Server, engine: Engine, prompt: Prompt, tokens: int, now: float, source: Decision | None = None
-    ) -> Candidate:
-        load = engine.load
-        held = self.tokens_of(self.knowledge.held(engine.name, prompt.hashes) * CHUNK_BYTES)
-        fetch = 0.0
-        if source is not None:
-            fetch = source.chosen.total + FETCH_SECONDS + max(0, tokens - held) / FETCH_TOKENS_PER_SECOND
-        return Candidate(
-            name=engine.name,
-            rate=load.rate,
-            is_up=server.is_up and engine.is_up,
-            held=held,
-            queued=load.queued,
-            waiting=load.waiting,
-            running=load.waiting + load.running + engine.others,
-            recent=load.recent(now),
-            weight=1.0 if source is None else ON_DECODE,
-            fetchable=tokens if source is not None else 0,
-            fetch_seconds=fetch,
-        )
+    def _candidates(
+        self, places: Sequence[tuple[Server, Engine]], prompt: Prompt, tokens: int, source: Decision | None = None
+    ) -> list[Candidate]:
+        """Engines of one role, as a prompt of so many tokens sees them. `source`: who else could compute it."""
+        now, common, found = self.clock(), common_rate(engine.load for _, engine in places), []
+        for server, engine in places:
+            load, fetch = engine.load, 0.0
+            held = self.tokens_of(self.knowledge.held(engine.name, prompt.hashes) * CHUNK_BYTES)
+            if source is not None:
+                fetch = source.chosen.total + FETCH_SECONDS + max(0, tokens - held) / FETCH_TOKENS_PER_SECOND
+            candidate = Candidate(
+                name=engine.name,
+                rate=load.rate(common),
+                is_up=server.is_up and engine.is_up,
+                held=held,
+                queued=load.queued,
+                waiting=load.waiting,
+                running=load.waiting + load.running + engine.others,
+                recent=load.recent(now),
+                weight=1.0 if source is None else ON_DECODE,
+                fetchable=tokens if source is not None else 0,
+                fetch_seconds=fetch,
+            )
+            found.append(candidate)
+        return found
 
     def tokens_of(self, size: int) -> int:
         """About how many tokens so many bytes of a prompt are."""
