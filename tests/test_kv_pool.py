@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import queue
 import random
 import threading
@@ -17,6 +18,7 @@ import pytest
 import quire.kv.directory
 from quire.config import EngineConfig
 from quire.core import holders
+from quire.core.cost import Costs
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
@@ -504,6 +506,95 @@ def test_a_tenant_finds_nothing_of_another_one(pool: Pool, store: FaultyStore) -
     assert len(set(store.blocks) - named) == len(named), "not one name is the same"
     assert [second.ask(TEXT, scope="one")] == alone(own(pool.options), [TEXT], scope="one")
     assert second.loaded == BLOCKS
+
+
+@pytest.fixture
+def fetching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is elsewhere is fetched, however long that takes on this machine."""
+    monkeypatch.setattr(Costs, "prefers_load", lambda *_: True)
+
+
+@pytest.mark.usefixtures("fetching")
+def test_no_timing_tells_a_tenant_what_another_one_asked(pool: Pool, tmp_path: Path) -> None:
+    """Wherever one's blocks are, another one's request with the same prompt computes all of it, and brings nothing from
+    anywhere: it does what it would have done if nobody had asked before.
+    """
+    disk = {"disk_kv_path": str(tmp_path / "disk"), "disk_kv_memory": "64MiB"}
+    first, second = pool.node(**disk), pool.node()
+
+    def cost(node: PoolNode, scope: str) -> tuple[int, int]:
+        """Tokens that were computed, and blocks that were brought from anywhere."""
+        before = node.computed, brought(node)
+        node.ask(TEXT, most=1, scope=scope)
+        return node.computed - before[0], brought(node) - before[1]
+
+    def brought(node: PoolNode) -> int:
+        return sum(events["loaded"] for tier, events in node.engine.stats.kv_tiers.items() if tier != "peer")
+
+    others = iter(["two", "three", "four", "five"])
+
+    def check(node: PoolNode, found: bool) -> None:
+        assert cost(node, next(others)) == (len(TEXT), 0)
+        computed, loaded = cost(node, "one")
+        assert computed < len(TEXT) and bool(loaded) == found, "there was something to be found"
+
+    for _ in range(3):
+        first.ask(TEXT, most=1, scope="one")
+    first.published(BLOCKS)
+    check(first, found=False)  # on the device
+    check(second, found=True)  # at another node
+    first.do(first.engine.scheduler.kv.cache.clear)
+    first.ask([5] * 5, most=2)  # a step saves what goes
+    check(first, found=True)  # in the host tier
+    pool.close(second)
+    fetches = first.engine.scheduler.kv.fetches
+    wait_until(lambda: fetches.disk is not None and first.do(lambda: not fetches.writes))
+    first.forget()
+    check(first, found=True)  # on the disk
+
+
+@pytest.mark.usefixtures("fetching")
+def test_popular_blocks_are_held_twice_and_cold_ones_once(pool: Pool, store: FaultyStore) -> None:
+    """Where tiers have not room for all: what is used once by every other node stays where it was computed, and what is
+    used again and again is kept by one more node, however many use it.
+    """
+    first = pool.node()
+    others = [pool.node(host_kv_memory=str(20 * 2048 * BLOCK)) for _ in range(3)]
+    popular, cold = TEXT, prompt(100, 7)
+    expected = alone(own(pool.options), [popular])
+    computed_by(first, popular)
+    computed_by(first, cold)
+    own_texts = (prompt(100, number) for number in itertools.count(20))
+    for node in others:
+        assert node.ask(cold, most=1) and node.loaded == BLOCKS
+        _evict(node, [next(own_texts) for _ in range(4)])
+    assert _copies(store, first, cold) == [1] * BLOCKS
+    for node in others:
+        for _ in range(3):
+            assert node.ask(popular) == expected[0]
+        _evict(node, [next(own_texts) for _ in range(2)])
+        assert _copies(store, first, popular) == [2] * BLOCKS
+    assert all(node.loaded == 2 * BLOCKS for node in others)
+
+
+def _evict(node: PoolNode, texts: list[list[int]]) -> None:
+    """What a node has in its pool goes, to the tier if it is worth it, and so do texts that it has used often."""
+    node.do(node.engine.scheduler.kv.cache.clear)
+    for text in texts:
+        for _ in range(3):
+            node.ask(text, most=1)
+    node.do(node.engine.scheduler.kv.cache.clear)
+    node.ask([5] * 5, most=2)  # a step saves what goes
+    published = node.engine.scheduler.kv.fetches.published
+    wait_until(lambda: bool(published and published.blocks == node.agent._held and not node.agent._changed))
+
+
+def _copies(store: FaultyStore, node: PoolNode, text: list[int]) -> list[int]:
+    """How many nodes hold each block of a prompt, as the directory says."""
+    request = Request(-1, text, params(0), max_tokens=1)
+    node.do(lambda: node.engine.scheduler.kv.match(request))
+    with store.lock:
+        return [len(store.blocks.get(name, ())) for name in request.hashes]
 
 
 def test_what_was_fetched_once_takes_no_place_in_another_tier(pool: Pool) -> None:

@@ -18,11 +18,13 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.fleet.cached_prompts import CachedPrompts
+from quire.fleet.choice import POLICIES, Cost, PolicyName
 from quire.fleet.prompt import CHUNK_BYTES, read_prompt
 from quire.router.config import RouterConfig
 from quire.router.membership import DnsSource, FileSource, RedisSource, begin, read_servers_file
 from quire.router.resume import StreamPosition
 from quire.router.run import leave
+from quire.router.servers import Servers
 from quire.server.meeting import Meeting
 from tests.redis_server import RedisServer, needs_redis
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
@@ -213,6 +215,36 @@ def test_each_engine_of_a_server_is_known_by_what_it_tells_and_asked_by_its_numb
         assert wait_until(lambda: known.held(f"{one.address}#0", [b"12345678"]) == 1)
         assert wait_until(lambda: known.count(f"{one.address}#1") == 0)
     one.stop()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_where_a_request_goes_tells_a_tenant_nothing_of_what_another_one_asked(policy: PolicyName) -> None:
+    """One asks this or that, of the same length, and it is computed. What another one's request costs, anywhere, and
+    where it goes, is the same in both cases; were it the same tenant's, it would not be.
+    """
+
+    async def after(first: str, first_key: bytes) -> tuple[str, list[Cost]]:
+        servers = Servers(policy, clock=lambda: 0.0)
+        for number in range(4):
+            server = servers.add(f"http://127.0.0.1:{1 + number}")
+            server.state, server.models = "up", {"m": {}}
+        for text, key in ((first, first_key), ("the same words " * 99, b"theirs")):
+            body = json.dumps({"model": "m", "prompt": text}).encode()
+            prompt = read_prompt(body, key)
+            choice = servers.choose(prompt)
+            assert choice is not None
+            choice.engine.load.sent(0.0, choice.missing)  # as `Relay` does
+            servers.knowledge.sent(choice.engine.name, prompt.hashes)
+            choice.engine.load.begun(0.0, 1.0, choice.missing)
+            choice.engine.load.ended(choice.missing, has_begun=True)
+        await servers.close()
+        return choice.server.name, list(choice.decision.costs)
+
+    same, other = "the same words " * 99, "quite others.. " * 99
+    told = asyncio.run(after(same, b"mine"))
+    assert told == asyncio.run(after(other, b"mine"))
+    assert all(cost.held == 0 for cost in told[1])
+    assert any(cost.held for cost in asyncio.run(after(same, b"theirs"))[1])
 
 
 def test_connections_to_servers_are_kept(pair: list[FakeServer]) -> None:
