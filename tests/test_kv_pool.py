@@ -17,7 +17,7 @@ import pytest
 
 import quire.kv.directory
 from quire.config import EngineConfig
-from quire.core import holders
+from quire.core import fetches, holders
 from quire.core.cost import Costs
 from quire.core.request import Request
 from quire.engine.engine import Engine
@@ -142,6 +142,7 @@ class PoolNode:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines that have much else to do must change nothing; tests of deadlines set their own."""
     monkeypatch.setattr(holders, "LOOKUP_SECONDS", 30.0)
+    monkeypatch.setattr(fetches, "LEAST_PATIENCE", 30.0)
 
 
 @pytest.fixture

@@ -9,10 +9,20 @@ from typing import Any
 import pytest
 
 from quire.core.exports import Gone, Have
-from quire.core.fetches import PATIENCE, REMOTE, Ban, Lacks, Locate, Pull
-from quire.core.holders import FRESH_SECONDS, KEPT_SECONDS, LOOKUP_SECONDS, MOST_KNOWN, REPLICAS, Holders, Published
+from quire.core.fetches import PATIENCE, REMOTE, Ban, Fetches, Lacks, Locate, Pull, SlotFetch
+from quire.core.holders import (
+    FRESH_SECONDS,
+    KEPT_SECONDS,
+    LOOKUP_SECONDS,
+    MOST_KNOWN,
+    REPLICAS,
+    Holders,
+    Lookup,
+    Published,
+)
 from quire.core.invariants import check
 from quire.core.prefix_cache import Node
+from quire.core.step import Span, StepPlan, StepResult
 from quire.core.tier import Tier
 from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs
 
@@ -122,6 +132,52 @@ def test_what_two_others_hold_is_not_saved_in_one_more_tier():
         node.uses = 5
         fetches.evicted(node, 1)
         assert fetches.has_moves == (others < REPLICAS)
+
+
+def a_pull(fetches: Fetches, now: float) -> Lookup | SlotFetch | None:
+    """What a chain that is not here is brought by."""
+    return fetches.begin_pull(CHAIN, 16, 0, now)
+
+
+def costing(compute: float, **load: float) -> Fetches:
+    """Nodes that were read from, each in so many seconds a block, at an engine that computes one in as many."""
+    fetches = Fetches(Tier(40))
+    fetches.holders = Holders()
+    fetches.holders.ready = True
+    fetches.keep_nodes(frozenset(load))
+    plan = StepPlan(0, [Span(0, 0, [1] * 160)], num_tokens=160)
+    fetches.costs.observe(plan, StepResult(0, [], 10 * compute))
+    for node, seconds in load.items():
+        fetches.costs.moved(node, 10, 10 * seconds)
+    return fetches
+
+
+def test_where_nobody_would_be_faster_than_computing_nobody_is_asked_who_has_it():
+    assert isinstance(a_pull(costing(1.0, a=2.0, b=0.5), 0.0), Lookup)
+    slow = costing(1.0, a=2.0, b=0.9)
+    assert a_pull(slow, 0.0) is None and not slow.orders
+    assert a_pull(costing(1.0), 0.0) is None, "nobody is there"
+    for _ in range(100):  # a bad moment is forgotten
+        a_pull(slow, 0.0)
+    assert slow.orders
+
+
+def test_a_node_that_is_slower_than_it_was_is_waited_for_twice_as_long_as_computing_takes_and_that_is_remembered():
+    fetches = costing(1.0, a=0.1)
+    lookup = a_pull(fetches, 0.0)
+    assert isinstance(lookup, Lookup)
+    fetches.located(lookup.number, [["a"]] * len(CHAIN), 0.0)
+    fetch = a_pull(fetches, 1.0)
+    assert isinstance(fetch, SlotFetch) and fetch.deadline == pytest.approx(1.0 + PATIENCE[REMOTE])
+    quick = costing(0.1, a=0.01)
+    assert quick.holders is not None
+    lookup = a_pull(quick, 0.0)
+    assert isinstance(lookup, Lookup)
+    quick.located(lookup.number, [["a"]] * len(CHAIN), 0.0)
+    fetch = a_pull(quick, 1.0)
+    assert isinstance(fetch, SlotFetch) and fetch.deadline == pytest.approx(1.0 + 2 * 0.1 * len(CHAIN))
+    assert not quick.expired(fetch.deadline - 0.1) and quick.expired(fetch.deadline + 0.1) == [fetch]
+    assert a_pull(quick, 3.0) is None and not quick.costs.prefers_load("a", len(CHAIN), 16, 0)
 
 
 class PoolNode:

@@ -44,7 +44,12 @@ node that has them.
 """
 
 PATIENCE = {DISK: 20.0, PEER: 120.0, REMOTE: 5.0}
-"""Seconds without progress after which requests wait no longer."""
+"""Seconds without progress after which requests wait no longer. For blocks that another node has, no longer than
+`COMPUTED_TIMES` what computing them takes, and at least `LEAST_PATIENCE`: whoever was chosen for being fast and is not
+may cost so much, and no more.
+"""
+
+COMPUTED_TIMES, LEAST_PATIENCE = 2.0, 0.05
 
 MOST_FETCHES = 8
 """Fetches that one request may begin before it is admitted and that do not bring all they were to: what it lacks after
@@ -152,7 +157,7 @@ class SlotFetch:
         source: `DISK`, `PEER` or `REMOTE`.
         hashes: of the chain, those that are in the tier already among them.
         filling: slots that are read into. pinned: slots of those that are there.
-        deadline: from then on no request waits for it, unless there is progress.
+        patience: seconds without progress that requests wait. deadline: from then on they do not.
         late: it has passed.
         request: that it was begun for.
         node: of the node that has them; wanted: the blocks, one for each slot. Only of `REMOTE`.
@@ -163,10 +168,17 @@ class SlotFetch:
     node = ""
     wanted: Sequence[bytes] = ()
 
-    def __init__(self, source: str, hashes: list[bytes], filling: list[int], pinned: list[int], now: float) -> None:
+    def __init__(
+        self, source: str, hashes: list[bytes], filling: list[int], pinned: list[int], now: float, patience: float
+    ) -> None:
         self.source, self.hashes, self.filling, self.pinned = source, hashes, filling, pinned
-        self.deadline = now + PATIENCE[source]
+        self.begin, self.patience, self.deadline = now, patience, now + patience
         self.late = False
+
+    def wait_for(self, seconds: float) -> None:
+        """Requests wait no longer for it than so."""
+        self.patience = min(self.patience, seconds)
+        self.deadline = self.begin + self.patience
 
 
 class Fetches:
@@ -404,7 +416,10 @@ class Fetches:
         start = next((i for i, each in enumerate(hashes) if each not in self.tier), len(hashes))
         if start == len(hashes):
             return None
-        rest = hashes[start:]
+        rest, first = hashes[start:], first + start
+        nodes = self.holders.nodes
+        if nodes is not None and not any(self.costs.prefers_load(each, len(rest), block_size, first) for each in nodes):
+            return None  # nobody is there, or even all of it would be computed sooner: it need not be known who has it
         if lookup := self.holders.ask(rest, self.tier, now):
             self.orders.append(Locate(lookup.number, lookup.hashes))
             return lookup
@@ -412,10 +427,12 @@ class Fetches:
         missing = sum(each not in self.tier for each in rest[:count])
         if not missing or start + count < LEAST_FETCH:
             return None
-        if not self.costs.prefers_load(node, missing, block_size, first + start):
+        if not self.costs.prefers_load(node, missing, block_size, first):
             return None
         fetch, blocks = self._begin_read(REMOTE, hashes[: start + count], now)
         if fetch is not None:
+            if compute := self.costs.compute_seconds(missing * block_size, first * block_size):
+                fetch.wait_for(max(LEAST_PATIENCE, COMPUTED_TIMES * compute))
             fetch.node, fetch.wanted = node, [name for _, name in blocks]
             self.orders.append(Pull(self._next_read, blocks, node))
         return fetch
@@ -477,7 +494,7 @@ class Fetches:
             else:
                 break
         chain = list(hashes[: len(blocks) + len(pinned)])
-        fetch = SlotFetch(source, chain, [slot for slot, _ in blocks], pinned, now)
+        fetch = SlotFetch(source, chain, [slot for slot, _ in blocks], pinned, now, PATIENCE[source])
         if not blocks:
             self._release(fetch)
             return None, ()
@@ -489,7 +506,7 @@ class Fetches:
         """A read goes on: it is waited for as long again. One that is not known is ignored."""
         fetch = self.reads.get(number)
         if fetch is not None and not fetch.late:
-            fetch.deadline = now + PATIENCE[fetch.source]
+            fetch.deadline = now + fetch.patience
 
     def read_ended(self, number: int, count: int, seconds: float, gone: bool = False) -> SlotFetch | None:
         """A read has filled its first slots, so many; nothing is written into the others any more.
@@ -523,8 +540,9 @@ class Fetches:
             fetch.late = True
             for slot in fetch.filling:
                 self.tier.quarantine(slot)
-            if self.holders is not None:
+            if self.holders is not None and fetch.source == REMOTE:
                 self.holders.lacks(fetch.node, fetch.wanted)
+                self.costs.moved(fetch.node, len(fetch.filling), now - fetch.begin)  # at the least
             self._release(fetch)
         return late
 

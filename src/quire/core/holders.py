@@ -74,6 +74,11 @@ class Holders:
         """Nobody waits for an answer."""
         self.lookups: dict[int, Lookup] = {}
 
+    @property
+    def nodes(self) -> frozenset[str] | None:
+        """Those that blocks can be had from; None: it was not told yet who is there."""
+        return None if self._nodes is None else self._nodes - self._banned
+
     def ask(self, hashes: Sequence[bytes], tier: Tier, now: float) -> Lookup | None:
         """What has to be asked about a chain before its holders are known as well as they can be; None: nothing.
 

@@ -69,6 +69,10 @@ class Mailbox:
         """What to poll."""
         return self._rung.fileno()
 
+    def leave(self, news: object) -> None:
+        """Tell something that has time: it is found with what is posted next, or by who looks for it."""
+        self._news.append(news)
+
     def post(self, news: object) -> None:
         """Tell something."""
         self._news.append(news)

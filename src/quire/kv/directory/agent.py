@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -25,6 +26,10 @@ LEASE_SECONDS = 10.0
 
 REFRESH_SECONDS = 900.0
 """So often everything is published again: a directory may forget what is old, and others may take back by mistake."""
+
+TELL_SECONDS = 0.1
+"""So long, changes are gathered: each call costs both sides more than the blocks in it do, and takes the processor from
+who computes."""
 
 BATCH = 512
 """Blocks of one call, which delays lookups by about 2 ms."""
@@ -64,14 +69,19 @@ class DirectoryAgent(Agent):
         self._held: set[bytes] = set()
         self._changed: dict[bytes, bool] = {}  # what is not told yet, and whether it is held
         self._stale: list[_Withdraw] = []
-        self._renew = self._refresh = 0.0
+        self._renew = self._refresh = self._tell_at = 0.0
+        self._looks = False  # for changes, by itself, before long: it need not be woken
+        self._looking = threading.Lock()
         self._start()
 
     # -- the engine's side -----------------------------------------------------------------------------------
 
     def changed(self, came: list[bytes], went: list[bytes]) -> None:
         """Blocks that this node holds from now on, and those that it does not any more."""
-        self._outbox.post(Changed(came, went))
+        with self._looking:
+            tell = self._outbox.leave if self._looks else self._outbox.post
+            self._looks = True
+            tell(Changed(came, went))
 
     def withdraw(self, node: str, hashes: Sequence[bytes]) -> None:
         """A node does not hold what it published."""
@@ -88,21 +98,28 @@ class DirectoryAgent(Agent):
                 logger.debug("the KV directory was not told of this node's end: %s", error)
 
     def _advance(self) -> None:
-        """Be there, answer, and tell one batch of what has changed."""
+        """Be there, answer, and when it is time tell one batch of what has changed."""
         now = time.monotonic()
         if now >= self._renew:
             self._join()
         if now >= self._refresh:
             self._tell_all()
-        busy = bool(self._changed or self._stale)
-        self._take_in(0.0 if busy else max(0.001, self._renew - time.monotonic()))
+        gathering = bool(self._changed or self._stale)
+        if not gathering or now >= self._tell_at:
+            with self._looking:
+                self._looks = False  # before it does: what comes later wakes it
+        self._take_in(max(0.0, (min(self._tell_at, self._renew) if gathering else self._renew) - time.monotonic()))
         while self._lookups:
             number, hashes = self._lookups[0]
             rows = [[node for node in row if node.name != self._node.name] for row in self._directory.query(hashes)]
             self._know(self.nodes | {node.name: node for row in rows for node in row})
             self._mailbox.post(Located(number, [[node.name for node in row] for row in rows]))
             del self._lookups[0]
-        self._tell()
+        now = time.monotonic()
+        if not gathering:
+            self._tell_at = now + TELL_SECONDS
+        elif now >= self._tell_at:
+            self._tell()
 
     def _connect(self) -> None:
         self._directory.check()
