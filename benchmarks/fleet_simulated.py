@@ -5,7 +5,8 @@
 `benchmarks.fleet` runs real servers, which on a laptop share its cores with the load, the router and everything else:
 times say little there. Here the same rules (`quire.fleet`: choice, knowledge, load) decide over servers in simulated
 time. Each computes prompts one after the other at RATE tokens a second, keeps the CACHE tokens that were used last, and
-holds a request until its output is done. Lengths are the trace's own; times are divided by --speedup, of which several
+holds a request until its output is done. With --cores, servers share that many, and those that compute are slower while
+more of them do. Lengths are the trace's own; times are divided by --speedup, of which several
 are tried. With the pool, a server fetches what another one has at FETCH tokens a second, where that takes less than
 computing it (`core/cost.py`: 0.8 of it). The router of the simulation knows what it has sent, and hears of evictions.
 """
@@ -16,7 +17,8 @@ import argparse
 import heapq
 import itertools
 import json
-from collections import OrderedDict
+import math
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,11 +56,21 @@ class Request:
 
 
 @dataclass(slots=True)
+class Prompt:
+    """A request at its server: seconds that computing still takes, and tokens that the router thought were missing."""
+
+    request: Request
+    left: float
+    missing: int
+
+
+@dataclass(slots=True)
 class Server:
-    """In simulated time: when it is done with all prompts, and what it keeps, the least recently used first."""
+    """In simulated time: prompts that it has to compute, each with the seconds that this still takes on a core of its
+    own, and what it keeps, the least recently used first."""
 
     name: str
-    free_at: float = 0.0
+    prompts: deque[Prompt] = field(default_factory=deque)
     cache: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     load: Load = field(default_factory=Load)
 
@@ -84,46 +96,62 @@ def read(trace: str, count: int, speedup: float) -> list[Request]:
     return found
 
 
-def simulate(requests: Sequence[Request], policy: PolicyName, pool: bool) -> dict[str, Any]:
+def computed(servers: Sequence[Server], now: float, until: float, cores: float) -> tuple[float, list[Server]]:
+    """Compute until then, or until the first prompts are done: the time, and whose are."""
+    busy = [server for server in servers if server.prompts]
+    if not busy:
+        return until, []
+    share = min(1.0, cores / len(busy))
+    seconds = min(until - now, min(server.prompts[0].left for server in busy) / share)
+    for server in busy:
+        server.prompts[0].left -= seconds * share
+    return now + seconds, [server for server in busy if server.prompts[0].left < 1e-9]
+
+
+def candidate(server: Server, request: Request, knowledge: Knowledge) -> Candidate:
+    """A server, as the router sees it."""
+    load = server.load
+    return Candidate(
+        name=server.name,
+        rate=RATE,
+        held=min(request.tokens, knowledge.held(server.name, request.names) * BLOCK),
+        queued=load.queued,
+        waiting=load.waiting,
+        running=load.waiting + load.running,
+        recent=load.recent(request.at),
+    )
+
+
+def simulate(requests: Sequence[Request], policy: PolicyName, pool: bool, cores: float = SERVERS) -> dict[str, Any]:
     """First tokens, and where prompts came from, of all requests under a policy."""
-    servers = {f"s{number}": Server(f"s{number}") for number in range(SERVERS)}
+    servers = [Server(f"s{number}") for number in range(SERVERS)]
     chooser, knowledge = Chooser(policy), Knowledge()
-    events: list[tuple[float, int, str, Server, Request, int]] = []  # first tokens and ends, in their order
-    waits, cached, fetched = [], 0, 0
+    ends: list[tuple[float, int, Server]] = []  # of outputs
+    waits, cached, fetched, now = [], 0, 0, 0.0
     order = itertools.count()  # of events at the same time
-    for request in requests:
-        while events and events[0][0] <= request.at:
-            at, _, what, server, one, missing = heapq.heappop(events)
-            if what == "first":
-                server.load.begun(one.at, at, missing, computed=0)
-                heapq.heappush(events, (at + one.output * TOKEN_SECONDS, next(order), "end", server, one, missing))
-            else:
-                server.load.ended(missing, has_begun=True)
-        candidates = []
-        for server in servers.values():
-            server.load.tell(RATE)
-            held = min(request.tokens, knowledge.held(server.name, request.names) * BLOCK)
-            load = server.load
-            candidates.append(
-                Candidate(
-                    name=server.name,
-                    rate=RATE,
-                    held=held,
-                    queued=load.queued,
-                    waiting=load.waiting,
-                    running=load.waiting + load.running,
-                    recent=load.recent(request.at),
-                )
-            )
+    for request in [*requests, None]:
+        until = request.at if request else math.inf
+        while now < until and (request or any(server.prompts for server in servers)):
+            now, done = computed(servers, now, min(until, ends[0][0] if ends and request else until), cores)
+            for server in done:
+                prompt = server.prompts.popleft()
+                waits.append(now - prompt.request.at)
+                server.load.begun(prompt.request.at, now, prompt.missing, computed=0)
+                heapq.heappush(ends, (now + prompt.request.output * TOKEN_SECONDS, next(order), server))
+            while ends and ends[0][0] <= now:
+                heapq.heappop(ends)[2].load.ended(0, has_begun=True)
+        if request is None:
+            break
+        candidates = [candidate(server, request, knowledge) for server in servers]
         prefix = b"".join(request.names[:2])  # the first block is the same in nearly all
         decision = chooser.choose(request.tokens, prefix, candidates)
         assert decision is not None
-        server = servers[decision.server]
+        server = next(each for each in servers if each.name == decision.server)
         missing = max(1, request.tokens - decision.chosen.held)
         server.load.sent(request.at, missing)
         knowledge.sent(server.name, request.names)
         own = server.held(request.names)
-        elsewhere = max(each.held(request.names) for each in servers.values()) if pool else 0
+        elsewhere = max(each.held(request.names) for each in servers) if pool else 0
         seconds = max(1, request.tokens - own * BLOCK) / RATE
         if elsewhere > own:
             brought = (elsewhere - own) * BLOCK
@@ -131,10 +159,8 @@ def simulate(requests: Sequence[Request], policy: PolicyName, pool: bool) -> dic
                 seconds = brought / FETCH + max(1, request.tokens - elsewhere * BLOCK) / RATE
                 fetched += brought
         cached += min(request.tokens, own * BLOCK)
-        server.free_at = max(server.free_at, request.at) + seconds
-        waits.append(server.free_at - request.at)
+        server.prompts.append(Prompt(request, seconds, missing))
         knowledge.dropped(server.name, server.keep(request.names))
-        heapq.heappush(events, (server.free_at, next(order), "first", server, request, missing))
     waits.sort()
     return {
         "cached": cached / sum(request.tokens for request in requests),
@@ -145,7 +171,7 @@ def simulate(requests: Sequence[Request], policy: PolicyName, pool: bool) -> dic
     }
 
 
-def run(trace: str, count: int, speedups: Sequence[float]) -> Result:
+def run(trace: str, count: int, speedups: Sequence[float], cores: float = SERVERS) -> Result:
     result = Result(
         (
             "times divided by",
@@ -159,10 +185,13 @@ def run(trace: str, count: int, speedups: Sequence[float]) -> Result:
     )
     for speedup in speedups:
         requests = read(trace, count, speedup)
-        busy = sum(request.tokens for request in requests) / RATE / SERVERS / requests[-1].at
-        tell(f"fleet, simulated: times divided by {speedup:g}: {busy:.2f} of what {SERVERS} servers compute uncached")
+        busy = sum(request.tokens for request in requests) / RATE / cores / requests[-1].at
+        tell(
+            f"fleet, simulated: times divided by {speedup:g}: {busy:.2f} of what {SERVERS} servers on {cores:g} cores "
+            "compute uncached"
+        )
         for policy, pool in [(policy, False) for policy in POLICIES] + [("cost", True)]:
-            found = simulate(requests, policy, pool)
+            found = simulate(requests, policy, pool, cores)
             name = f"{policy}, pool" if pool else policy
             shown = (
                 f"{found['cached']:.1%}",
@@ -185,8 +214,11 @@ def main() -> None:
     parser.add_argument(
         "--speedup", type=float, nargs="+", default=[0.9, 1.0, 1.1, 1.2, 1.5], help="divide its times by these"
     )
+    parser.add_argument(
+        "--cores", type=float, default=SERVERS, help=f"that the {SERVERS} servers share (default: one each)"
+    )
     args = parser.parse_args()
-    print(run(args.trace, args.requests, args.speedup).table())
+    print(run(args.trace, args.requests, args.speedup, args.cores).table())
 
 
 if __name__ == "__main__":

@@ -188,12 +188,13 @@ def conversations(seed: int, seconds_between: float, count: int = 1500) -> list[
     return requests
 
 
-def test_in_simulated_time_the_cost_beats_the_other_choices_and_a_pool_beats_none() -> None:
-    requests = conversations(3, 0.4)
-    within = {policy: simulated.simulate(requests, policy, False)["within_goal"] for policy in POLICIES}
+@pytest.mark.parametrize("cores", [simulated.SERVERS, simulated.SERVERS / 2])
+def test_in_simulated_time_the_cost_beats_the_other_choices_and_a_pool_beats_none(cores: float) -> None:
+    requests = conversations(3, 1.6 / cores)
+    within = {policy: simulated.simulate(requests, policy, False, cores)["within_goal"] for policy in POLICIES}
     assert within["cost"] == max(within.values())
     assert within["cost"] > within["round-robin"] + 0.05
-    pooled = simulated.simulate(requests, "round-robin", True)
+    pooled = simulated.simulate(requests, "round-robin", True, cores)
     assert pooled["within_goal"] > within["round-robin"] and pooled["fetched"] > 0.1
 
 
