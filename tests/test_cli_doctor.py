@@ -191,10 +191,14 @@ def test_the_doctor_tells_of_kernels_that_fail_the_self_test_at_start(
 
 def test_the_self_test_notices_products_that_err(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(Kernels):
-        def pack(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Product:
+        def pack(
+            self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None, outputs: int | None = None
+        ) -> Product:
             return super().pack([part * 1.1 for part in parts], bias)
 
-        def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
+        def pack_quantized(
+            self, weight: QuantizedWeight, bias: torch.Tensor | None = None, outputs: int | None = None
+        ) -> Product:
             return super().pack_quantized(replace(weight, scales=weight.scales * 1.1), bias)
 
         def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:

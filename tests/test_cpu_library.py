@@ -54,7 +54,9 @@ class PretendedKernels(Kernels):
         super().__init__()
         self.name, self.wrong = isa, wrong
 
-    def pack(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Product:
+    def pack(
+        self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None, outputs: int | None = None
+    ) -> Product:
         parts = [part.clone() for part in parts]
         if self.wrong:
             parts[0][0, 0] += 100

@@ -25,9 +25,11 @@ from quire.engine.engine import Engine
 from quire.engine.machine import check_gpus
 from quire.errors import ConfigError, RankLostError, RanksDisagreeError
 from quire.ops.experts import ExpertSlots
-from quire.ops.triton import linear
+from quire.ops.quantized import Quantization
+from quire.ops.triton import linear, linear_chunks
 from quire.ops.triton.experts import GroupedExperts
 from quire.ops.triton.experts_quantized import QuantizedExperts
+from quire.ops.triton.kernels import TritonKernels
 from quire.ops.triton.linear_dense import DenseProduct
 from quire.parallel.group import Gather, Group, OneRank, share
 from quire.parallel.torch_group import TorchGroup
@@ -88,6 +90,26 @@ def test_a_lost_rank_is_waited_for_by_nobody() -> None:
             groups[1].begin_anew(3)
 
 
+# -- products ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [None, Quantization("int8"), Quantization("int4", 32)], ids=str)
+def test_a_rank_has_the_columns_of_the_whole_product(how: Quantization | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so many outputs that the sums of a part would be cut into more chunks than those of the whole."""
+    monkeypatch.setattr(linear_chunks, "PROGRAMS", 6)  # of a small device
+    kernels = TritonKernels("cpu", deterministic=True)
+    weight, x = draw(5 * 128, 512, seed=1).half(), draw(2, 512, seed=2).half()
+
+    def product(own: slice, outputs: int | None = None) -> Any:
+        if how is None:
+            return kernels.pack([weight[own]], None, outputs)
+        return kernels.pack_quantized(kernels.quantize(weight[own], how), None, outputs)
+
+    expected = product(slice(None)).matmul(x, torch.float32)[:, 64:192]
+    assert torch.equal(product(slice(64, 192), len(weight)).matmul(x, torch.float32), expected)
+    assert not torch.equal(product(slice(64, 192)).matmul(x, torch.float32), expected)
+
+
 # -- experts -------------------------------------------------------------------------------------------------
 
 
@@ -129,13 +151,13 @@ SLOTS = (4, 0, 1, 3, 2, 0)
 @pytest.mark.parametrize("kind", ["dense", "int8"])
 def test_ranks_with_experts_of_their_own_have_the_bits_of_one(kind: str) -> None:
     if kind == "dense":
-        made, (gate_up, down) = GroupedExperts, layer(torch.bfloat16)
+        made, (gate_up, down) = GroupedExperts, layer(torch.float16)
     else:
         made = QuantizedExperts
         gate_up = [quantized_weight("int8", 2 * HIDDEN, HIDDEN, seed) for seed in range(COUNT)]
         down = [quantized_weight("int8", HIDDEN, HIDDEN, 9 + seed) for seed in range(COUNT)]
     ids = torch.tensor([[0, 4], [1, 2], [0, 3], [0, 1], [2, 3]])
-    x, weights = draw(len(ids), HIDDEN, dtype=torch.bfloat16, seed=3), draw(*ids.shape, seed=4).abs()
+    x, weights = draw(len(ids), HIDDEN, dtype=torch.float16, seed=3), draw(*ids.shape, seed=4).abs()
     expected = made(gate_up, down)(x, ids, weights)
 
     def compute(group: Group) -> torch.Tensor:
@@ -148,9 +170,9 @@ def test_ranks_with_experts_of_their_own_have_the_bits_of_one(kind: str) -> None
 
 def test_ranks_that_share_each_expert_have_the_bits_of_one() -> None:
     inner, hidden = 64, 96
-    gate_up, down = layer(torch.bfloat16, hidden, inner)
+    gate_up, down = layer(torch.float16, hidden, inner)
     ids = torch.tensor([[0, 4], [1, 2], [0, 3]])
-    x, weights = draw(len(ids), hidden, dtype=torch.bfloat16, seed=3), draw(*ids.shape, seed=4).abs()
+    x, weights = draw(len(ids), hidden, dtype=torch.float16, seed=3), draw(*ids.shape, seed=4).abs()
     expected = GroupedExperts(gate_up, down)(x, ids, weights)
 
     def compute(group: Group) -> torch.Tensor:

@@ -88,7 +88,7 @@ class GatedDeltaNet:
         self._qkvz = weights.linear(*QKVZ, split=Split.OUTPUTS, heads=counts)
         own = share(config.heads, group, config.heads)
         rows = [weights.tensor(f"{PREFIX}in_proj_{name}.weight")[own.start : own.stop] for name in "ab"]
-        self._ab = weights.kernels.pack(rows)
+        self._ab = weights.kernels.pack(rows, None, 2 * config.heads)
         self.output = weights.linear(f"{PREFIX}out_proj", split=Split.INPUTS, heads=(config.heads,))
         self._weights = self._rule(config, weights, own, eps)
         self._layer, self._kernels = layer, weights.kernels

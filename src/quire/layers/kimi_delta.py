@@ -89,11 +89,11 @@ class KimiDeltaAttention:
         def packed(*names: str, rows: slice = slice(None)) -> list[torch.Tensor]:
             return [weights.tensor(f"{PREFIX}{name}_proj.weight")[rows] for name in names]
 
-        pack = weights.kernels.pack
+        pack, width = weights.kernels.pack, config.heads * config.head_dim
         self._qkv = weights.linear(*QKV, split=Split.OUTPUTS, heads=(config.heads,) * 3)
         self._small = pack(packed("f_a", "g_a"))
-        self._decay, self._gate = pack(packed("f_b", rows=inner)), pack(packed("g_b", rows=inner))
-        self._beta = pack(packed("b", rows=slice(own.start, own.stop)))
+        self._decay, self._gate = (pack(packed(name, rows=inner), None, width) for name in ("f_b", "g_b"))
+        self._beta = pack(packed("b", rows=slice(own.start, own.stop)), None, config.heads)
         self.output = weights.linear(f"{PREFIX}o_proj", split=Split.INPUTS, heads=(config.heads,))
         conv = [weights.tensor(f"{PREFIX}{name}_conv1d.weight", torch.float32)[inner, 0] for name in "qkv"]
         decay = -weights.tensor(f"{PREFIX}A_log", torch.float32).flatten()[own.start : own.stop].exp()

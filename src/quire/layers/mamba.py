@@ -103,7 +103,7 @@ class Mamba:
         self._cbxz = weights.linear(*CBXZ, bias=config.bias, split=Split.OUTPUTS, heads=counts)
         own = share(heads, group, heads)
         bias = weights.tensor(f"{DT}.bias")[own.start : own.stop] if config.bias else None
-        self._dt = weights.kernels.pack([weights.tensor(f"{DT}.weight")[own.start : own.stop]], bias)
+        self._dt = weights.kernels.pack([weights.tensor(f"{DT}.weight")[own.start : own.stop]], bias, heads)
         self.output = weights.linear(f"{PREFIX}out_proj", bias=config.bias, split=Split.INPUTS, heads=(heads,))
         self._weights = _layer_weights(config, weights, own)
         self._norm = GroupedNorm(config, weights)

@@ -205,14 +205,17 @@ class Weights:
             numbers = sum(part.out_features * part.in_features for part in codes)
             self._saved[product_name(names)] = numbers * self.dtype.itemsize - sum(part.nbytes for part in codes)
             return self.kernels.pack_mxfp4(codes, joined_bias)
+        whole = sum(self._shapes[f"{name}.weight"][0] for name in names)
+        shared = (whole,) if sum(map(len, rows)) < whole else ()
         if self.quantization is None:
-            return self.kernels.pack([_of(self.tensor(f"{name}.weight"), own) for name, own in parts], joined_bias)
+            own_parts = [_of(self.tensor(f"{name}.weight"), own) for name, own in parts]
+            return self.kernels.pack(own_parts, joined_bias, *shared)
         how = _how(f"{names[0]}.weight", self.quantization)
         product = product_name(names)
         quantized = self._read(names, product, how, rows) if self._stored else self._quantized(parts, product, how)
         if not self._complete:
             self.products[product] = quantized
-        return self.kernels.pack_quantized(quantized, joined_bias)
+        return self.kernels.pack_quantized(quantized, joined_bias, *shared)
 
     def _codes(self, parts: Sequence[tuple[str, range]]) -> list[Mxfp4Weight]:
         """Weights that are stored in MXFP4; none where one of them is not."""

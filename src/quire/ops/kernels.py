@@ -153,11 +153,14 @@ class Kernels:
 
     # -- weights -------------------------------------------------------------------------------------------
 
-    def pack(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Product:
+    def pack(
+        self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None, outputs: int | None = None
+    ) -> Product:
         """The product with a weight, copied into the layout in which this implementation multiplies.
 
         Args:
             parts: [out, in] each, with the same inputs; their outputs come side by side.
+            outputs: of the whole weight, if these are a rank's: its sums are cut as the whole's are.
         """
         return PackedWeight(parts[0] if len(parts) == 1 else torch.cat(list(parts)), bias)
 
@@ -165,8 +168,10 @@ class Kernels:
         """See `quantized.quantize`."""
         return quantize(weight, how)
 
-    def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
-        """The product with a quantized weight, whose tensors are used where they lie."""
+    def pack_quantized(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None = None, outputs: int | None = None
+    ) -> Product:
+        """The product with a quantized weight, whose tensors are used where they lie; `outputs`: see `pack`."""
         return QuantizedProduct(weight, bias)
 
     def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:

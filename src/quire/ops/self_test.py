@@ -39,6 +39,8 @@ SHORT_SHAPES = ((72, 1000),)
 
 SHARED_SHAPE, RANKS = (360, 704), (2, 3, 4)
 """A product that ranks share, not all in whole panels; and how many they are."""
+WIDE_SHAPE = (8640, 512)
+"""One of so many outputs that a GPU would cut the sums of a part in another way than those of the whole."""
 
 CHUNKINGS = ((1, 299), (16, 284), (128, 128, 44), (129, 171), (255, 1, 44), (100, 100, 100), (299, 1))
 """Ways to cut a context into spans."""
@@ -143,14 +145,15 @@ def check_shares(kernels: Kernels, how: Stored) -> Check:
     """The outputs that a rank has of a product against the same ones of the whole product."""
     generator = torch.Generator().manual_seed(0)
     dtype = how if isinstance(how, torch.dtype) else torch.bfloat16
-    weight = torch.randn(SHARED_SHAPE, generator=generator)
-    x = torch.randn(max(ROW_COUNTS), SHARED_SHAPE[1], generator=generator).to(kernels.device, dtype)
+    shape = WIDE_SHAPE if kernels.device.type == "cuda" else SHARED_SHAPE
+    weight = torch.randn(shape, generator=generator)
+    x = torch.randn(max(ROW_COUNTS), shape[1], generator=generator).to(kernels.device, dtype)
     whole = _product(kernels, weight, dtype, how)
     failures, cases = [], 0
     for ranks in RANKS:
         for rank in range(ranks):
             own = share(len(weight), OneRank(rank, ranks))
-            product = _product(kernels, weight[own.start : own.stop], dtype, how)
+            product = _product(kernels, weight[own.start : own.stop], dtype, how, len(weight))
             for rows in (1, 8, len(x)):
                 cases += 1
                 if not torch.equal(product.matmul(x[:rows]), whole.matmul(x[:rows])[:, own.start : own.stop]):
@@ -240,13 +243,15 @@ def check_experts(kernels: Kernels, how: Stored) -> Check:
     return Check(f"experts {_name(how)}", cases + 1, tuple(failures))
 
 
-def _product(kernels: Kernels, weight: torch.Tensor, dtype: torch.dtype, how: Stored = torch.float32) -> Product:
-    """The product with a weight in `dtype`, or quantized."""
+def _product(
+    kernels: Kernels, weight: torch.Tensor, dtype: torch.dtype, how: Stored = torch.float32, outputs: int | None = None
+) -> Product:
+    """The product with a weight in `dtype`, or quantized; `outputs`: see `Kernels.pack`."""
     if how == "mxfp4":
         return kernels.pack_mxfp4([_mxfp4(weight)])
     if isinstance(how, Quantization):
-        return kernels.pack_quantized(kernels.quantize(weight, how))
-    return kernels.pack([weight.to(kernels.device, dtype)])
+        return kernels.pack_quantized(kernels.quantize(weight, how), None, outputs)
+    return kernels.pack([weight.to(kernels.device, dtype)], None, outputs)
 
 
 def _mxfp4(weight: torch.Tensor) -> Mxfp4Weight:

@@ -76,13 +76,17 @@ class CpuKernels(Kernels):
         finally:
             self._lib.set_threads(before)
 
-    def pack(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Product:
+    def pack(
+        self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None, outputs: int | None = None
+    ) -> Product:
         return linear.CpuProduct(self._lib, parts, bias, self._scratch)
 
     def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
         return quantize.quantize(self._lib, weight, how)
 
-    def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
+    def pack_quantized(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None = None, outputs: int | None = None
+    ) -> Product:
         return linear.CpuProduct(self._lib, weight, bias, self._scratch)
 
     def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -71,14 +72,21 @@ class TritonKernels(Kernels):
 
     # -- weights -------------------------------------------------------------------------------------------
 
-    def pack(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Product:
-        return linear.pack(parts, bias, self.device, self._make)
+    def pack(
+        self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None, outputs: int | None = None
+    ) -> Product:
+        make = self._make
+        if outputs is not None and self.deterministic:  # the library would cut a part's sums in its own way
+            make = functools.partial(DenseProduct, outputs=outputs)
+        return linear.pack(parts, bias, self.device, make)
 
     def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
         return linear.quantize(weight, how, self.device)
 
-    def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
-        return linear.pack_quantized(weight, bias, self.device)
+    def pack_quantized(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None = None, outputs: int | None = None
+    ) -> Product:
+        return linear.pack_quantized(weight, bias, self.device, outputs)
 
     def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
         return Mxfp4Product(parts, bias, self.device)

@@ -43,6 +43,8 @@ def quantize(weight: torch.Tensor, how: Quantization, device: torch.device) -> Q
     return quantized.quantize(weight.to(device), how)
 
 
-def pack_quantized(weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device) -> Product:
+def pack_quantized(
+    weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device, outputs: int | None = None
+) -> Product:
     """See `Kernels.pack_quantized`; the weight is copied."""
-    return QuantizedProduct(weight, None if bias is None else bias.to(device), device)
+    return QuantizedProduct(weight, None if bias is None else bias.to(device), device, outputs)

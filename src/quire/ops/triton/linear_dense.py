@@ -100,13 +100,20 @@ class DenseProduct:
 
     Args:
         tiles: for few rows and for many, of the same outputs and inputs; None: those for the weight's data type.
+        outputs: see `Kernels.pack`.
 
     Attributes:
         weight: [out, in], contiguous, used where it lies; for kernels that multiply with several at once.
         bias: [out], in fp32; None: there is none.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, tiles: tuple[Tile, Tile] | None = None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tiles: tuple[Tile, Tile] | None = None,
+        outputs: int | None = None,
+    ) -> None:
         self.out_features, self.in_features = weight.shape
         self.weight = weight
         self.bias = None if bias is None else bias.float()
@@ -116,7 +123,8 @@ class DenseProduct:
             self._tall = self._short
         self._out_tiles = triton.cdiv(self.out_features, self._short.outputs)
         blocks = triton.cdiv(self.in_features, self._short.inputs)
-        self._chunks = Chunks.of(self._out_tiles, blocks, LEAST_INPUTS // self._short.inputs)
+        of_all = triton.cdiv(outputs or self.out_features, self._short.outputs)
+        self._chunks = Chunks.of(of_all, blocks, LEAST_INPUTS // self._short.inputs)
 
     def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in `out_dtype`, x's unless said."""

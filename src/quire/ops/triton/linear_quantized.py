@@ -258,14 +258,17 @@ class QuantizedProduct:
         bias: [out] fp32; None: there is none.
     """
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device) -> None:
+    def __init__(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device, outputs: int | None = None
+    ) -> None:
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.group = None if weight.group is None else min(weight.group, LARGEST_GROUP)
         self.block_inputs = INT8_BLOCK if self.group is None else 2 * self.group
         self.blocks = relay(weight, self.block_inputs, device)
         self._out_tiles = self.blocks.shape[1] // OUTPUTS
         whole = BLOCK // self.block_inputs
-        self.chunks = Chunks.of(self._out_tiles, len(self.blocks), whole, unit=whole)
+        of_all = self._out_tiles if outputs is None else triton.cdiv(outputs, OUTPUTS)
+        self.chunks = Chunks.of(of_all, len(self.blocks), whole, unit=whole)
         self.scales = weight.scales.to(device) if self.group is None else relay_scales(weight, self.blocks)
         self.bias = None if bias is None else bias.float()
 
