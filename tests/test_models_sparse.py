@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.oracle import (
 from tests.test_models_deepseek import YARN, rope, save_with_mtp
 from tests.test_models_families import ORDER, each_alone
 
+TORCH = Kernels()
 PROMPT = random_prompt(90)
 SHARED = {"indexer_types": ["full", "shared", "full"]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -105,10 +107,17 @@ def cache_of(keys: torch.Tensor, stored: str = "auto", behind: int = 5) -> tuple
     return kv, batch
 
 
-def chosen(q: torch.Tensor, weights: torch.Tensor, kv: KVCache, batch: RaggedBatch, top: int) -> list[list[int]]:
-    """Of rows that are the last of the context."""
-    beyond = sparse.Beyond(0, 0, len(q), batch.context_lens[0] - len(q))
-    return sparse.select(q, weights, beyond, kv, batch, 0, top).tolist()
+def chosen(
+    q: torch.Tensor, weights: torch.Tensor, kv: KVCache, batch: RaggedBatch, top: int, kernels: Kernels = TORCH
+) -> list[list[int]]:
+    """Positions that rows attend to, the last ones of the context."""
+    rows, none = torch.arange(len(q)), torch.zeros(len(q), dtype=torch.int64)
+    step = replace(batch, token_ids=none, positions=rows + batch.context_lens[0] - len(q), row_starts=[0, len(q)])
+    choice = sparse.choice(step, top)
+    kernels.choose(choice.of_rows(q), choice.of_rows(weights), kv, step, 0, choice)
+    positions = torch.full((kv.num_blocks * 16,), -1)
+    positions[batch.slots] = torch.arange(len(batch.slots))
+    return positions[choice.slots].tolist()
 
 
 @pytest.mark.parametrize("top", [1, 7, 128, 299])

@@ -15,7 +15,7 @@ import torch
 from quire.layers.attention import QueryScaling
 from quire.layers.latent import LatentAttention, LatentConfig
 from quire.layers.weights import LayerWeights
-from quire.ops import KVCache, RaggedBatch, elementwise, latent, sparse
+from quire.ops import KVCache, RaggedBatch, elementwise, sparse
 
 INDEX_EPS = 1e-6
 """Of the norm of index keys, whatever `rms_norm_eps` is: as in DeepSeek's own code and in transformers."""
@@ -82,31 +82,24 @@ class Indexer:
         x: torch.Tensor,
         compressed: torch.Tensor,
         tables: Tables,
-        parts: sparse.Split,
         kv: KVCache,
         batch: RaggedBatch,
         layer: int,
-    ) -> list[torch.Tensor]:
-        """Positions [rows, top], for each of `parts.beyond`.
+        choice: sparse.Choice,
+    ) -> None:
+        """See `sparse.choose`.
 
         Args:
             x: [tokens, hidden]. compressed: [tokens, q_lora_rank], the normed compressed queries.
         """
-        if not parts.beyond:
-            return []
-        config, rows = self._config, parts.rows
-        own = tables[0][rows], tables[1][rows]
-        q = self._queries.matmul(compressed[rows]).view(len(rows), config.heads, config.head_dim)
-        q = self._turned(q, own)
+        if len(choice.slots) == 0:
+            return
+        config, of_rows = self._config, choice.of_rows
+        q = self._queries.matmul(of_rows(compressed)).view(-1, config.heads, config.head_dim)
+        q = self._turned(q, (of_rows(tables[0]), of_rows(tables[1])))
         scale = config.heads**-0.5 * config.head_dim**-0.5  # above 0, so that it may stand before the relu or behind it
-        weights = self._weights.matmul(x[rows].float()) * scale
-        counts = [each.last - each.first for each in parts.beyond]
-        return [
-            sparse.select(own_q, own_weights, each, kv, batch, layer, config.top)
-            for each, own_q, own_weights in zip(
-                parts.beyond, torch.split(q, counts), torch.split(weights, counts), strict=True
-            )
-        ]
+        weights = self._weights.matmul(of_rows(x).float()) * scale
+        self._kernels.choose(q, weights, kv, batch, layer, choice)
 
     def _turned(self, x: torch.Tensor, tables: Tables) -> torch.Tensor:
         """x: [tokens, heads, head_dim], of which the first dimensions turn."""
@@ -140,13 +133,13 @@ class SparseLatentAttention(LatentAttention):
         compressed = self.query_norm(self.compressed_queries(x))
         still, turned = self._halves(self.queries(compressed), tables, batch)
         keys = self._indexer.keys(x, tables) if self._indexer else x.new_zeros(len(x), self._index.head_dim)
-        latent.store_latent(self.compressed(x), self.norm.weight, self.norm.eps, tables, kv, batch, self.layer, keys)
-        parts = batch.once(("split", self._index.top), lambda: sparse.split(batch, self._index.top))
-        chosen: list[torch.Tensor] = batch.once("chosen", list)  # by the last layer that chose
-        if self._indexer is not None:
-            chosen[:] = self._indexer.choose(x, compressed, tables, parts, kv, batch, self.layer)
+        norm = self.norm
+        kernels.store_latent(self.compressed(x), norm.weight, norm.eps, tables, kv, batch, self.layer, keys)
+        choice = batch.once(("choice", self._index.top), lambda: sparse.choice(batch, self._index.top))
+        if self._indexer is not None:  # else the last layer that had one chose
+            self._indexer.choose(x, compressed, tables, kv, batch, self.layer, choice)
         q = torch.cat([self.into_latent(still), turned], dim=-1)  # [tokens, heads, latent + rope]
-        seen = chosen, parts, kv, batch, self.layer, config.scale, config.kv_lora_rank
-        out = self.out_of_latent(sparse.attend(kernels, q, *seen))
+        out = kernels.attend_chosen(q, choice, kv, batch, self.layer, config.scale, config.kv_lora_rank)
+        out = self.out_of_latent(out)
         kv.pulse[0] += 1
         return self.output(out.flatten(1))

@@ -24,6 +24,7 @@ from quire.ops import (
     mamba,
     sampling,
     short_conv,
+    sparse,
     states,
     step_inputs,
 )
@@ -38,6 +39,7 @@ from quire.ops.quantized import Quantization, QuantizedProduct, QuantizedWeight,
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
 from quire.ops.short_conv import ConvCache, ShortConvWeights
+from quire.ops.sparse import Choice
 from quire.ops.states import DeltaNetWeights, StateCache
 from quire.ops.threads import torch_threads
 from quire.parallel.group import Gather
@@ -348,9 +350,10 @@ class Kernels:
         kv: KVCache,
         batch: RaggedBatch,
         layer: int,
+        index_keys: torch.Tensor | None = None,
     ) -> None:
         """See `latent.store_latent`."""
-        latent.store_latent(compressed, norm, eps, tables, kv, batch, layer)
+        latent.store_latent(compressed, norm, eps, tables, kv, batch, layer, index_keys)
 
     def rotate_interleaved(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """See `latent.rotate_interleaved`."""
@@ -361,6 +364,26 @@ class Kernels:
     ) -> torch.Tensor:
         """See `latent.latent_attention`."""
         return latent.latent_attention(q, kv, batch, layer, scale, width)
+
+    # -- sparse attention ----------------------------------------------------------------------------------
+
+    def choose(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+        choice: Choice,
+    ) -> None:
+        """See `sparse.choose`."""
+        sparse.choose(q, weights, kv, batch, layer, choice)
+
+    def attend_chosen(
+        self, q: torch.Tensor, choice: Choice, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
+    ) -> torch.Tensor:
+        """See `sparse.attend`."""
+        return sparse.attend(self, q, choice, kv, layer, scale, width)
 
     # -- recurrent layers ----------------------------------------------------------------------------------
 

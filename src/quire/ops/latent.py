@@ -73,7 +73,7 @@ def latent_attention(
     row stands once as a key and once more, its key part zeroed, as a value.
 
     Args:
-        q: [tokens, heads, latent + rope], contiguous.
+        q: [tokens, heads, latent + rope], contiguous. What lies behind so many numbers of a row is not read.
         width: `latent`, the numbers of a row that are its value.
 
     Returns [tokens, heads, latent], contiguous, in q's data type. A row's bits depend on nothing but the row and its
@@ -83,11 +83,11 @@ def latent_attention(
     def make() -> tuple[KVCache, RaggedBatch, torch.Tensor]:
         blocks, names = torch.unique(batch.block_tables, return_inverse=True)
         dtype = kv.dtype if kv.scales is None else torch.float32  # code times scale would be rounded in kv.dtype
-        wide = KVCache(len(blocks) + 1, 1, 1, kv.head_dim, kv.block_size, dtype)
+        wide = KVCache(len(blocks) + 1, 1, 1, q.shape[2], kv.block_size, dtype)
         return wide, replace(batch, block_tables=names), blocks
 
-    wide, renamed, blocks = batch.once(("latent", id(kv)), make)
-    rows = kv.numbers[blocks, layer, 0, KEY]  # [blocks, block_size, latent + rope]
+    wide, renamed, blocks = batch.once(("latent", q.shape[2], id(kv)), make)
+    rows = kv.numbers[blocks, layer, 0, KEY, :, : q.shape[2]]  # [blocks, block_size, latent + rope]
     if kv.scales is not None:
         rows = rows.float() * kv.scales[blocks, layer, 0, KEY].unsqueeze(-1)
     wide.numbers[:-1, 0, 0, KEY] = rows

@@ -1,31 +1,38 @@
-"""Sparse attention in plain torch (DSA, https://arxiv.org/abs/2512.02556): a row attends to the `top` positions alone
-that an indexer finds best among those before it and its own.
+"""Sparse attention (DSA, https://arxiv.org/abs/2512.02556): a row attends to the `top` positions alone that an indexer
+finds best among those before it and its own. In plain torch; the definition.
 
-The cache holds an index key a token behind what attention reads of it, in the same row. A row at a position below `top`
-sees all, and is computed as any other. For those behind, what was chosen is copied side by side, in ascending order of
-positions, and attention sees a context of `top` tokens: its kernels, and what they promise of bits, are the same.
+The cache holds an index key a token behind what attention reads of it, in the same row. What is chosen is exact: the
+highest scores, and of equal ones the lowest position. It is kept as slots of the cache, in ascending order of positions:
+so layers may share it, and a row that chose is to attention like a row of a tree, whose path through the cache they are.
+
+Where the host knows the spans, a row at a position below `top` is computed as any other: it sees all. Where the device
+alone knows them, such a row's path is all that it sees.
 
 Scores are sums of fp32 products of tiles at constant positions, which depend on nothing but the row and the key; heads
-are added up one after the other. What is chosen is exact: the highest scores, and of equal ones the lowest position.
+are added up one after the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from quire.ops.attention_plan import KEY_TILE, ROW_TILE, row_multiple
-from quire.ops.kernels import Kernels
 from quire.ops.kv_cache import KEY, KVCache
 from quire.ops.ragged import RaggedBatch
+
+if TYPE_CHECKING:
+    from quire.ops.kernels import Kernels
 
 PRODUCT_BYTES = 4 * 2**20
 """About how much memory the products have that are made at once. Does not change bits."""
 
 SCORE_BYTES = 64 * 2**20
-"""Most memory of the scores that are sorted at once, with their order. Does not change bits."""
+"""Most memory of the scores that are kept at once, unless one row needs more. Does not change bits."""
 
 GATHERED_BYTES = 64 * 2**20
 """Most memory of the rows that are copied at once, unless one row needs more. Does not change bits."""
@@ -36,7 +43,7 @@ class Beyond:
     """Rows of one span at positions from `top` on.
 
     Attributes:
-        span: its number. first, last: rows of the batch, first .. last - 1.
+        span: its number. first, last: of the rows that choose, first .. last - 1.
         position: of the first.
     """
 
@@ -47,30 +54,46 @@ class Beyond:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """A step's rows by whether they see all before them.
+class Choice:
+    """What the rows of a step attend to; made once a step, and written by each layer that chooses.
 
     Attributes:
-        whole: rows that do, [rows] int64; `batch`: they alone; None: there are none.
-        beyond: of each span that has others.
-        rows: those, in order.
+        top: most positions of a row.
+        rows: those that choose, in order, [rows] int64; None: all do, as the host does not know their positions.
+        slots: [rows, top], where the tokens lie that they attend to, in ascending order of positions; int64, on a device
+            int32.
+        beyond: the rows that choose, by span; empty where all do.
+        whole: the others, [rows] int64; `batch`: they alone; None: there are none.
     """
 
+    top: int
+    rows: torch.Tensor | None
+    slots: torch.Tensor
+    beyond: list[Beyond]
     whole: torch.Tensor
     batch: RaggedBatch | None
-    beyond: list[Beyond]
-    rows: torch.Tensor
+
+    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x of the rows that choose, of x [tokens, ...]."""
+        return x if self.rows is None else x[self.rows]
 
 
-def split(batch: RaggedBatch, top: int) -> Split:
-    """Rows that see at most `top` positions, and the others.
+NONE = torch.empty(0, dtype=torch.int64)
+
+
+def choice(batch: RaggedBatch, top: int) -> Choice:
+    """Which rows choose, with room for what they will.
 
     Raises:
         ValueError: rows are in trees.
     """
-    if batch.trees is not None:
+    if batch.trees is not None or (batch.spans is not None and batch.spans.trees is not None):
         raise ValueError("rows of trees have no sparse attention")
-    spans, beyond, whole, rows, starts = [], [], [], [], [0]
+    if batch.spans is not None:
+        positions = batch.positions
+        slots = torch.empty(len(positions), top, dtype=torch.int32, device=positions.device)
+        return Choice(top, None, slots, [], NONE, None)
+    spans, beyond, whole, rows, starts, count = [], [], [NONE], [NONE], [0], 0
     for span, context in enumerate(batch.context_lens):
         first, last = batch.row_starts[span : span + 2]
         position = context - (last - first)
@@ -80,25 +103,43 @@ def split(batch: RaggedBatch, top: int) -> Split:
             whole.append(torch.arange(first, middle))
             starts.append(starts[-1] + middle - first)
         if last > middle:
-            beyond.append(Beyond(span, middle, last, position + middle - first))
+            beyond.append(Beyond(span, count, count + last - middle, position + middle - first))
             rows.append(torch.arange(middle, last))
-    none = torch.empty(0, dtype=torch.int64)
-    seen = torch.cat([none, *whole])
-    if not spans:
-        return Split(seen, None, beyond, torch.cat([none, *rows]))
-    part = RaggedBatch(
-        token_ids=batch.token_ids[seen],
-        positions=batch.positions[seen],
-        slots=batch.slots[seen],
-        row_starts=starts,
-        context_lens=[context for _, context in spans],
-        block_tables=batch.block_tables[[span for span, _ in spans]].contiguous(),
-        block_size=batch.block_size,
-    )
-    return Split(seen, part, beyond, torch.cat([none, *rows]))
+            count += last - middle
+    slots, seen = torch.empty(count, top, dtype=torch.int64), torch.cat(whole)
+    part = None
+    if spans:
+        part = RaggedBatch(
+            token_ids=batch.token_ids[seen],
+            positions=batch.positions[seen],
+            slots=batch.slots[seen],
+            row_starts=starts,
+            context_lens=[context for _, context in spans],
+            block_tables=batch.block_tables[[span for span, _ in spans]].contiguous(),
+            block_size=batch.block_size,
+        )
+    return Choice(top, torch.cat(rows), slots, beyond, seen, part)
 
 
-def select(
+def choose(
+    q: torch.Tensor, weights: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, choice: Choice
+) -> None:
+    """Write what rows attend to into `choice.slots`.
+
+    The score of a key is the sum over heads of weight * relu(query . key).
+
+    Args:
+        q: [rows, heads, index_head_dim], index queries of the rows that choose.
+        weights: [rows, heads] fp32.
+    """
+    for each in choice.beyond:
+        rows = slice(each.first, each.last)
+        positions = _best(q[rows], weights[rows], each, kv, batch, layer, choice.top)
+        table, size = batch.block_tables[each.span], batch.block_size
+        choice.slots[rows] = table[positions // size] * size + positions % size
+
+
+def _best(
     q: torch.Tensor,
     weights: torch.Tensor,
     beyond: Beyond,
@@ -107,14 +148,7 @@ def select(
     layer: int,
     top: int,
 ) -> torch.Tensor:
-    """The positions that rows of one span attend to, ascending: [rows, top] int64.
-
-    The score of a key is the sum over heads of weight * relu(query . key).
-
-    Args:
-        q: [rows, heads, index_head_dim], those rows' index queries.
-        weights: [rows, heads] fp32.
-    """
+    """Positions of one span's rows, ascending: [rows, top] int64."""
     size, width = batch.block_size, q.shape[2]
     context = beyond.position + len(q)
     blocks = batch.block_tables[beyond.span, : -(-context // size)]
@@ -125,16 +159,16 @@ def select(
     wide = keys.new_zeros(tiles * KEY_TILE, width)
     wide[:context] = keys.flatten(0, 1)[:context]
     by_tile = wide.view(tiles, KEY_TILE, width).transpose(1, 2)  # [tiles, width, KEY_TILE]
-    chosen = torch.empty(len(q), top, dtype=torch.int64)
-    at_once = max(1, SCORE_BYTES // (16 * tiles * KEY_TILE))
+    best = torch.empty(len(q), top, dtype=torch.int64)
+    at_once = max(1, SCORE_BYTES // (16 * tiles * KEY_TILE))  # of a score also its copy and its position, sorted
     for first in range(0, len(q), at_once):
         rows = slice(first, first + at_once)
         scores = _scores(q[rows].float(), weights[rows], by_tile)
         positions = beyond.position + first + torch.arange(len(scores))
         scores.masked_fill_(torch.arange(tiles * KEY_TILE) > positions.unsqueeze(1), float("-inf"))
         order = torch.sort(scores, dim=1, descending=True, stable=True).indices
-        chosen[rows] = order[:, :top].sort(dim=1).values
-    return chosen
+        best[rows] = order[:, :top].sort(dim=1).values
+    return best
 
 
 def _scores(q: torch.Tensor, weights: torch.Tensor, by_tile: torch.Tensor) -> torch.Tensor:
@@ -162,44 +196,46 @@ def _scores(q: torch.Tensor, weights: torch.Tensor, by_tile: torch.Tensor) -> to
 def attend(
     kernels: Kernels,
     q: torch.Tensor,
-    chosen: list[torch.Tensor],
-    parts: Split,
+    choice: Choice,
     kv: KVCache,
-    batch: RaggedBatch,
     layer: int,
     scale: float,
     width: int,
 ) -> torch.Tensor:
-    """Latent attention of q [tokens, heads, latent + rope] to what each row sees.
+    """Latent attention of each row to what it sees: all, or what it chose.
+
+    What was chosen is copied side by side, so that attention sees a context of `top` tokens.
 
     Args:
-        chosen: for each of `parts.beyond`, positions [rows, top].
+        q: [tokens, heads, latent + rope], in rows of the cache that have an index key behind these.
         width: see `latent_attention`.
 
     Returns [tokens, heads, latent], contiguous.
     """
-    tokens, heads, attended = q.shape
-    out = q.new_empty(tokens, heads, width)
-    if parts.batch is not None:
-        whole = torch.nn.functional.pad(q[parts.whole], (0, kv.head_dim - attended))  # index keys times zero
-        out[parts.whole] = kernels.attend_latent(whole, kv, parts.batch, layer, scale, width)
-    if not parts.beyond:
-        return out
-    size, top = batch.block_size, chosen[0].shape[1]
-    slots = torch.cat(
-        [
-            batch.block_tables[each.span][positions // size] * size + positions % size
-            for each, positions in zip(parts.beyond, chosen, strict=True)
-        ]
-    )
-    at_once = max(1, GATHERED_BYTES // (kv.shape.row_bytes * top))
-    for first in range(0, len(slots), at_once):
-        rows, sources = parts.rows[first : first + at_once], slots[first : first + at_once]
-        key = ("gathered", id(kv), len(sources), top)
-        gathered, spans = batch.once(key, partial(_room, len(sources), top, attended, kv))
-        _gather(sources, layer, kv, gathered)
-        out[rows] = kernels.attend_latent(q[rows], gathered, spans, 0, scale, width)
+    out = q.new_empty(*q.shape[:2], width)
+    if choice.batch is not None:
+        out[choice.whole] = kernels.attend_latent(q[choice.whole], kv, choice.batch, layer, scale, width)
+    for part, gathered, spans in _gathered(q.shape[2], choice, kv, layer):
+        out[part] = kernels.attend_latent(q[part], gathered, spans, 0, scale, width)
     return out
+
+
+def _gathered(
+    attended: int, choice: Choice, kv: KVCache, layer: int
+) -> Iterator[tuple[torch.Tensor, KVCache, RaggedBatch]]:
+    """Of some rows that choose at a time: which they are, a cache with what each attends to, and the batch of them."""
+    if choice.rows is None:
+        raise ValueError("this batch's spans are not on the host")
+    top = choice.top
+    at_once = max(1, GATHERED_BYTES // (kv.shape.row_bytes * top))
+    rooms: dict[int, tuple[KVCache, RaggedBatch]] = {}
+    for rows, slots in zip(choice.rows.split(at_once), choice.slots.split(at_once), strict=True):
+        if len(rows) == 0:
+            return
+        make = partial(_room, len(rows), top, attended, kv)
+        room = rooms[len(rows)] = rooms.get(len(rows)) or make()
+        _gather(slots, layer, kv, room[0])
+        yield rows, *room
 
 
 def _room(rows: int, top: int, attended: int, kv: KVCache) -> tuple[KVCache, RaggedBatch]:

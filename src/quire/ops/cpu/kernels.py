@@ -19,6 +19,7 @@ from quire.ops.cpu import (
     rows,
     sampling,
     short_conv,
+    sparse,
 )
 from quire.ops.cpu.layer import CpuLayer
 from quire.ops.cpu.library import VERSION, Library
@@ -35,6 +36,7 @@ from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
 from quire.ops.short_conv import ConvCache, ShortConvWeights
+from quire.ops.sparse import Choice
 from quire.ops.states import DeltaNetWeights, StateCache
 from quire.ops.threads import torch_threads
 from quire.parallel.group import Gather
@@ -56,7 +58,7 @@ class CpuKernels(Kernels):
         self.name = isa
         modules = (
             *(attention, experts, latent, layer, linear, mamba),
-            *(quantize, recurrent, rows, sampling, short_conv),
+            *(quantize, recurrent, rows, sampling, short_conv, sparse),
         )
         self._lib = Library(isa, {name: what for module in modules for name, what in module.PROTOTYPES.items()})
         self._scratch = Scratch()  # of one product
@@ -172,8 +174,9 @@ class CpuKernels(Kernels):
         kv: KVCache,
         batch: RaggedBatch,
         layer: int,
+        index_keys: torch.Tensor | None = None,
     ) -> None:
-        latent.store_latent(self._lib, compressed, norm, eps, tables, kv, batch, layer)
+        latent.store_latent(self._lib, compressed, norm, eps, tables, kv, batch, layer, index_keys)
 
     def rotate_interleaved(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return latent.rotate_interleaved(self._lib, x, tables)
@@ -182,6 +185,22 @@ class CpuKernels(Kernels):
         self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
     ) -> torch.Tensor:
         return latent.attend(self._lib, q, kv, batch, layer, scale, width)
+
+    def choose(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+        choice: Choice,
+    ) -> None:
+        sparse.choose(self._lib, q, weights, kv, batch, layer, choice)
+
+    def attend_chosen(
+        self, q: torch.Tensor, choice: Choice, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
+    ) -> torch.Tensor:
+        return sparse.attend(self._lib, q, choice, kv, batch, layer, scale, width)
 
     def delta_net(
         self,

@@ -18,7 +18,7 @@ PROTOTYPES: dict[str, Prototype] = {
     "attend_latent": (None, (POINTER, I64, POINTER, I64, POINTER)),
     "store_latent": (
         I32,
-        (I32, POINTER, I64, POINTER, F32, POINTER, POINTER, POINTER, POINTER, I64, I64, I64, I64, POINTER),
+        (I32, POINTER, I64, POINTER, F32, *[POINTER] * 5, *[I64] * 5, POINTER),
     ),
     "rotate_interleaved": (None, (I32, POINTER, I64, I64, POINTER, POINTER, POINTER, I64, I64, I64)),
 }
@@ -38,7 +38,7 @@ class CStep(ctypes.Structure):
 
     _fields_ = (
         ("kv", CCache),
-        *((name, I64) for name in ("dtype", "heads", "latent", "split", "table_width", "items", "merges")),
+        *((name, I64) for name in ("dtype", "heads", "key", "latent", "split", "table_width", "items", "merges")),
         *((name, I64) for name in ("most_rows", "threads", "scratch_bytes")),
         *((name, POINTER) for name in ("tables", "item", "merge", "scratch", "left")),
         ("trees", CTrees),
@@ -57,6 +57,7 @@ class Step:
         self,
         lib: Library,
         heads: int,
+        key: int,
         latent: int,
         dtype: torch.dtype,
         scale: float,
@@ -73,6 +74,7 @@ class Step:
             kv=describe(kv),
             dtype=DTYPES[dtype],
             heads=heads,
+            key=key,
             latent=latent,
             split=SPLIT,
             table_width=self.tables.shape[1],
@@ -104,7 +106,7 @@ def attend(
         ValueError: the queries or the batch do not fit the cache.
     """
     tokens, heads, size = q.shape
-    if not (0 <= layer < kv.layers and size == kv.head_dim and tokens == batch.row_starts[-1]):
+    if not (0 <= layer < kv.layers and size <= kv.head_dim and tokens == batch.row_starts[-1]):
         raise ValueError(
             f"queries [{tokens}, {heads}, {size}] for layer {layer} do not fit a batch of {batch.row_starts[-1]} "
             f"rows and a cache of {kv.layers} layers with {kv.head_dim} numbers a token"
@@ -113,8 +115,8 @@ def attend(
         raise ValueError(f"values of {width} numbers do not lie in a row of {size}")
     if q.stride(2) != 1 or q.stride(1) != size:
         q = q.contiguous()
-    key = ("attend_latent", heads, width, q.dtype, scale, id(kv))
-    step = batch.once(key, lambda: Step(lib, heads, width, q.dtype, scale, kv, batch))
+    key = ("attend_latent", heads, size, width, q.dtype, scale, id(kv))
+    step = batch.once(key, lambda: Step(lib, heads, size, width, q.dtype, scale, kv, batch))
     out = q.new_empty(tokens, heads, width)
     lib.attend_latent(step.pointer, layer, q.data_ptr(), q.stride(0), out.data_ptr())
     return out
@@ -171,6 +173,7 @@ def store_latent(
     kv: KVCache,
     batch: RaggedBatch,
     layer: int,
+    index_keys: torch.Tensor | None = None,
 ) -> None:
     """See `latent.store_latent`.
 
@@ -179,20 +182,22 @@ def store_latent(
         IndexError: a slot outside the cache.
     """
     tokens, size = compressed.shape
+    behind = compressed[:, :0] if index_keys is None else index_keys.contiguous()
+    rope, whole = size - len(norm), size + behind.shape[1]
     cos, sin = (table.contiguous() for table in tables)
-    if size != kv.head_dim or size - len(norm) != 2 * cos.shape[1] or not 0 <= layer < kv.layers:
+    if whole != kv.head_dim or rope != 2 * cos.shape[1] or not 0 <= layer < kv.layers:
         raise ValueError(
-            f"rows of {size} numbers, {len(norm)} of them normalized and {2 * cos.shape[1]} rotated, for layer {layer} "
+            f"rows of {whole} numbers, {len(norm)} of them normalized and {2 * cos.shape[1]} rotated, for layer {layer} "
             f"do not fit a cache of {kv.layers} layers with {kv.head_dim} numbers a token"
         )
     if compressed.stride(1) != 1:
         compressed = compressed.contiguous()
-    rows = compressed.new_empty(tokens, size)
+    rows = compressed.new_empty(tokens, whole)
     slots, cache = batch.once(("store_latent", id(kv)), lambda: (batch.slots.contiguous(), describe(kv)))
     outside = lib.store_latent(
         *(DTYPES[compressed.dtype], compressed.data_ptr(), compressed.stride(0), norm.data_ptr(), eps),
-        *(cos.data_ptr(), sin.data_ptr(), rows.data_ptr(), slots.data_ptr()),
-        *(tokens, len(norm), layer, kv.num_blocks, ctypes.byref(cache)),
+        *(cos.data_ptr(), sin.data_ptr(), behind.data_ptr(), rows.data_ptr(), slots.data_ptr()),
+        *(tokens, len(norm), rope, layer, kv.num_blocks, ctypes.byref(cache)),
     )
     if outside:
         raise IndexError(f"slots from {int(slots.min())} to {int(slots.max())}; the cache has {kv.num_blocks} blocks")

@@ -32,7 +32,8 @@ struct LatentMerge {
 // What the layers of a step share. Python fills it in: see latent.py, which has the same fields.
 struct LatentStep {
     KvCache kv;
-    int64_t dtype, heads, latent, split, table_width, items, merges, most_rows, threads, scratch_bytes;
+    int64_t dtype, heads, key, latent;  // numbers of a row that are its key, and of these its value
+    int64_t split, table_width, items, merges, most_rows, threads, scratch_bytes;
     const int64_t* tables;  // [spans, table_width]
     const LatentItem* item;
     const LatentMerge* merge;
@@ -95,15 +96,15 @@ struct LatentScratch {
     States first, later;  // of the first split, then of all so far; of another
 
     // Lays it out from `at` on; the bytes that it takes.
-    int64_t lay_out(char* at, int64_t m, const KvCache& kv, int64_t latent) {
+    int64_t lay_out(char* at, int64_t m, int64_t key, int64_t latent) {
         char* const begin = at;
         auto take = [&](auto*& pointer, int64_t count) {
             pointer = (std::remove_reference_t<decltype(pointer)>)at;
             at += (count * sizeof(*pointer) + 63) / 64 * 64;
         };
         first.dims = later.dims = padded(latent, WIDE<L>);
-        depth = padded(kv.head_dim, L::NUMBERS) / L::NUMBERS;
-        width = padded(kv.head_dim, WIDE<L>) / L::NUMBERS;
+        depth = padded(key, L::NUMBERS) / L::NUMBERS;
+        width = padded(key, WIDE<L>) / L::NUMBERS;
         stride = padded(m, LANES);
         take(q, stride * depth);
         take(tile, KEY_TILE * width);
@@ -183,11 +184,11 @@ struct LatentWork {
     void pack_queries(const T* q, int64_t q_stride) {
         constexpr int64_t N = WIDE<L>;
         for (int64_t panel = 0; panel < panels; panel++)
-            for (int64_t i = 0; i < step.kv.head_dim; i += N) {
+            for (int64_t i = 0; i < step.key; i += N) {
                 typename L::vector square[LANES] = {};
-                const int64_t n = std::min(step.kv.head_dim - i, N), first = panel * LANES;
+                const int64_t n = std::min(step.key - i, N), first = panel * LANES;
                 for (int64_t r = first; r < std::min(first + LANES, rows); r++) {
-                    const T* from = q + (item.row + r / item.heads) * q_stride + head(r) * step.kv.head_dim;
+                    const T* from = q + (item.row + r / item.heads) * q_stride + head(r) * step.key;
                     square[r - first] = L::of_row(from + i, int(n));
                 }
                 transpose(square);
@@ -216,7 +217,8 @@ struct LatentWork {
         const int64_t item_end = std::min(end, (item.split + item.splits) * step.split), next = source.start + KEY_TILE;
         const int64_t keys = std::min(end - source.start, KEY_TILE);
         const int64_t steps = (keys + SCORE_KEYS - 1) / SCORE_KEYS * panel_groups + stripes * row_blocks;
-        RowsAhead ahead(source, next, std::max(next, std::min(item_end, next + KEY_TILE)), steps);
+        const int64_t in_order = std::min({item_end, next + KEY_TILE, source.base});  // rows of a path lie anywhere
+        RowsAhead ahead(source, next, std::max(next, in_order), steps);
         find_rows(source, keys);
         for (int64_t panel = 0; panel < panels; panel += SCORE_VECTORS) {
             multiply_keys<SCORE_VECTORS>(keys, panel, ahead);
@@ -227,7 +229,7 @@ struct LatentWork {
 
     // Where the products read the tile's rows.
     void find_rows(const TileSource& source, int64_t keys) {
-        const bool direct = in_place<L, S>(step.kv, step.latent);
+        const bool direct = in_place<L, S>(step.kv, step.key, step.latent);
         for (int64_t k = 0; k < keys; k += LANES) {
             const int64_t position = source.start + k;
             const char* at = source.plane(position, KEYS) + position % step.kv.block_size * step.kv.row_bytes();
@@ -245,8 +247,8 @@ struct LatentWork {
     }
 
     void write_out(const S* row, lane* to) const {
-        for (int64_t i = 0; i < step.kv.head_dim; i += WIDE<L>) {
-            const auto v = L::of_row(row + i, int(std::min(step.kv.head_dim - i, WIDE<L>)));
+        for (int64_t i = 0; i < step.key; i += WIDE<L>) {
+            const auto v = L::of_row(row + i, int(std::min(step.key - i, WIDE<L>)));
             std::memcpy(to + i / L::NUMBERS, &v, sizeof v);
         }
     }
@@ -309,7 +311,7 @@ template <class T, class L, class S>
 void attend(const LatentStep& step, int64_t layer, const T* q, int64_t q_stride, T* out) {
     parallel(step.items, ONE_BY_ONE, step.threads, [&](int64_t i, int64_t, int thread) {
         LatentScratch<L> scratch;
-        scratch.lay_out(step.scratch + thread * step.scratch_bytes, step.most_rows, step.kv, step.latent);
+        scratch.lay_out(step.scratch + thread * step.scratch_bytes, step.most_rows, step.key, step.latent);
         std::memset(scratch.zeros, 0, scratch.width * sizeof(*scratch.zeros));
         LatentWork<T, L, S>{step, scratch, step.item[i], layer}.run(q, q_stride, out);
     });
@@ -331,7 +333,7 @@ void attend(const LatentStep& step, int64_t layer, const void* q, int64_t q_stri
 template <class T>
 int64_t scratch_bytes(const LatentStep& step) {
     LatentScratch<typename LanesOf<T>::type> scratch;
-    return scratch.lay_out(nullptr, step.most_rows, step.kv, step.latent);
+    return scratch.lay_out(nullptr, step.most_rows, step.key, step.latent);
 }
 
 }  // namespace
@@ -345,7 +347,7 @@ QUIRE_API int64_t quire_latent_scratch_bytes(const LatentStep* step) {
     return step->dtype == BF16 ? scratch_bytes<bf16>(*step) : scratch_bytes<f16>(*step);
 }
 
-// One layer: q [tokens, heads, head_dim] with `q_stride` numbers from token to token; out [tokens, heads, latent].
+// One layer: q [tokens, heads, key] with `q_stride` numbers from token to token; out [tokens, heads, latent].
 // A plain cache has q's data type.
 QUIRE_API void quire_attend_latent(const LatentStep* step, int64_t layer, const void* q, int64_t q_stride, void* out) {
     if (step->dtype == F32) attend<float>(*step, layer, q, q_stride, out);

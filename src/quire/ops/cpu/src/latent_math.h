@@ -23,11 +23,12 @@ constexpr int SCORE_KEYS = 3, SCORE_VECTORS = 1, VALUE_ROWS = 3;
 template <class L>
 constexpr int64_t WIDE = LANES * L::NUMBERS;
 
-// Whether the products may read the cache's rows in place: they hold lanes, and `latent` numbers end with a vector
-// that lies within the row.
+// Whether the products may read the cache's rows in place: they hold lanes, and so do the `key` numbers of a key, and
+// `latent` numbers end with a vector that lies within the row.
 template <class L, class S>
-bool in_place(const KvCache& kv, int64_t latent) {
+bool in_place(const KvCache& kv, int64_t key, int64_t latent) {
     return sizeof(typename L::lane) == sizeof(S) * L::NUMBERS && kv.head_dim % L::NUMBERS == 0 &&
+           key % L::NUMBERS == 0 &&
            (latent + WIDE<L> - 1) / WIDE<L> * WIDE<L> <= kv.head_dim;
 }
 

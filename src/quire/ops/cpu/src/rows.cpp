@@ -249,20 +249,22 @@ QUIRE_API int32_t quire_rotate_and_store(int32_t dtype, int32_t weight_dtype, vo
     return 0;
 }
 
-// Normalizes the first `latent` numbers of each row of x (`stride` numbers apart), turns the others, and stores the
-// result, which is left in `rows` [tokens, kv->head_dim] too, in layer `layer` of the cache. Returns 1, and does
-// nothing, where a slot is outside the cache's `blocks`.
+// Normalizes the first `latent` numbers of each row of x (`stride` numbers apart), turns the next `rope`, and stores the
+// result, with what lies in `behind` [tokens, kv->head_dim - latent - rope] behind it, in layer `layer` of the cache. It is
+// left in `rows` [tokens, kv->head_dim] too. Returns 1, and does nothing, where a slot is outside the cache's `blocks`.
 QUIRE_API int32_t quire_store_latent(int32_t dtype, const void* x, int64_t stride, const void* weight, float eps,
-                                     const float* cos, const float* sin, void* rows, const int64_t* slots,
-                                     int64_t tokens, int64_t latent, int64_t layer, int64_t blocks, const KvCache* kv) {
+                                     const float* cos, const float* sin, const void* behind, void* rows,
+                                     const int64_t* slots, int64_t tokens, int64_t latent, int64_t rope, int64_t layer,
+                                     int64_t blocks, const KvCache* kv) {
     if (!within(slots, tokens, blocks * kv->block_size)) return 1;
-    const int64_t size = kv->head_dim, rope = size - latent;
+    const int64_t size = kv->head_dim, rest = size - latent - rope;
     with_type(dtype, [=](auto* type) {
         using T = decltype(type);
         for_each(tokens, size, [=](int64_t token) {
             const T from = (T)x + token * stride, row = (T)rows + token * size;
             rms_norm_row(from, (T)weight, row, latent, eps);
             turn_pairs(from + latent, cos + token * (rope / 2), sin + token * (rope / 2), row + latent, rope);
+            if (rest) std::memcpy(row + latent + rope, (T)behind + token * rest, rest * sizeof *row);
             store_kv_row(*kv, slots[token], layer, 0, KEYS, row);
         });
     });
