@@ -1,10 +1,11 @@
-"""Sparse models on a CPU: mixture of experts and latent attention, beside transformers and beside their plain forms.
+"""Sparse models on a CPU: mixture of experts, latent and sparse attention, beside transformers and their plain forms.
 
-Random bf16 weights of `qwen3-moe-1b` and `deepseek-v2-lite-1b` (see `quire.models.random_checkpoint`). First the cells
-of `benchmarks.cells` for both; then single parts on made-up inputs: a layer's experts in one call and one after the
-other, latent attention and a decode step at a long context, and a prompt in both forms of latent attention. What is
-compared runs in turns, and the best of each counts. Bounds are by the bytes that are read (of experts, those that some
-token chose) and by the operations, at the machine's best rates of the same sitting.
+Random bf16 weights of `qwen3-moe-1b` and `deepseek-v2-lite-1b` (see `quire.models.random_checkpoint`). First the
+cells of `benchmarks.cells` for both; then single parts on made-up inputs: a layer's experts in one call and one after
+the other, latent attention and a decode step at a long context, the choice of positions of sparse attention beside
+plain torch's, in DeepSeek V3.2's shape, and a prompt in both forms of latent attention. What is compared runs in
+turns, and the best of each counts. Bounds are by the bytes that are read (of experts, those that some token chose)
+and by the operations, at the machine's best rates of the same sitting.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from quire.models.model import Model
 from quire.models.random_checkpoint import SPREAD, model_config, random_checkpoint
 from quire.models.registry import load_model
 from quire.ops import Kernels, KVCache, RaggedBatch, choose_kernels
+from quire.ops import sparse as chosen
 from quire.ops.experts import LoopedExperts, Routing, route
 
 TURNS = 5
@@ -53,6 +55,7 @@ def parts(result: Result, options: Options, machine: Machine) -> None:
     time_experts(result, sparse, machine, options)
     model = load_model(folder_of(latent, options), kernels=choose_kernels())
     time_latent_attention(result, latent, model, machine, options)
+    time_choice(result, machine, options)
     time_decode_step(result, latent, model, machine, options)
     measure_cache(result, latent, model)
     either = choose_kernels(deterministic=False)  # the same kernels, but layers may choose the expanded form
@@ -135,6 +138,42 @@ def time_latent_attention(result: Result, shape: str, model: Model, machine: Mac
             what="latent attention",
             requests=requests,
             context=context,
+            num_bytes=num_bytes,
+            operations=operations,
+            bound_s=bound,
+            seconds=seconds,
+        )
+
+
+def time_choice(result: Result, machine: Machine, options: Options) -> None:
+    """Which positions rows attend to, of a layer of DeepSeek V3.2's shape, for the last rows of a long context."""
+    heads, width, top, context = (4, 16, 64, 512) if options.quick else (64, 128, 2048, 32_768)
+    for rows in (1, 16):
+        tell(f"sparse: choice of positions, {rows} rows")
+        kv, batch = _batch(1, rows, context, 2, 512 + 64 + width)
+        q, weights = torch.randn(rows, heads, width).to(DTYPE), torch.randn(rows, heads)
+
+        def choose(
+            kernels: Kernels,
+            kv: KVCache = kv,
+            batch: RaggedBatch = batch,
+            q: torch.Tensor = q,
+            weights: torch.Tensor = weights,
+        ) -> torch.Tensor:
+            step = replace(batch)
+            choice = chosen.choice(step, top)
+            kernels.choose(q, weights, kv, step, 1, choice)
+            return choice.slots
+
+        calls = {"choice": _call(choose, choose_kernels()), "plain torch": _call(choose, Kernels())}
+        seconds = in_turns(calls, options)
+        num_bytes, operations = context * width * DTYPE.itemsize, 2 * rows * context * heads * width
+        bound = max(num_bytes / machine.read_rate, operations / machine.matrix_rate)
+        name = f"sparse attention, choice of {top:,} of {context:,} positions, {rows} rows, ms; beside plain torch"
+        result.add(
+            _row(name, seconds, bound, "plain torch"),
+            what="sparse choice",
+            rows=rows,
             num_bytes=num_bytes,
             operations=operations,
             bound_s=bound,

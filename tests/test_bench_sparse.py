@@ -42,7 +42,11 @@ def parts(one_call_a_second: None, options: Options) -> Result:
 def test_each_part_runs_and_has_a_row_as_wide_as_the_table(parts: Result) -> None:
     assert {len(row) for row in parts.rows} == {len(parts.headings)}
     kinds = [raw["what"] for raw in parts.raw]
-    assert kinds == ["experts"] * 4 + ["latent attention"] * 2 + ["latent decode step", "latent cache", "prompt"]
+    assert kinds == ["experts"] * 4 + ["latent attention"] * 2 + ["sparse choice"] * 2 + [
+        "latent decode step",
+        "latent cache",
+        "prompt",
+    ]
     assert all(raw["bound_s"] > 0 for raw in parts.raw if raw["what"] != "latent cache")
 
 
@@ -66,6 +70,13 @@ def test_latent_attention_reads_a_row_of_the_cache_once_for_all_heads(parts: Res
     assert (alone["num_bytes"], alone["operations"]) == (256 * 80 * 2, 2 * 4 * 256 * (80 + 64))
     assert (eight["num_bytes"], eight["operations"]) == (8 * alone["num_bytes"], 8 * alone["operations"])
     assert alone["bound_s"] == pytest.approx(256 * 80 * 2 / 1e9)
+
+
+def test_a_choice_of_positions_reads_index_keys_once_for_all_rows(parts: Result) -> None:
+    alone, more = (raw for raw in parts.raw if raw["what"] == "sparse choice")
+    assert (alone["num_bytes"], alone["operations"]) == (512 * 16 * 2, 2 * 512 * 4 * 16)
+    assert (more["num_bytes"], more["operations"]) == (alone["num_bytes"], 16 * alone["operations"])
+    assert alone["bound_s"] == pytest.approx(512 * 16 * 2 / 1e9)
 
 
 def test_the_cache_that_is_allocated_has_the_computed_size(parts: Result) -> None:
@@ -121,4 +132,4 @@ def test_the_cells_of_both_shapes_come_first(
         ("qwen3-moe-tiny, c, prefill tok/s", "30.0", "50%", "20.0", "1.50"),
         ("deepseek-v2-tiny, c, prefill tok/s", "30.0", "50%", "20.0", "1.50"),
     ]
-    assert len(result.rows) == 11
+    assert len(result.rows) == 13

@@ -162,6 +162,20 @@ def test_the_self_test_notices_sparse_kernels_that_err_or_depend_on_other_rows(m
     )
 
 
+@pytest.mark.slow
+def test_the_self_test_notices_a_choice_of_positions_that_depends_on_other_rows() -> None:
+    class Wrong(Kernels):
+        def choose(self, q: torch.Tensor, *rest: Any) -> None:
+            super().choose(q, *rest)
+            slots = rest[-1].slots
+            if len(q) == 1:  # the only row of a step that chooses sees one token alone
+                slots[:] = slots[:, :1]
+
+    failures = self_test.check_sparse_attention(Wrong(), torch.bfloat16).failures
+    assert failures == tuple(f"block size 16, chunks {chunks}" for chunks in ([255, 1, 44], [299, 1]))
+    assert self_test.check_sparse_attention(Kernels(), torch.bfloat16).passed
+
+
 def test_kernels_that_were_not_built_are_told_of_with_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

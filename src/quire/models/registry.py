@@ -155,8 +155,6 @@ def build_model(
         and not isinstance(config.recurrent, DeltaNetConfig | KimiDeltaConfig)
     ):
         raise ConfigError("models with short convolutions or Mamba layers run on a CPU alone so far; set device to cpu")
-    if config.layer.index is not None and kernels.reads_spans:
-        raise ConfigError("models with sparse attention run on a CPU alone so far; set device to cpu")
     layout = config.layout or (WITHOUT_HEAD if TABLE in checkpoint.entries else None)
     if layout is not None and not stored:  # what is stored quantized is as the model asks for it
         checkpoint = LaidOutCheckpoint(checkpoint, layout)

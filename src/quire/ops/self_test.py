@@ -94,6 +94,7 @@ def run(kernels: Kernels) -> Iterator[Check]:
     yield from (check_routing(kernels, name) for name in ROUTINGS)
     yield from (check_experts(kernels, how) for how in (*DTYPES, *QUANTIZATIONS))
     yield from (check_latent_attention(kernels, dtype, cache) for dtype, cache in LATENT_CACHES)
+    yield from (check_sparse_attention(kernels, dtype) for dtype in DTYPES)
     for name, check in RECURRENT.items():
         if getattr(type(kernels), name) is not getattr(Kernels, name):  # plain torch takes seconds, a row at a time
             yield check(kernels, torch.bfloat16)
@@ -276,6 +277,11 @@ def check_attention(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCach
 def check_latent_attention(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> Check:
     """As `check_attention`, of latent attention, with the products of its heads."""
     return _check_chunks("latent attention", self_test_layers.LatentAttention, kernels, dtype, kv_cache_dtype)
+
+
+def check_sparse_attention(kernels: Kernels, dtype: torch.dtype) -> Check:
+    """As `check_attention`, of latent attention to the positions that an indexer chooses."""
+    return _check_chunks("sparse attention", self_test_layers.SparseAttention, kernels, dtype, "auto")
 
 
 def check_delta_net(kernels: Kernels, dtype: torch.dtype) -> Check:

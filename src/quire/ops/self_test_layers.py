@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from quire.ops import sparse
 from quire.ops.kernels import Kernels
 from quire.ops.kv_cache import KVCache, KVCacheDtype
 from quire.ops.mamba import MambaWeights
@@ -126,6 +127,35 @@ class LatentAttention(Attention):
         q = torch.cat([self.into_latent(q[..., : self.still]), turned], dim=-1)
         scale = (self.still + self.turned) ** -0.5
         return self.out_of_latent(self.kernels.attend_latent(q, kv, batch, 0, scale, self.latent)).flatten(1)
+
+
+class SparseAttention(LatentAttention):
+    """Latent attention to what an indexer of 4 heads chooses: behind what that has of a token, its index key, index
+    queries and weights, which are 1 or -1, so that the choice among many equal scores is the same with all kernels.
+    """
+
+    index, top = 32, 24
+    dim = LatentAttention.dim + index
+    width = LatentAttention.width + index + 4 * index + 4
+
+    def step(
+        self, rows: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
+    ) -> torch.Tensor:
+        """See `Attention`: [rows, heads * still]."""
+        kernels, scale = self.kernels, (self.still + self.turned) ** -0.5
+        signs = rows[:, LatentAttention.width :].sign()
+        keys, queries, weights = torch.split(signs, [self.index, 4 * self.index, 4], dim=1)
+        own = [4 * (self.still + self.turned), LatentAttention.dim]
+        q, compressed = torch.split(rows[:, : LatentAttention.width], own, dim=1)
+        q = q.reshape(len(rows), self.heads, -1)
+        kernels.store_latent(compressed.contiguous(), self.norm, 1e-6, tables, kv, batch, 0, keys.contiguous())
+        choice = sparse.choice(batch, self.top)
+        of = choice.of_rows
+        kernels.choose(of(queries).reshape(-1, 4, self.index), of(weights).float(), kv, batch, 0, choice)
+        turned = kernels.rotate_interleaved(q[..., self.still :], tables)
+        q = torch.cat([self.into_latent(q[..., : self.still]), turned], dim=-1)
+        out = kernels.attend_chosen(q, choice, kv, batch, 0, scale, self.latent)
+        return self.out_of_latent(out).flatten(1)
 
 
 class Recurrent(Attention):

@@ -2,8 +2,8 @@
 finds best among those before it and its own. In plain torch; the definition.
 
 The cache holds an index key a token behind what attention reads of it, in the same row. What is chosen is exact: the
-highest scores, and of equal ones the lowest position. It is kept as slots of the cache, in ascending order of positions:
-so layers may share it, and a row that chose is to attention like a row of a tree, whose path through the cache they are.
+highest scores, and of equal ones the lowest position. It is kept as slots of the cache, in ascending order of
+positions: so layers may share it, and a row that chose is to attention like a row of a tree, whose path they are.
 
 Where the host knows the spans, a row at a position below `top` is computed as any other: it sees all. Where the device
 alone knows them, such a row's path is all that it sees.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,8 +59,8 @@ class Choice:
     Attributes:
         top: most positions of a row.
         rows: those that choose, in order, [rows] int64; None: all do, as the host does not know their positions.
-        slots: [rows, top], where the tokens lie that they attend to, in ascending order of positions; int64, on a device
-            int32.
+        slots: [rows, top] int64, on a device int32: where the tokens lie that they attend to, in ascending order of
+            positions.
         beyond: the rows that choose, by span; empty where all do.
         whole: the others, [rows] int64; `batch`: they alone; None: there are none.
     """
@@ -121,9 +120,7 @@ def choice(batch: RaggedBatch, top: int) -> Choice:
     return Choice(top, torch.cat(rows), slots, beyond, seen, part)
 
 
-def choose(
-    q: torch.Tensor, weights: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, choice: Choice
-) -> None:
+def choose(q: torch.Tensor, weights: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, choice: Choice) -> None:
     """Write what rows attend to into `choice.slots`.
 
     The score of a key is the sum over heads of weight * relu(query . key).
@@ -229,13 +226,13 @@ def _gathered(
     top = choice.top
     at_once = max(1, GATHERED_BYTES // (kv.shape.row_bytes * top))
     rooms: dict[int, tuple[KVCache, RaggedBatch]] = {}
-    for rows, slots in zip(choice.rows.split(at_once), choice.slots.split(at_once), strict=True):
-        if len(rows) == 0:
-            return
-        make = partial(_room, len(rows), top, attended, kv)
-        room = rooms[len(rows)] = rooms.get(len(rows)) or make()
-        _gather(slots, layer, kv, room[0])
-        yield rows, *room
+    for first in range(0, len(choice.slots), at_once):
+        rows, slots = choice.rows[first : first + at_once], choice.slots[first : first + at_once]
+        if len(rows) not in rooms:
+            rooms[len(rows)] = _room(len(rows), top, attended, kv)
+        gathered, batch = rooms[len(rows)]
+        _gather(slots, layer, kv, gathered)
+        yield rows, gathered, batch
 
 
 def _room(rows: int, top: int, attended: int, kv: KVCache) -> tuple[KVCache, RaggedBatch]:

@@ -187,8 +187,8 @@ def store_latent(
     cos, sin = (table.contiguous() for table in tables)
     if whole != kv.head_dim or rope != 2 * cos.shape[1] or not 0 <= layer < kv.layers:
         raise ValueError(
-            f"rows of {whole} numbers, {len(norm)} of them normalized and {2 * cos.shape[1]} rotated, for layer {layer} "
-            f"do not fit a cache of {kv.layers} layers with {kv.head_dim} numbers a token"
+            f"rows of {whole} numbers, {len(norm)} of them normalized and {2 * cos.shape[1]} rotated, for layer "
+            f"{layer} do not fit a cache of {kv.layers} layers with {kv.head_dim} numbers a token"
         )
     if compressed.stride(1) != 1:
         compressed = compressed.contiguous()

@@ -84,8 +84,8 @@ class Step:
 
 
 def plan(choice: Choice, at_once: int) -> tuple[npt.NDArray[np.int64], list[tuple[int, int, int, int]]]:
-    """Items of work [items, 6], with the fields of `ChoiceItem` in sparse.cpp, and the rounds that they are done in: see
-    `Step`. The longest of a round come first, so that the threads end together.
+    """Items of work [items, 6], with the fields of `ChoiceItem` in sparse.cpp, and the rounds that they are done in, as
+    `Step` has them. The longest of a round come first, so that the threads end together.
 
     Args:
         at_once: most rows of a round.
@@ -123,8 +123,8 @@ def choose(
     rows, heads, width = q.shape
     if not (0 <= layer < kv.layers and width <= kv.head_dim and rows == len(choice.slots)):
         raise ValueError(
-            f"index queries [{rows}, {heads}, {width}] for layer {layer} do not fit {len(choice.slots)} rows that choose "
-            f"and a cache of {kv.layers} layers with {kv.head_dim} numbers a token"
+            f"index queries [{rows}, {heads}, {width}] for layer {layer} do not fit {len(choice.slots)} rows that "
+            f"choose and a cache of {kv.layers} layers with {kv.head_dim} numbers a token"
         )
     if rows == 0:
         return

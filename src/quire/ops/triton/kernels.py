@@ -19,8 +19,20 @@ from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.recurrent import RecurrentCache
 from quire.ops.sampling import Filters, TokenScores
+from quire.ops.sparse import Choice
 from quire.ops.states import DeltaNetWeights, StateCache
-from quire.ops.triton import attention, cache, experts, experts_quantized, latent, linear, rows, sampling, states
+from quire.ops.triton import (
+    attention,
+    cache,
+    experts,
+    experts_quantized,
+    latent,
+    linear,
+    rows,
+    sampling,
+    sparse,
+    states,
+)
 from quire.ops.triton.linear_dense import DenseProduct
 from quire.ops.triton.linear_mxfp4 import Mxfp4Product
 from quire.ops.triton.linear_quantized import QuantizedProduct
@@ -186,8 +198,9 @@ class TritonKernels(Kernels):
         kv: KVCache,
         batch: RaggedBatch,
         layer: int,
+        index_keys: torch.Tensor | None = None,
     ) -> None:
-        latent.store_latent(compressed, norm, eps, tables, kv, batch, layer)
+        latent.store_latent(compressed, norm, eps, tables, kv, batch, layer, index_keys)
 
     def rotate_interleaved(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return latent.rotate_interleaved(x, tables)
@@ -196,6 +209,24 @@ class TritonKernels(Kernels):
         self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
     ) -> torch.Tensor:
         return latent.attend_latent(q, kv, batch, layer, scale, width)
+
+    # -- sparse attention ----------------------------------------------------------------------------------
+
+    def choose(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        kv: KVCache,
+        batch: RaggedBatch,
+        layer: int,
+        choice: Choice,
+    ) -> None:
+        sparse.choose(q, weights, kv, batch, layer, choice)
+
+    def attend_chosen(
+        self, q: torch.Tensor, choice: Choice, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
+    ) -> torch.Tensor:
+        return sparse.attend_chosen(q, choice, kv, batch, layer, scale, width)
 
     # -- recurrent layers ----------------------------------------------------------------------------------
 

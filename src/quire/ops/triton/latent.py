@@ -48,16 +48,19 @@ def store_latent(
     kv: KVCache,
     batch: RaggedBatch,
     layer: int,
+    index_keys: torch.Tensor | None = None,
 ) -> None:
     """See `quire.ops.latent.store_latent`. One launch, a program a row."""
     compressed = compressed.contiguous()
+    behind = None if index_keys is None else index_keys.contiguous()
     rows, size = compressed.shape
     width = len(norm)
-    block = _power_of_two(max(width, size - width))
+    block = _power_of_two(max(width, kv.head_dim - width))
     _store_latent[(rows,)](
-        *(compressed, norm, eps, *tables, batch.slots, kv.data, kv.scales, layer),
+        *(compressed, norm, eps, *tables, behind, batch.slots, kv.data, kv.scales, layer),
         WIDTH=width,
         ROPE=size - width,
+        BEHIND=kv.head_dim - size,
         BLOCK_STRIDE=kv.data.stride(0),
         BLOCK_SIZE=kv.block_size,
         PLANE=kv.data.stride(3),
@@ -122,19 +125,21 @@ def _store_latent(
     eps,
     cos,
     sin,
+    behind,
     slots,
     numbers,
     scales,
     layer,
     WIDTH: tl.constexpr,
     ROPE: tl.constexpr,
+    BEHIND: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PLANE: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: its compressed vector and its key, both held as [1, BLOCK]."""
+    """One row: its compressed vector, and its key with what lies behind that, both held as [1, BLOCK]."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)[None, :]
     dtype: tl.constexpr = compressed.dtype.element_ty
@@ -144,15 +149,18 @@ def _store_latent(
     scale = inverse_rms(tl.sum(vector * vector, 1, keep_dims=True), WIDTH, eps)
     vector = normalized(vector, scale, tl.load(norm + i, mask=i < WIDTH, other=0.0)).to(dtype)
     key = _turned(start + WIDTH, row, i, cos, sin, i < ROPE, ROPE).to(dtype)
+    if behind is not None:
+        in_rest = (i >= ROPE) & (i < ROPE + BEHIND)
+        key = tl.where(in_rest, tl.load(behind + row * BEHIND + i - ROPE, mask=in_rest, other=0.0), key)
 
     slot = tl.load(slots + row)
     plane = slot // BLOCK_SIZE * BLOCK_STRIDE + layer * PLANE
     if scales is not None:
         vector, key, scale = _quantized(vector.to(tl.float32), key.to(tl.float32), LARGEST)
         tl.store(scales + plane // 4 + slot % BLOCK_SIZE + tl.zeros((1, 1), tl.int32), scale)  # they are in bytes
-    into = numbers + plane + slot % BLOCK_SIZE * (WIDTH + ROPE) + i
+    into = numbers + plane + slot % BLOCK_SIZE * (WIDTH + ROPE + BEHIND) + i
     tl.store(into, vector, mask=i < WIDTH)
-    tl.store(into + WIDTH, key, mask=i < ROPE)
+    tl.store(into + WIDTH, key, mask=i < ROPE + BEHIND)
 
 
 @triton.jit
@@ -169,6 +177,7 @@ def _take_in(
     there,
     seen,
     scale,
+    ROW: tl.constexpr,
     WIDTH: tl.constexpr,
     ROPE: tl.constexpr,
     QUANTIZED: tl.constexpr,
@@ -180,7 +189,7 @@ def _take_in(
     Its keys are rows `offset` of the planes `plane`, where they are `there` [KEYS]; `seen` is [ROWS, KEYS].
     """
     dim, rope_dim = tl.arange(0, DIM), tl.arange(0, ROPE_DIM)
-    at = (numbers + plane + offset * (WIDTH + ROPE))[:, None]
+    at = (numbers + plane + offset * ROW)[:, None]
     in_keys = there[:, None] & (dim < WIDTH)[None, :]  # all else is 0, whatever lies in memory
     vectors = _widen(tl.load(at + dim[None, :], mask=in_keys, other=0), queries.dtype)
     in_keys = there[:, None] & (rope_dim < ROPE)[None, :]
@@ -234,6 +243,7 @@ def _attend_latent(
     GROUP: tl.constexpr,
     PLANE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ROW: tl.constexpr,
     WIDTH: tl.constexpr,
     ROPE: tl.constexpr,
     QUANTIZED: tl.constexpr,
@@ -246,11 +256,10 @@ def _attend_latent(
     """A row tile of GROUP heads with all its splits, or some of the listed ones; programs (see `items_of`, heads).
 
     Layouts: split_out [items, short, HEADS, WIDTH]; split_sums, of maxima and sums, [items, short, HEADS, 2].
-    `scale` contains the factor log2(e), since weights are powers of 2.
+    `scale` contains the factor log2(e), since weights are powers of 2. ROW: numbers of the cache a token.
     """
     TOKENS: tl.constexpr = ROWS // GROUP
     TILES_PER_SPLIT: tl.constexpr = SPLIT // KEYS
-    ROW: tl.constexpr = WIDTH + ROPE
     first_item, last_item = items_of(before, spans, tiles)
     for item in range(first_item, last_item, workers):
         span, first_row, start, tokens, base, low, high, first_split, last_split, listed = assigned(
@@ -261,7 +270,7 @@ def _attend_latent(
         token, head = row // GROUP, tl.program_id(1) * GROUP + row % GROUP
         is_row = (token < tokens) & (head < HEADS)
         in_tile = is_row[:, None] & (dim < WIDTH)[None, :]
-        q_at = q + ((first_row + token).to(tl.int64) * HEADS + head) * ROW
+        q_at = q + ((first_row + token).to(tl.int64) * HEADS + head) * (WIDTH + ROPE)
         queries = tl.load(q_at[:, None] + dim[None, :], mask=in_tile, other=0.0)
         in_rope = is_row[:, None] & (rope_dim < ROPE)[None, :]
         rope_queries = tl.load(q_at[:, None] + WIDTH + rope_dim[None, :], mask=in_rope, other=0.0)
@@ -307,7 +316,7 @@ def _attend_latent(
                         seen,
                         scale,
                     ),
-                    *(WIDTH, ROPE, QUANTIZED, DIM, ROPE_DIM),
+                    *(ROW, WIDTH, ROPE, QUANTIZED, DIM, ROPE_DIM),
                 )
             if paths is not None:
                 for turn in range(turns):
@@ -334,7 +343,7 @@ def _attend_latent(
                                 place % BLOCK_SIZE,
                                 there,
                             ),
-                            *(seen, scale, WIDTH, ROPE, QUANTIZED, DIM, ROPE_DIM),
+                            *(seen, scale, ROW, WIDTH, ROPE, QUANTIZED, DIM, ROPE_DIM),
                         )
                         out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
             if listed:
@@ -458,6 +467,7 @@ def attend_latent(
         GROUP=plan.group,
         PLANE=kv.data.stride(3),
         BLOCK_SIZE=kv.block_size,
+        ROW=kv.head_dim,
         WIDTH=width,
         ROPE=size - width,
         SPLIT=splits.keys,

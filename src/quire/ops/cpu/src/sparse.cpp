@@ -121,6 +121,11 @@ struct ChoiceWork {
         const int64_t behind = (step.kv.head_dim - step.width) * step.kv.number_bytes();
         for (int64_t k = 0; k < KEY_TILE && start + k < source.end; k += LANES) {
             const char* rows[LANES];
+            if (start + k + KEY_TILE < source.end) {  // of the next tile, which are to be there by then
+                source.rows(start + k + KEY_TILE, KEYS, scratch.zeros, rows);
+                for (const char* row : rows)
+                    for (int64_t at = behind; at < step.kv.row_bytes(); at += 64) __builtin_prefetch(row + at, 0, 2);
+            }
             source.rows(start + k, KEYS, scratch.zeros, rows);
             if constexpr (is_code<S>) source.scales(start + k, KEYS, scratch.scales + k);
             for (int64_t i = 0; i < LANES; i++) {
