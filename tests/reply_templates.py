@@ -134,6 +134,14 @@ HARMONY = """
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}
 """
 
+LFM2 = _CHATML.replace(
+    "CALL",
+    """{{- '<|tool_call_start|>[' if loop.first else ', ' }}{{- c.function.name + '(' }}
+{%- for k, v in c.function.arguments | items %}
+{{- (', ' if not loop.first else '') + k + '=' }}{{- v | tojson if v is string else v }}
+{%- endfor %}{{- ')' + (']<|tool_call_end|>' if loop.last else '') }}""",
+)
+
 PLAIN = """
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
@@ -149,6 +157,7 @@ FORMATS = {
     "deepseek_v3": DEEPSEEK_R1,
     "deepseek_v31": DEEPSEEK_V31,
     "kimi_k2": KIMI_K2,
+    "lfm2": LFM2,
     "harmony": HARMONY,
 }
 """By the names of what is to be found of them."""

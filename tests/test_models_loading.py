@@ -409,6 +409,47 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(llama: Pat
         assert name in str(caught.value)
 
 
+NOT_THERE = {
+    "DeepSeek V4": ["DeepseekV4ForCausalLM"],
+    "MiniMax M3": ["MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"],
+    "Qwen4-Exp": ["Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"],
+    "GLM-5.3": ["Glm5NextForConditionalGeneration"],
+    "Hy4": ["HYV4ForCausalLM"],
+    "MiMo V2": ["MiMoV2FlashForCausalLM"],
+    "Muse Spark": ["MuseSparkForConditionalGeneration"],
+    "Mistral Large 4": ["MistralLarge4ForConditionalGeneration"],
+    "Llama 4": ["Llama4ForCausalLM", "Llama4ForConditionalGeneration"],
+    "LFM3, LFM2-VL": ["Lfm3ForCausalLM", "Lfm3VlForConditionalGeneration", "Lfm2VlForConditionalGeneration"],
+    "Qwen3-VL-MoE": ["Qwen3VLMoeForConditionalGeneration"],
+    "encoders": ["BertModel", "XLMRobertaModel", "NomicBertModel", "BertForSequenceClassification"],
+}
+"""By transformers' names."""
+
+
+@pytest.mark.parametrize("family", NOT_THERE)
+def test_families_that_are_not_there_are_refused_by_name_and_taken_for_no_other(family: str, llama: Path) -> None:
+    known = auto_classes()
+    for architecture in NOT_THERE[family]:
+        assert architecture in known
+        edit_json(llama / "config.json", {"architectures": [architecture]})
+        with pytest.raises(UnknownArchitectureError, match=f"architecture {architecture} is not known") as caught:
+            load_model(llama)
+        assert "Did you mean" not in str(caught.value)
+
+
+def auto_classes() -> set[str]:
+    """Names of classes that transformers' auto classes know."""
+    from transformers.models.auto import modeling_auto
+
+    mappings = [mapping for name, mapping in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
+    return {
+        name
+        for mapping in mappings
+        for found in mapping.values()
+        for name in ([found] if isinstance(found, str) else found)
+    }
+
+
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "CustomForCausalLM"])
 def test_a_checkpoints_own_code_is_never_run(architecture: str, llama: Path, tmp_path: Path) -> None:
     mark = tmp_path / "was-run"

@@ -160,7 +160,10 @@ def test_what_a_template_writes_is_read_back(name: str, marked: bool) -> None:
 def _written(tools: ToolSyntax, number: int, name: str, arguments: dict[str, Any]) -> str:
     """One call, as the syntax has it; `test_formats_are_found` compares that with what templates print."""
     body = json.dumps(arguments, ensure_ascii=False)
-    if (one := tools.parameters) is not None:
+    if (one := tools.parameters) is not None and one.python:
+        texts = {key: json.dumps(value) if isinstance(value, str) else repr(value) for key, value in arguments.items()}
+        body = ", ".join(key + one.before_value + text for key, text in texts.items())
+    elif one is not None:
         values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
         body = "".join(
             one.before_name + key + one.before_value + text + one.after_value for key, text in values.items()
@@ -195,7 +198,7 @@ def test_a_template_that_knows_no_tools_shows_no_way_to_call_them() -> None:
     assert reply_grammar(form, ReplyRequest(tools=TOOLS, tool_choice="none")).structured is None
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "deepseek_v3", "mistral"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "deepseek_v3", "mistral", "lfm2"])
 def test_every_way_to_cut_a_reply_gives_the_same(name: str) -> None:
     syntax = KNOWN[name]
     assert syntax.tools is not None
@@ -344,6 +347,86 @@ def test_known_formats_are_those_of_the_option() -> None:
     plain = ChatTemplate(PLAIN)
     assert in_format(plain.reply_syntax, "hermes").tools == KNOWN["hermes"].tools
     assert in_format(template("hermes").reply_syntax, "off").tools is None
+
+
+# -- arguments that are written as Python's ---
+
+
+FLAGS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "dry": {"type": "boolean"},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+        "more": {"type": ["array", "null"], "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["unit"],
+}
+
+
+def python_calls(parameters: dict[str, Any], strict: bool = True) -> ReplyGrammar:
+    function = {"name": "f", "parameters": parameters, "strict": strict}
+    tools = [{"type": "function", "function": function}]
+    return reply_grammar(ReplyForm(template("lfm2").reply_syntax), ReplyRequest(tools=tools, tool_choice="required"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "may_come"),
+    [
+        ('unit="C"', True),
+        ('dry=True, unit="C"', True),
+        ('dry=False, unit="F", days=3, more=[true]', True),
+        ('unit="F", more=null', True),
+        ("", False),
+        ("dry=True", False),
+        ('dry=true, unit="C"', False),
+        ('unit="C", dry=True', False),
+        ('unit="C",days=3', False),
+        ('unit="C", ', False),
+        ('unit="K"', False),
+        ('"C"', False),
+    ],
+)
+def test_arguments_come_in_the_schemas_order_with_commas_between_and_those_required(
+    arguments: str, may_come: bool
+) -> None:
+    tokenizer = marked_tokenizer()
+    made = python_calls(FLAGS)
+    assert made.structured is not None
+    matcher = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size)).matcher(made.structured, [0])
+    text = f"<|tool_call_start|>[f({arguments})]<|tool_call_end|>"
+    ids = [id for letter in text for id in tokenizer.encode(letter, add_special_tokens=False)]
+    assert (matcher._matcher.validate_tokens(ids) == len(ids)) == may_come
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("a='it\\'s \"so\"', b=[True, None, {'k': 'True'}]", {"a": 'it\'s "so"', "b": [True, None, {"k": "True"}]}),
+        ('a="), b=1", b=-1.5e3', {"a": "), b=1", "b": -1500.0}),
+        (" a = 'x\n\\x41\\d' , b = true ", {"a": "x\nA\\d", "b": True}),
+        ('a="\\ud83d\\ude42\\n\\\\", b={}', {"a": "🙂\n\\", "b": {}}),
+        ("", {}),
+    ],
+)
+def test_what_python_would_take_is_read_as_json(written: str, meant: dict[str, Any]) -> None:
+    form = ReplyForm(KNOWN["lfm2"], tools={"f": frozenset()}, reasoned=True)
+    text = f"So: <|tool_call_start|>[f({written}), f()]<|tool_call_end|>"
+    for cuts in ([text], [*text], [text[:30], text[30:]]):
+        parser = ReplyParser(form)
+        for piece in cuts:
+            parser.text(piece)
+        parser.finish()
+        reply = Reply.of(parser.events)
+        assert reply.content == "So:"
+        assert [json.loads(call.arguments) for call in reply.tool_calls] == [meant, {}]
+
+
+def test_a_name_that_python_would_not_take_is_refused_where_it_is_strict() -> None:
+    odd = {"type": "object", "properties": {"a-b": {"type": "string"}}}
+    assert "'a-b' cannot be written" in python_calls(odd, strict=False).loosened["f"]
+    with pytest.raises(SamplingParamsError, match="'a-b' cannot be written"):
+        python_calls(odd)
 
 
 # -- parameters that are written as texts --------------------------------------------------------------------------

@@ -244,6 +244,7 @@ class EngineConfig:
         "deepseek_v31",
         "glm45",
         "kimi_k2",
+        "lfm2",
         "harmony",
     ] = option(
         "auto", "how the model writes tool calls: as its chat template shows, not at all (off), or in a known format"

@@ -130,6 +130,19 @@ KNOWN: dict[str, ReplySyntax] = {
         ),
         reasoning=_THINK,
     ),
+    "lfm2": ReplySyntax(
+        "lfm2",
+        tools=ToolSyntax(
+            trigger="<|tool_call_start|>",
+            begin="<|tool_call_start|>[",
+            before_name="",
+            before_arguments="(",
+            after_arguments=")",
+            between=", ",
+            end="]<|tool_call_end|>",
+            parameters=ParameterSyntax("", "=", "", python=True),
+        ),
+    ),
     "harmony": ReplySyntax(
         "harmony",
         reasoning=ReasoningSyntax("<|channel|>analysis<|message|>", "<|end|>"),
@@ -148,6 +161,9 @@ KNOWN: dict[str, ReplySyntax] = {
 
 MARKS = {"harmony": ("<|channel|>", "to=functions.qzname")}
 """What a rendered call holds where a format cannot be found by rendering."""
+
+SOURCE_MARKS = {"lfm2": ("<|tool_list_start|>", "<|tool_call_start|>")}
+"""What a template's source holds, one of them, where its calls are often not printed at all."""
 
 _NAME, _KEYS, _VALUES = "qzname", ("qzfirst", "qzsecond"), ("qzone", "qztwo")
 _IDS = ("qzcall001", "qzcall002")
@@ -171,6 +187,9 @@ def find_syntax(template: ChatTemplate) -> ReplySyntax:
     for name, marks in MARKS.items():
         if rendered is not None and all(mark in rendered for mark in marks):
             return KNOWN[name]
+    for name, marks in SOURCE_MARKS.items():
+        if any(mark in template.source for mark in marks):
+            return ReplySyntax(name, reasoning=reasoning, tools=KNOWN[name].tools)
     tools = _find_tools(template, reasoning)
     if tools is None:
         return ReplySyntax(reasoning=reasoning)

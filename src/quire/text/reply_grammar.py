@@ -300,7 +300,8 @@ def _arguments(
     if tools.parameters is None:
         return {"type": "json_schema", "json_schema": {"type": "object"}}, frozenset()
     named = schema.get("properties")
-    known: dict[str, Any] = {key: {} for key in named if _may_stand(key)} if isinstance(named, dict) else {}
+    may_stand = PYTHON_NAME.fullmatch if tools.parameters.python else _may_stand
+    known: dict[str, Any] = {key: {} for key in named if may_stand(key)} if isinstance(named, dict) else {}
     return _parameters(tools.parameters, {"type": "object", "properties": known})
 
 
@@ -314,14 +315,42 @@ def _parameters(syntax: ParameterSyntax, schema: Mapping[str, Any]) -> tuple[For
     properties |= {key: schema.get("additionalProperties", {}) for key in required if key not in properties}
     formats: list[Format] = []
     texts = set()
-    for key, each in properties.items():
-        if not _may_stand(key):
+    for key in properties:
+        if not (PYTHON_NAME.fullmatch(key) if syntax.python else _may_stand(key)):
             raise SamplingParamsError(f"the parameter {key[:80]!r} cannot be written in this model's syntax")
+    if syntax.python:
+        named = [_tag(key + syntax.before_value, _python_value(each, shared)) for key, each in properties.items()]
+        return _listed(named, [key in required for key in properties]), frozenset()
+    for key, each in properties.items():
         if _is_text(each):
             texts.add(key)
         one = _tag(syntax.before_name + key + syntax.before_value, _value(each, shared), syntax.after_value)
-        formats.append(one if key in required else {"type": "optional", "content": one})
+        formats.append(one if key in required else _optional(one))
     return _sequence(*formats), frozenset(texts)
+
+
+PYTHON_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+
+
+def _listed(formats: Sequence[Format], required: Sequence[bool]) -> Format:
+    """These in their order, a comma between two; those that are not required may be left out."""
+    following, listed = _sequence(), _sequence()  # what may come behind another one, and at first
+    for one, must in zip(reversed(formats), reversed(required), strict=True):
+        first, then = _sequence(one, following), _sequence(_text(", "), one)
+        listed = first if must else _either([first, listed]) if listed != _sequence() else _optional(first)
+        following = _sequence(then if must else _optional(then), following)
+    return listed
+
+
+def _optional(content: Format) -> Format:
+    return {"type": "optional", "content": content}
+
+
+def _python_value(schema: Any, shared: Mapping[str, Any]) -> Format:
+    """As JSON, but for a truth value, which has Python's names."""
+    if isinstance(schema, dict) and schema.get("type") == "boolean" and not {"enum", "const"} & schema.keys():
+        return _either([_text("True"), _text("False")])
+    return {"type": "json_schema", "json_schema": {**schema, **shared} if isinstance(schema, dict) else schema}
 
 
 def _may_stand(key: str) -> bool:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 
+from quire.text.python_literals import PythonScanner, as_json
 from quire.text.reply import ContentText, ReasoningText, ReplyEvent, ToolCallArguments, ToolCallBegin
 from quire.text.reply_syntax import ID, ParameterSyntax, ReplyForm, ReplySyntax, ToolSyntax
 
@@ -55,7 +56,7 @@ class ReplyParser:
         self._fresh = True  # nothing of the reasoning was given out
         self._calls = 0
         self._texts: frozenset[str] = frozenset()  # parameters of the call at hand that are texts
-        self._json = _JsonScanner()
+        self._json, self._python = _JsonScanner(), PythonScanner()
         self._step: Callable[[bool], bool] = self._begin
         if form.in_reasoning and form.syntax.reasoning is not None:
             self._step = self._reasoning
@@ -192,6 +193,8 @@ class ReplyParser:
         self._json = _JsonScanner()
         if tools.parameters is None:
             self._step = self._object
+        elif tools.parameters.python:
+            self._fresh, self._step = True, self._named
         else:
             self._fresh, self._step = True, self._parameter
         return True
@@ -242,6 +245,30 @@ class ReplyParser:
             self._buffer = self._buffer.removeprefix(self._marker(self._parameters().after_value))
             self._step = self._parameter
         return found
+
+    def _named(self, final: bool) -> bool:
+        """The name of an argument that is written as Python's are, or the end of them."""
+        text = self._buffer.lstrip()
+        if text.startswith(self._marker(self._syntax().after_arguments)):
+            self._argument("{}" if self._fresh else "}")
+            self._buffer, self._step = text, self._closing
+            return True
+        name, found, after = text.partition("=")
+        if not found:
+            return False
+        name = name.removeprefix("," if not self._fresh else "").strip()
+        self._argument(("{" if self._fresh else ", ") + json.dumps(name) + ": ")
+        self._buffer, self._fresh, self._python, self._step = after, False, PythonScanner(), self._python_value
+        return True
+
+    def _python_value(self, final: bool) -> bool:
+        """It is given out as a whole, as JSON."""
+        end = self._python.end(self._buffer)
+        if end < 0:
+            return False
+        self._argument(as_json(self._buffer[:end]))
+        self._buffer, self._step = self._buffer[end:], self._named
+        return True
 
     def _closing(self, final: bool) -> bool:
         tools = self._syntax()

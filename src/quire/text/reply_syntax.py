@@ -33,11 +33,16 @@ class ContentSyntax(msgspec.Struct, frozen=True):
 
 
 class ParameterSyntax(msgspec.Struct, frozen=True):
-    """Arguments one by one; a text stands there as it is, other values as JSON."""
+    """Arguments one by one; a text stands there as it is, other values as JSON.
+
+    Attributes:
+        python: they are written as Python's named ones, `a="b", c=True` (LFM2): texts in quotes, a comma between two.
+    """
 
     before_name: str
     before_value: str
     after_value: str
+    python: bool = False
 
 
 class ToolSyntax(msgspec.Struct, frozen=True):
