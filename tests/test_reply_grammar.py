@@ -28,7 +28,7 @@ from quire.text.reply_formats import KNOWN, in_format
 from quire.text.reply_grammar import ReplyGrammar, ReplyRequest, reply_grammar
 from quire.text.reply_parser import ReplyParser
 from quire.text.reply_syntax import ID, ReplyForm, ReplySyntax, ToolSyntax
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import Tokenizer, _reply_form
 from tests.reply_templates import FORMATS, PLAIN
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -188,6 +188,33 @@ def test_formats_are_found(name: str) -> None:
     printed = found.render(found.as_known(check_messages(said)), add_generation_prompt=False)
     written = "".join(_written(tools, number, **function) for number in range(len(calls))) + tools.end
     assert written in printed
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        ("<think>", "</think>"),
+        ("[THINK]", "[/THINK]"),
+        ("<seed:think>", "</seed:think>"),
+        ("<|channel>thought", "<channel|>"),
+    ],
+)
+@pytest.mark.parametrize("opened", [False, True])
+def test_reasoning_is_found_by_markers_that_a_template_only_drops(start: str, end: str, opened: bool) -> None:
+    """Of earlier turns; a prompt may end within it."""
+    dropped = f"{{%- set text = m.content.split('{end}')[-1] %}}{{{{- m.role + text }}}}"
+    opening = f"{{%- if add_generation_prompt %}}{{{{- 'model\\n{start if opened else ''}\\n' }}}}{{% endif %}}"
+    found = ChatTemplate(f"{{%- for m in messages %}}{dropped}{{% endfor %}}{opening}", SPECIALS)
+    form = _reply_form(found, found.render([{"role": "user", "content": "?"}], add_generation_prompt=True))
+    assert form.in_reasoning == opened and form.syntax.reasoning is not None
+    tokenizer = marked_tokenizer(markers_of(form.syntax))
+    parser = ReplyParser(form, tokenizer.special_texts)
+    detokenizer = Detokenizer(tokenizer, SamplingParams(), parser)
+    for token in tokenizer._controls().encode(f"{'' if opened else start}\nWhy?\n{end}\nSo.").ids:
+        detokenizer.push([token])
+    detokenizer.finish()
+    reply = Reply.of(parser.events)
+    assert (reply.reasoning, reply.content) == ("Why?", "So.")
 
 
 def test_a_template_that_knows_no_tools_shows_no_way_to_call_them() -> None:

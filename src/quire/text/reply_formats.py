@@ -27,7 +27,12 @@ from quire.text.reply_syntax import (
     ToolSyntax,
 )
 
-REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+REASONING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought", "<channel|>"),  # Gemma 4
+)
 """Markers of reasoning that a template need not print, since many drop what was reasoned in earlier turns."""
 
 _THINK = ReasoningSyntax(*REASONING[0])
