@@ -3,7 +3,7 @@
 usage: python -m benchmarks.peers.make_gguf MODEL_DIR FILE                   bf16; needs gguf
        python -m benchmarks.peers.make_gguf BF16_FILE FILE --to q8_0|q4_0|f32    needs llama_cpp
 
-`gguf_layout` says which architectures. The vocabulary is made up, since prompts are token ids.
+`gguf_layout` says which architectures. Without a tokenizer the vocabulary is made up, since prompts are token ids.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def convert(folder: Path, file: Path) -> None:
     arch = gguf_layout.architecture(config)
     writer = gguf.GGUFWriter(str(file), arch)
     _add_metadata(writer, gguf_layout.metadata(config))
-    _add_vocabulary(writer, config["vocab_size"])
+    if (folder / "tokenizer.json").exists():
+        _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text("utf-8")), config["eos_token_id"])
+    else:
+        _add_vocabulary(writer, config["vocab_size"])
     for name, bits in gguf_layout.tensors(config, dict(bf16_tensors(folder / "model.safetensors"))):
         if gguf_layout.kept_in_fp32(name, bits):
             numbers = (bits.astype(np.uint32) << 16).view(np.float32)
@@ -63,6 +66,19 @@ def _add_vocabulary(writer: Any, size: int) -> None:
     writer.add_token_types([kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.NORMAL] * (size - 3)])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+
+
+def _add_tokenizer(writer: Any, tokenizer: Mapping[str, Any], eos: int) -> None:
+    """A tokenizer of merged bytes, as `checkpoints` writes it."""
+    model, special = tokenizer["model"], {token["id"] for token in tokenizer["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    writer.add_token_list(tokens)
+    kinds = gguf.TokenType
+    writer.add_token_types([kinds.CONTROL if i in special else kinds.NORMAL for i in range(len(tokens))])
+    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    writer.add_eos_token_id(eos)
 
 
 def bf16_tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:

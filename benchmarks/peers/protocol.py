@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,13 +73,23 @@ class Watch:
         }
 
 
+Schemas = Sequence[str | None] | None
+Replies = list[str | None]
+"""Texts of outputs that ended by themselves; None for one that was cut."""
+
+
 class Engine(Protocol):
     """An engine with its model loaded."""
 
     version: str
 
-    def run(self, prompts: list[list[int]], output: int, watch: Watch) -> None:
-        """Make `output` greedy tokens for each prompt, all handed in at once, whatever the tokens mean."""
+    def run(self, prompts: list[list[int]], output: int, watch: Watch, schemas: Schemas = None) -> Replies | None:
+        """Make `output` greedy tokens for each prompt, all handed in at once, whatever the tokens mean.
+
+        Args:
+            schemas: for each prompt, the JSON Schema that its output must meet (it may end before then), or None;
+                then texts are returned.
+        """
         ...
 
 
@@ -106,5 +116,6 @@ def serve(make: Callable[[Options], Engine], extra: Callable[[Any], dict[str, An
         ids = range(LOWEST_ID, options.vocab_size)
         prompts = [generator.choices(ids, k=cell["prompt"]) for _ in range(cell["batch"])]
         watch = Watch(cell["batch"])
-        engine.run(prompts, cell["output"], watch)
-        print(json.dumps(watch.times(cell["output"])), file=answers)
+        texts = engine.run(prompts, cell["output"], watch, cell.get("schemas"))
+        answer = {"texts": texts} if cell.get("ends") else watch.times(cell["output"])
+        print(json.dumps(answer), file=answers)

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 import quire
-from benchmarks.peers.protocol import Options, Watch, serve
-from quire import LLM
+from benchmarks.peers.protocol import Options, Replies, Schemas, Watch, serve
+from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.bench.ceilings import work_of
 from quire.bench.cells import greedy
 
@@ -19,15 +19,25 @@ class Quire:
         how: dict[str, Any] = {} if options.weights == "bf16" else {"quantization": options.weights}
         self.llm = LLM(options.checkpoint, prefix_cache="off", threads=options.threads, max_model_len=4096, **how)
 
-    def run(self, prompts: list[list[int]], output: int, watch: Watch) -> None:
-        llm, params, started = self.llm, greedy(output), set()
+    def run(self, prompts: list[list[int]], output: int, watch: Watch, schemas: Schemas = None) -> Replies | None:
+        llm, outputs = self.llm, {}
+        params = [_sampling(output, schema) for schema in schemas or [None] * len(prompts)]
         before = llm.stats.output_tokens
         watch.start()
-        for prompt in prompts:
-            llm.add_request(prompt, params)
+        names = [llm.add_request(*pair) for pair in zip(prompts, params, strict=True)]
         while not llm.idle:
-            started.update(changed.request_id for changed in llm.step())
-            watch.step(len(started), llm.stats.output_tokens - before)
+            outputs.update({changed.request_id: changed for changed in llm.step()})
+            watch.step(len(outputs), llm.stats.output_tokens - before)
+        if schemas is None:
+            return None
+        choices = [outputs[name].outputs[0] for name in names]
+        return [choice.text if choice.finish_reason == "stop" else None for choice in choices]
+
+
+def _sampling(output: int, schema: str | None) -> SamplingParams:
+    if schema is None:
+        return greedy(output)
+    return SamplingParams(temperature=0, max_tokens=output, structured_outputs=StructuredOutputsParams(json=schema))
 
 
 def about(engine: Quire) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.peers.protocol import Options, Watch, serve
+from benchmarks.peers.protocol import Options, Schemas, Watch, serve
 
 
 class Counter(BaseStreamer):
@@ -33,7 +33,9 @@ class Transformers:
         self._model = model.eval()
 
     @torch.inference_mode()
-    def run(self, prompts: list[list[int]], output: int, watch: Watch) -> None:
+    def run(self, prompts: list[list[int]], output: int, watch: Watch, schemas: Schemas = None) -> None:
+        if schemas is not None:
+            raise RuntimeError("transformers has no structured output")
         ids = torch.tensor(prompts)
         watch.start()
         self._model.generate(

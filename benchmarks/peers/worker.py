@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import IO, Any, cast
 
+from benchmarks.peers.protocol import Schemas
 from benchmarks.peers.recipes import ROOT, PeerError, Recipe, last_line, log_file
 from quire.bench.cells import Cell
 
@@ -57,13 +58,19 @@ class Worker:
             self.close()
             raise
 
-    def measure(self, cell: Cell) -> dict[str, Any]:
+    def measure(self, cell: Cell, schemas: Schemas = None, ends: bool = False) -> dict[str, Any]:
         """Run a cell once; see `protocol.Watch.times`.
+
+        Args:
+            schemas: see `protocol.Engine.run`.
+            ends: outputs may end before they have all tokens: the answer has their texts, and no times.
 
         Raises:
             PeerError: the engine failed, or took too long. It is of no use any more.
         """
-        question = {"batch": cell.batch, "prompt": cell.prompt, "output": cell.output}
+        question: dict[str, Any] = {"batch": cell.batch, "prompt": cell.prompt, "output": cell.output}
+        if schemas is not None:
+            question |= {"schemas": [*schemas], "ends": ends}
         try:
             print(json.dumps(question), file=self._questions, flush=True)
         except OSError as error:
