@@ -23,6 +23,7 @@ NAMES = (
     "sparse",
     "models",
     "speculation",
+    "structured",
     "ablation",
     "profile_step",
     "quality",

@@ -5,24 +5,30 @@
    In seconds of this thread's CPU, which is where all of it is done, so that a busy machine does not count.
 3. **The demo model**, 32 requests at once, each with a schema of its own, in turns with 32 that have none and as many
    tokens. Their tokens are few, and the model is small, so what masks take shows here more than anywhere.
+4. **Gaps** between the tokens of 32 plain streams of the demo model (`AsyncLLM`), while 32 others come one after the
+   other: plain ones too, or each with a schema that nobody had before.
+
+`python -m benchmarks.peers.structured` measures other engines beside Quire.
 
 The vocabulary is made up: that of the demo model, and pairs of its tokens.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common import Options, Result, main, tell
-from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from quire.grammar.grammars import Grammars
 from quire.grammar.vocabulary import Vocabulary
 from quire.models.hub import ASSETS
@@ -76,6 +82,7 @@ def run(options: Options) -> Result:
         row(f"compile {name}", [_timed(grammars.compile, form) for form in forms])
         row(f"mask and advance, {name}", _walks(grammars, forms))
     _throughput(options, result)
+    asyncio.run(_gaps(options, result))
     return result
 
 
@@ -113,6 +120,44 @@ def _throughput(options: Options, result: Result) -> None:
     plain, schemas = (statistics.median(found) for found in rates.values())
     result.rows.append([f"demo, {rows} requests: with schemas / plain", f"{schemas / plain:.2f}", ""])
     result.raw.append({"what": "throughput", "plain": plain, "schemas": schemas})
+
+
+async def _gaps(options: Options, result: Result) -> None:
+    rows, turns = (4, 1) if options.quick else (32, 3)
+    seconds: dict[str, list[float]] = {"plain ones": [], "ones with schemas": []}
+    with contextlib.closing(AsyncLLM("demo", threads=options.threads or None, max_num_seqs=2 * rows)) as llm:
+        for turn in range(turns + 1):
+            for kind, found in seconds.items():
+                gaps: list[float] = []
+                numbers = range(turn * rows, turn * rows + rows)
+                await asyncio.gather(
+                    *(_stream(llm, _params(False, number), gaps) for number in numbers),
+                    _others(llm, [_params(kind != "plain ones", number) for number in numbers]),
+                )
+                found += gaps if turn else []  # the first one warms up
+    for kind, found in seconds.items():
+        middle, high = statistics.median(found), float(np.percentile(found, 99))
+        what = f"demo, gaps of {rows} plain streams while {rows} {kind} come"
+        result.rows.append([what, _shown(middle), _shown(high)])
+        result.raw.append({"what": what, "median": middle, "p99": high})
+
+
+async def _stream(llm: AsyncLLM, params: SamplingParams, gaps: list[float]) -> None:
+    """Adds the seconds between a request's tokens."""
+    last: float | None = None
+    async for _ in llm.generate("Once", params):
+        now = time.perf_counter()
+        gaps += [] if last is None else [now - last]
+        last = now
+
+
+async def _others(llm: AsyncLLM, params: Sequence[SamplingParams]) -> None:
+    """Requests that come one every few milliseconds."""
+    tasks = []
+    for each in params:
+        tasks.append(asyncio.create_task(_stream(llm, each, [])))
+        await asyncio.sleep(0.005)
+    await asyncio.gather(*tasks)
 
 
 def _params(constrained: bool, number: int) -> SamplingParams:

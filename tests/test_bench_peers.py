@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from benchmarks.peers import __main__ as driver
-from benchmarks.peers import protocol, recipes, table
+from benchmarks.peers import protocol, recipes, structured, table
 from benchmarks.peers.recipes import QUIRE, PeerError, Recipe, environment
 from benchmarks.peers.worker import Worker
 
@@ -216,7 +216,7 @@ def test_each_model_has_tables_of_its_own_which_others_leave_alone(written: tupl
     assert "| Quire 7 | 2.0 |" in sparse and "| Quire 7 | 3.0 |" not in sparse
 
 
-@pytest.mark.parametrize("name", driver.SECTIONS.values())
+@pytest.mark.parametrize("name", [*driver.SECTIONS.values(), structured.SECTION])
 def test_the_readme_has_a_place_for_the_tables(name: str) -> None:
     text = driver.run_all.README.read_text("utf-8")
     assert driver.run_all.with_section(text, name, "new") != text
@@ -226,6 +226,31 @@ def test_why_an_engine_is_not_available_is_written_without_places_of_this_machin
     error = PeerError("it would not", tmp_path / "install.log")
     assert str(error) == f"it would not (see {tmp_path / 'install.log'})"
     assert driver._unavailable(QUIRE, "bf16", error)["reason"] == "it would not"
+
+
+def test_structured_output_is_measured_and_checked_beside_a_peer_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(recipe: Recipe, work: Path) -> Path:
+        if recipe is QUIRE:
+            return Path(sys.executable)
+        raise PeerError("no network")
+
+    monkeypatch.setattr(structured, "environment", refuse)
+    options = ["--only", "quire,vllm", "--shape", "qwen3-tiny", "--rows", "2", "--repeat", "1", "--threads", "1"]
+    monkeypatch.setattr(sys, "argv", ["structured", *options, "--work", str(tmp_path)])
+    assert structured.main() == 0
+    text = capsys.readouterr().out
+    assert "| vLLM (CPU, eager) | – | – | – | – | – | no network |" in text
+    assert "| 2 of 2 ended of 2 |" in text
+
+
+def test_only_replies_that_ended_and_meet_their_schema_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    schema = structured.ending(0)
+    assert structured.valid([schema] * 3, [None, "{", '{"location": "Rome"}']) == 0
+    assert capsys.readouterr().err.count("not valid") == 2
+    whole = {"location": "Rome", "unit": "celsius", "days": 3, "include": [], "when": "2026-01-31", "note_0": "x"}
+    assert structured.valid([schema], [json.dumps(whole)]) == 1
 
 
 def test_a_run_line_holds_rates_in_tokens_per_second() -> None:

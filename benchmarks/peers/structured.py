@@ -5,8 +5,8 @@ usage: python -m benchmarks.peers.structured [--rows N] [--repeat N] [--shape ..
 Each engine makes the same number of tokens for as many requests, without a form and with a JSON Schema of its own for
 each request; these schemas let no reply end before. An engine's two figures compare: prompts, batch and the number of
 tokens are the same. The time to the first token has the compiling of all schemas, which an engine sees for the first
-time. Then each makes replies to schemas that do let them end, and those that ended are checked with `jsonschema`. (Where
-any white space may come, a model may come to no end of it.)
+time. Then each makes replies to schemas that do let them end, and those that ended are checked with `jsonschema`.
+(Where any white space may come, a model may come to no end of it.)
 
 Weights are random, and the tokenizer is made up (`checkpoints`): what the model would say is never of the form, so the
 mask decides at every token. (llama.cpp's grammar is asked about one token first, here mostly in vain.) Environments and
