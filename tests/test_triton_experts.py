@@ -13,8 +13,9 @@ from quire.ops.quantized import Quantization
 from quire.ops.ragged import DeviceSpans
 from quire.ops.triton import experts, linear
 from quire.ops.triton import routing as routing_kernel
-from quire.ops.triton.experts import GroupedExperts, GroupedHeads
+from quire.ops.triton.experts import GroupedExperts
 from quire.ops.triton.experts_quantized import QuantizedExperts
+from quire.ops.triton.heads import GroupedHeads
 from quire.ops.triton.linear_dense import DenseProduct
 from quire.ops.triton.linear_mxfp4 import Mxfp4Product
 from quire.ops.triton.linear_vendor import VendorProduct
@@ -285,7 +286,7 @@ def test_heads_in_one_launch_equal_one_after_the_other(dtype: torch.dtype) -> No
 def test_many_rows_of_heads_take_taller_tiles_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     heads, x = GroupedHeads(packed(2, 64, 64, torch.float16)), draw(130, 2, 64, dtype=torch.float16)
     short = heads(x)
-    monkeypatch.setattr(experts, "PROGRAMS", 2)
+    monkeypatch.setattr("quire.ops.triton.heads.PROGRAMS", 2)
     monkeypatch.setattr(heads, "_short", heads._short._replace(warps=None))  # not launched
     assert torch.equal(heads(x), short)
 

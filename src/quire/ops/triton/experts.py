@@ -1,4 +1,4 @@
-"""Mixture of experts: all experts of a layer at once, whatever the tokens chose. And products of heads.
+"""Mixture of experts: all experts of a layer at once, whatever the tokens chose.
 
 A token and one of its experts are a **pair**: pair `t * top_k + p` is token t's expert at place p. A call orders the
 pairs by expert and cuts them into **row tiles**, of which none has rows of two experts, so an expert that no token
@@ -21,7 +21,7 @@ import triton.language as tl
 from quire.ops.elementwise import Activation
 from quire.ops.experts import ExpertSlots, of_all_ranks
 from quire.ops.linear import Product
-from quire.ops.triton.linear_chunks import PROGRAMS, checked, place_of
+from quire.ops.triton.linear_chunks import checked, place_of
 from quire.ops.triton.linear_dense import EXACT, SHORT, TALL, DenseProduct, Tile, one_instruction
 from quire.ops.triton.linear_mxfp4 import DTYPES, Mxfp4Product, numbers_of
 from quire.ops.triton.linear_vendor import LibraryProduct, VendorProduct
@@ -144,7 +144,7 @@ def _multiply_codes(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """As `_multiply`, with pointers to rows of codes, and of their scales."""
+    """As `multiply`, with pointers to rows of codes, and of their scales."""
     k = tl.arange(0, INPUTS)
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, in_features, INPUTS):
@@ -170,7 +170,7 @@ def _multiply_numbers(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """As `_multiply`, with pointers to rows of numbers."""
+    """As `multiply`, with pointers to rows of numbers."""
     k = tl.arange(0, INPUTS)
     x_tile += k[None, :]
     weight_tile += k[:, None]
@@ -190,7 +190,7 @@ def _multiply_numbers(
 
 
 @triton.jit
-def _multiply(
+def multiply(
     x_tile,
     weight_tile,
     scale_tile,
@@ -304,7 +304,7 @@ def _gate_up_kernel(
         scale_tile = pointer_at(scale_addresses, expert, tl.uint8, ALIGNMENT) + where * (hidden // 32)
     x_tile = x + token.to(tl.int64)[:, None] * hidden
     there, outputs_there = (m < end)[:, None], (n < intermediate)[None, :]
-    total = _multiply(x_tile, weight_tile, scale_tile, there, outputs_there, hidden, EVEN, ROWS, OUTPUTS, INPUTS)
+    total = multiply(x_tile, weight_tile, scale_tile, there, outputs_there, hidden, EVEN, ROWS, OUTPUTS, INPUTS)
 
     if biases is not None:
         bias = biases + expert.to(tl.int64) * (2 * intermediate) + weight_row
@@ -351,7 +351,7 @@ def _down_kernel(
         scale_tile = pointer_at(scale_addresses, expert, tl.uint8, ALIGNMENT) + where * (intermediate // 32)
     x_tile = inner + m.to(tl.int64)[:, None] * intermediate
     there, outputs_there = (m < end)[:, None], n < hidden
-    total = _multiply(x_tile, weight_tile, scale_tile, there, outputs_there, intermediate, EVEN, ROWS, OUTPUTS, INPUTS)
+    total = multiply(x_tile, weight_tile, scale_tile, there, outputs_there, intermediate, EVEN, ROWS, OUTPUTS, INPUTS)
     if biases is not None:
         total += tl.load(biases + expert.to(tl.int64) * hidden + n, mask=n < hidden, other=0.0)
     pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
@@ -536,85 +536,3 @@ class GroupedExperts:
             enable_fp_fusion=False,
         )
         return parts
-
-
-# -- heads ---------------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _heads_kernel(
-    x,
-    addresses,
-    out,
-    rows,
-    stride_row,
-    stride_head,
-    in_features,
-    out_features,
-    EVEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
-    row_tile, out_tile = place_of(tl.program_id(0), rows, tl.cdiv(out_features, OUTPUTS), ROWS)
-    head = tl.program_id(1)
-    m = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    n = (out_tile * OUTPUTS + tl.arange(0, OUTPUTS))[None, :]
-    weight = pointer_at(addresses, head, x.dtype.element_ty, ALIGNMENT)
-    x_tile = x + m * stride_row + head.to(tl.int64) * stride_head
-    weight_tile = weight + n.to(tl.int64) * in_features
-    rows_there, outputs_there = m < rows, n < out_features
-    total = _multiply(x_tile, weight_tile, None, rows_there, outputs_there, in_features, EVEN, ROWS, OUTPUTS, INPUTS)
-    out += (m * tl.num_programs(1) + head) * out_features + n
-    tl.store(out, total.to(out.dtype.element_ty), mask=rows_there & outputs_there)
-
-
-class GroupedHeads:
-    """A product of its own for each head, in one launch: a `HeadProducts`.
-
-    Args:
-        products: dense, without biases.
-
-    Raises:
-        ValueError: a product is quantized or has a bias, or they differ.
-    """
-
-    def __init__(self, products: Sequence[Product]) -> None:
-        self._weights = Weights(products)
-        if self._weights.bias is not None:
-            raise ValueError("heads have no biases")
-        self._short, self._tall = self._weights.tiles(self._weights.dtypes[0])
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See `HeadProducts`."""
-        weights = self._weights
-        if x.shape[1:] != (len(weights), weights.in_features) or x.dtype not in weights.dtypes:
-            wanted = f"{weights.dtypes[0]} [.., {len(weights)}, {weights.in_features}]"
-            raise ValueError(f"x is {x.dtype} {list(x.shape)}; the heads take {wanted}")
-        x = x if x.stride(2) == 1 else x.contiguous()
-        out = x.new_empty(len(x), len(weights), weights.out_features)
-        if len(x) == 0:
-            return out
-        out_tiles = triton.cdiv(weights.out_features, self._short.outputs)
-        enough = triton.cdiv(len(x), self._tall.rows) * out_tiles * len(weights) >= PROGRAMS // 2
-        tile = self._tall if enough and len(x) > self._short.rows else self._short
-        _heads_kernel[(triton.cdiv(len(x), tile.rows) * out_tiles, len(weights))](
-            x,
-            weights.addresses,
-            out,
-            len(x),
-            x.stride(0),
-            x.stride(1),
-            weights.in_features,
-            weights.out_features,
-            EVEN=weights.in_features % tile.inputs == 0,
-            ROWS=tile.rows,
-            OUTPUTS=tile.outputs,
-            INPUTS=tile.inputs,
-            ALIGNMENT=ALIGNMENT,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            enable_fp_fusion=False,
-        )
-        return out

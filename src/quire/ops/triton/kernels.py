@@ -26,6 +26,7 @@ from quire.ops.triton import (
     cache,
     experts,
     experts_quantized,
+    heads,
     latent,
     linear,
     rows,
@@ -185,7 +186,7 @@ class TritonKernels(Kernels):
         return experts.GroupedExperts(gate_up, down, shared, activation)
 
     def heads(self, products: Sequence[Product]) -> HeadProducts:
-        return experts.GroupedHeads(products)
+        return heads.GroupedHeads(products)
 
     # -- latent attention ----------------------------------------------------------------------------------
 
