@@ -143,6 +143,7 @@ def test_a_fault_is_passed_on_and_not_advertised(capsys: pytest.CaptureFixture[s
         (["demo", "--api-key", "@/no/such/file"], "@/no/such/file cannot be read"),
         (["demo", "--max-num-seqs", "0"], "max_num_seqs=0 is out of range"),
         (["demo", "--host", ""], "host="),
+        (["demo", "--role", "prefill", "--cluster-key-file", "/no/key"], "--cluster-key-file /no/key: No such file"),
     ],
 )
 def test_a_mistake_is_told_at_once_with_exit_code_2(

@@ -209,7 +209,13 @@ class Pair:
         self.prefill.hold.clear()
         self.decoder.serve()
         there = self.prefill.engine
-        wait_until(lambda: settled(self.decoder.engine.scheduler.kv))
+        here = self.decoder.engine
+
+        def over() -> bool:  # reads for requests that were aborted, and writes, end without a step
+            here.exchange()
+            return settled(here.scheduler.kv)
+
+        wait_until(over)
         read = self.decoder.read
         self.decoder.close()
         wait_until(lambda: there.idle and settled(there.scheduler.kv) and not there.scheduler.kv.exports.under_way)

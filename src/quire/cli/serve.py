@@ -85,6 +85,10 @@ def read_options(args: argparse.Namespace) -> tuple[Given, ServeOptions]:
             "server is one: start it with --nnodes, and 'quire rank --join' on the other machines"
         )
     check_devices(engine)
+    if engine.cluster_key_file is not None:  # several processes read it: one says what is wrong with it
+        from quire.curve import read_token
+
+        read_token(engine.cluster_key_file, "--cluster-key-file")
     if not HUB_NAME.fullmatch(engine.model):  # that may be a download: when the model is loaded
         resolve(engine.model, engine.revision)
 
