@@ -138,6 +138,15 @@ def test_a_head_that_was_evicted_is_loaded_and_counted_as_cached(filled: Engine)
     assert hosted(filled)["loaded"] >= 4 and filled.stats.cached_tokens - cached >= 64
 
 
+def test_what_would_take_longer_to_load_is_computed_and_loaded_again_once_it_does_not(filled: Engine) -> None:
+    costs, texts = filled.scheduler.kv.fetches.costs, prompts(2)[1:]
+    costs.moved("host", 1, 1e6)
+    assert run(filled, texts, first_id=100, most=8) == _cold(texts, most=8) and not hosted(filled)["loaded"]
+    emptied(filled)
+    costs.moved("host", 10**12, 0.0)
+    assert run(filled, texts, first_id=200, most=8) == _cold(texts, most=8) and hosted(filled)["loaded"] >= 4
+
+
 def _cold(texts: list[list[int]], most: int) -> list[Outcome]:
     engine = make({"model": "demo", "threads": 1}, num_kv_blocks=60, prefix_cache="off")
     outcomes = run(engine, texts, most=most)
