@@ -47,7 +47,7 @@ def time_apart(result: Result, folder: str, options: Options) -> None:
             if name == "apart" and (came := llm.stats.kv_tiers["peer"]["loaded"]) < PROMPTS * ((length - 1) // 16):
                 raise RuntimeError(f"only {came} blocks came from the engine that computes prompts")
     streams, arriving = f"0.6B: {STREAMS} streams", f"while {PROMPTS} prompts of {length:,} tokens arrive"
-    kinds = {"longest gap": max, "99 % of gaps": percentile_99}
+    kinds = {"longest gap": max, "99 % of gaps": percentile_99, "mean gap": statistics.fmean}
     for what, of in kinds.items():
         _add(result, f"{streams}, {what}, ms", [of(each.quiet) * 1e3 for each in ways])
         _add(result, f"{streams} {arriving}, {what}, ms", [of(each.disturbed) * 1e3 for each in ways])
