@@ -153,13 +153,15 @@ def test_what_is_computed_here_takes_little_of_a_step_in_which_others_decode():
 
 
 def test_the_end_of_a_long_prompt_takes_no_more_of_a_step_than_the_beginning_of_a_short_one():
-    scheduler, runner = decoder(min_chunk=6)
+    scheduler, runner = decoder(min_chunk=6, block_size=16)
     scheduler.kv.fetches.costs = Costs(pair=0.1)
     assert beside(scheduler, runner, PROMPT[12:]) == [6, 3, 2], "after six tokens others take 1.6 times as long"
-    scheduler, runner = decoder(min_chunk=6)
+    scheduler, runner = decoder(min_chunk=6, block_size=16)
     scheduler.kv.fetches.costs = Costs(pair=10.0)
-    counts = beside(scheduler, runner, PROMPT[12:])
-    assert counts == [6, *[1] * 5], "and at least one token is computed"
+    assert beside(scheduler, runner, PROMPT[12:]) == [6, *[1] * 5], "and at least one token is computed"
+    scheduler, runner = decoder(min_chunk=5, block_size=4)
+    scheduler.kv.fetches.costs = Costs(pair=10.0)
+    assert beside(scheduler, runner, PROMPT[12:]) == [5, 5, 1], "before its last block it takes as many as any"
 
 
 def test_what_is_loaded_beside_decodes_is_left_out_of_what_prompts_may_take():

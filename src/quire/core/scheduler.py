@@ -365,8 +365,13 @@ class Scheduler:
         return min(count, len(request.tables[0]) * self.kv.block_size - known)
 
     def _chunk(self, remaining: int, step: PendingStep, computed: int, chosen: int = 0) -> int:
-        """Tokens that a prompt with `remaining` ones may take now, beside those `chosen` in this step already."""
-        count = min(remaining, step.room(computed + chosen), self._max_chunk - chosen)
+        """Tokens that a prompt with `remaining` ones may take now, beside those `chosen` in this step already.
+
+        Where the time of its tokens counts, that of those before its last block counts as at its beginning: a long one
+        that is computed here after all ends in good time.
+        """
+        context = computed + chosen if remaining <= self.kv.block_size else 0
+        count = min(remaining, step.room(context), self._max_chunk - chosen)
         return count if self._chunked or count == remaining else 0
 
     def _admit(self, request: Request, step: PendingStep, now: float) -> bool:
