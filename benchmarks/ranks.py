@@ -172,7 +172,8 @@ def _median(gather: Callable[[], object]) -> float:
 def _shared(rank: int, memory: str) -> Callable[[], object]:
     group = SharedGroup(int(memory), 1 << 20, rank, 2, 60.0)
     own = torch.zeros(8, WIDTH // 2, dtype=torch.bfloat16)
-    return lambda: group.all_gather(own, rank * WIDTH // 2, WIDTH)
+    parts = [range(WIDTH // 2), range(WIDTH // 2, WIDTH)]
+    return lambda: group.all_gather(own, parts)
 
 
 def _gloo(rank: int, folder: str) -> Callable[[], object]:
