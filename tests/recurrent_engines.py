@@ -12,6 +12,7 @@ from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from tests import test_determinism as product
+from tests.oracle import random_prompt
 
 ORDER = list(range(len(product.prompts())))
 Outcomes = dict[int, Any]
@@ -68,6 +69,20 @@ def check_refusals(folder: str) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             Engine(EngineConfig(model=folder, threads=1, **options))
+
+
+def check_resumption(folder: str) -> None:
+    """A new engine that is given the beginning of a reply goes on with it, in mid-tile or not: as after a kill."""
+    prompt, whole = random_prompt(21), []
+    for cut in (0, 1, 6, 11, 12):
+        engine = Engine(EngineConfig(model=folder, threads=1))
+        params = product.params(5)
+        engine.add(Request(cut, prompt, params, max_tokens=20, output_token_ids=whole[:cut]))
+        tokens = whole[:cut]
+        while not engine.idle:
+            tokens = tokens + [token for update in engine.step() for token in update.tokens]
+        whole = whole or tokens
+        assert tokens == whole and len(whole) == 20
 
 
 def greedy_in(engine: Engine, number: int, prompt: list[int]) -> tuple[list[int], int]:

@@ -45,6 +45,7 @@ from tests.recurrent_engines import (
     check_other_kernels,
     check_ranks,
     check_refusals,
+    check_resumption,
     check_switches,
     each_alone,
     greedy_in,
@@ -559,6 +560,10 @@ def test_nothing_around_a_request_changes_its_tokens(folder: str, alone: dict[in
 
 def test_drafts_change_no_token(folder: str, alone: dict[int, Any]) -> None:
     check_drafts(folder, alone)
+
+
+def test_a_new_engine_goes_on_with_a_reply_in_mid_tile(folder: str) -> None:
+    check_resumption(folder)
 
 
 def test_what_is_cached_changes_no_token_and_is_used(folder: str) -> None:
