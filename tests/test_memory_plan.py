@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from quire.layers import latent
 from quire.models.layer_groups import layer_groups
 from quire.models.model import Model
 from quire.models.registry import load_model
-from quire.ops import Kernels, KVShape, choose_kernels, kv_cache
+from quire.ops import Kernels, KVShape, choose_kernels, kv_cache, sparse
+from quire.ops.cpu import sparse as sparse_in_cpp
 from quire.runner import kv_pools, memory_plan, start
 from quire.runner.kv_pools import Pools, retentions
 from quire.runner.memory_plan import activation_bytes, format_size, free_memory, plan_memory
@@ -331,14 +333,19 @@ class Largest:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v32"])
 def test_the_largest_steps_take_no_more_than_is_planned_for_activations(
     architecture: str, deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_cache, "huge", lambda size: torch.empty(size, dtype=torch.uint8))  # seen by the profiler
     monkeypatch.setattr(latent, "RESTORED_BYTES", 2**20)
     monkeypatch.setattr(memory_plan, "RESTORED_BYTES", 2**20)
-    wide = {} if architecture == "qwen3" else {"moe_intermediate_size": 256}
+    for module in (sparse, sparse_in_cpp):
+        monkeypatch.setattr(module, "SCORE_BYTES", 2**20)
+    monkeypatch.setattr(sparse, "GATHERED_BYTES", 2**20)
+    wide: dict[str, Any] = {} if architecture == "qwen3" else {"moe_intermediate_size": 256}
+    if architecture == "deepseek_v32":
+        wide["index_topk"] = 512
     folder = save_checkpoint(tmp_path, architecture, max_position_embeddings=4096, intermediate_size=512, **wide)
     largest = Largest(folder, choose_kernels(deterministic=deterministic))
     many = largest.peak([largest.tokens // largest.requests] * largest.requests)
