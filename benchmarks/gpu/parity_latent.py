@@ -1,4 +1,5 @@
-"""Parity of latent attention: what goes into its cache, queries that turn, and attention, as in `parity_attention`."""
+"""Parity of latent attention, sparse too: what goes into its cache, queries that turn, and attention, as in
+`parity_attention`."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from benchmarks.gpu.parity_attention import (
     on_device,
 )
 from benchmarks.gpu.parity_rows import read
-from quire.ops import Kernels, KVCache, RaggedBatch
+from quire.ops import Kernels, KVCache, RaggedBatch, sparse
 from quire.ops.kv_cache import KVCacheDtype
 
 STORED_TOLERANCE: dict[KVCacheDtype, float] = {"int8": 0.1, "fp8": 0.14}
@@ -52,6 +53,8 @@ CASES = (
 )
 WIDE = Case(128, 512, 64)
 """DeepSeek-V3's, which is tried with decodes alone: the reference is slow."""
+SPARSE = Case(64, 512, 64)
+"""GLM-5's, which is tried with index keys behind the rows; as many heads choose."""
 TINY_CASES = tuple(Case(3, 32, 8, stored=stored) for stored in ("auto", "int8", "fp8"))
 
 
@@ -67,6 +70,10 @@ def run(job: Job, dtype: str) -> None:
             attend(rig, case, name, _step(case, spans))
     if not job.rehearse:
         attend(rig, WIDE, "decodes", _step(WIDE, DECODES))
+    for name, spans in steps.items():
+        case, index, top = (TINY_CASES[0], 16, 10) if job.rehearse else (SPARSE, 128, 256)
+        job.check_time()
+        attend_chosen(rig, case, index, top, name, _step(case, spans))
 
 
 def _step(case: Case, spans: list[tuple[int, int]]) -> Step:
@@ -114,3 +121,29 @@ def attend(rig: Rig, case: Case, name: str, step: Step) -> None:
     ours = functools.partial(compute, rig.kernels)  # the same with `deterministic`
     rig.near(f"attend_latent, {name}, {case}", on_device(rig, ours, step, kv, q), wanted, UNITS)
     each_alone(rig, f"attend_latent, {name}, {case}", ours, step, kv, q)
+
+
+def attend_chosen(rig: Rig, case: Case, index: int, top: int, name: str, step: Step) -> None:
+    """The same of `top` positions that an indexer chooses, whose keys of `index` numbers lie behind the cache's rows.
+
+    All numbers but the queries of attention are 1 or -1: sums are exact, so both choose the same of many equal scores.
+    """
+    size = case.latent + case.rope
+    wide, kv = caches(rig, step, 1, size + index, case.stored, sides=1)
+    for cache in (wide, kv):
+        cache.numbers.sign_()
+    q = rig.draw(step.rows, case.heads, size + index + 1)
+    q[..., size:] = q[..., size:].sign()
+
+    def compute(kernels: Kernels, q: Tensor, kv: KVCache, batch: RaggedBatch) -> Tensor:
+        attended, queries, weights = torch.split(q, [size, index, 1], dim=2)
+        choice = sparse.choice(batch, top)
+        of = choice.of_rows
+        kernels.choose(of(queries), of(weights).float().squeeze(2), kv, batch, LAYER, choice)
+        return kernels.attend_chosen(attended.contiguous(), choice, kv, batch, LAYER, size**-0.5, case.latent)
+
+    wanted = compute(rig.reference, q, wide, step.host())
+    ours = functools.partial(compute, rig.kernels)
+    what = f"attend_chosen, {name}, {case}, {top} positions"
+    rig.near(what, on_device(rig, ours, step, kv, q), wanted, UNITS)
+    each_alone(rig, what, ours, step, kv, q)
