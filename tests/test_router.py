@@ -384,6 +384,22 @@ def test_without_any_server_requests_are_refused_at_once(loop: Loop) -> None:
         assert router.http.get("/health").status_code == 503
 
 
+def test_a_stream_whose_last_server_dies_waits_for_it_for_a_while(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeServer(loop, die_after=9)
+    with RouterThread([server]) as router, ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(router.stream)
+        assert wait_until(lambda: router.up == 0)
+        server.start()
+        events = stream.result()
+        assert text_of(events) == answer_text(server.requests[0]) and len(server.requests) == 2
+        assert events[-1] == "[DONE]" and not list(errors_of(events))
+        monkeypatch.setattr("quire.router.relay.WAIT_SECONDS", 0.0)
+        server.die_after = 9
+        [error] = errors_of(router.stream())
+        assert error["code"] == "no_server"
+    server.stop()
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 def test_a_request_before_the_first_look_at_the_servers_waits_for_it(path: str, loop: Loop) -> None:
     server = FakeServer(loop, stalled=True)

@@ -88,4 +88,7 @@ class RedisLink:
             raise DirectoryError(f"{self.where} does not answer as it should ({error})") from error
 
     def _refused(self, error: Exception, what: str, help: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {what} ({str(error).rstrip('.')}); {help}")
+        said = str(error).rstrip(".")
+        if said.startswith("HELLO"):  # a lecture on its protocol
+            said = "it asks for one"
+        return ConfigError(f"{self.where}: {what} ({said}); {help}")
