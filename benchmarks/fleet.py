@@ -6,6 +6,8 @@ prefix-hash, each without and with a pool of KV.
 The traces are those of the Mooncake project (kvcache-ai/Mooncake, FAST25-release/traces). Lengths, and the 512 tokens
 of one of their blocks, are divided by --scale, since the demo model has a context of 2,048 tokens, and requests that do
 not fit are left out; times are divided by --speedup, of which several are tried.
+With --model, servers have another model than the demo, such as qwen3-0.6b with random weights. The demo computes a
+block in half a millisecond, which is less than bringing it from elsewhere takes on a busy machine.
 Every server has one thread and a pool of KV that holds a small part of the trace. All of them, the router and the
 client share this machine's cores, so latencies are those of a busy machine: compare rows, not machines.
 """
@@ -26,10 +28,12 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Result, tell
+from quire.models.random_checkpoint import SHAPES, random_checkpoint
 
 SCALE = 64
 CONTEXT = 2048
@@ -37,7 +41,7 @@ SERVERS = 4
 KV_TOKENS = 1 << 20
 """Of each server, before they are divided as lengths are: a small part of the trace."""
 
-GOAL_MS = 250
+GOAL_MS = 250.0
 """A request is within the goal when its first token comes within so many milliseconds."""
 
 POLICIES = ("round-robin", "least-loaded", "prefix-hash", "cost")
@@ -80,25 +84,32 @@ def redis() -> Iterator[str]:
         running.wait()
 
 
-def replay(policy: str, pool: bool, trace: str, requests: int, speedup: float, scale: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Bench:
+    """What is replayed on what: lengths of the trace are divided by `scale`, times by `speedup`."""
+
+    trace: str
+    requests: int
+    speedup: float
+    scale: float = SCALE
+    model: str = "demo"
+    goal_ms: float = GOAL_MS
+    host_memory: str = "64MiB"
+    kv_tokens: int = KV_TOKENS
+
+
+def replay(policy: str, pool: bool, bench: Bench) -> dict[str, Any]:
     """One policy under the trace, with servers that know nothing yet: the report of `quire bench serve`."""
     with ExitStack() as stack:
-        options = [
-            "--threads",
-            "1",
-            "--num-kv-blocks",
-            str(round(KV_TOKENS / scale / 16)),
-            "--max-num-seqs",
-            "16",
-            "--no-log-requests",
-        ]
+        options = ["--threads", "1", "--max-num-seqs", "16", "--no-log-requests", "--max-model-len", str(CONTEXT)]
+        options += ["--num-kv-blocks", str(round(bench.kv_tokens / bench.scale / 16))]
         if pool:
             key = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "key"
             key.write_text("0123456789abcdef" * 2)
             key.chmod(0o600)
             options += ["--kv-directory", stack.enter_context(redis()), "--cluster-key-file", str(key)]
-            options += ["--role", "both", "--host-kv-memory", "64MiB"]
-        command = [*QUIRE, "serve", "demo", "--port", "0", *options]
+            options += ["--role", "both", "--host-kv-memory", bench.host_memory]
+        command = [*QUIRE, "serve", bench.model, "--port", "0", *options]
         urls = [stack.enter_context(process(command, r"http://127.0.0.1:\d+")) for _ in range(SERVERS)]
         for url in urls:
             wait_for(url)
@@ -107,9 +118,12 @@ def replay(policy: str, pool: bool, trace: str, requests: int, speedup: float, s
         url = stack.enter_context(process(router, r"http://127.0.0.1:\d+"))
         wait_for(url)
         report = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "report.json"
-        load = [*QUIRE, "bench", "serve", "--url", url, "--trace", trace, "--scale", str(scale), "--wait", "30"]
-        load += ["--num-requests", str(requests), "--speedup", str(speedup), "--goodput", f"ttft:{GOAL_MS}"]
-        subprocess.run([*load, "--json", str(report)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        load = [*QUIRE, "bench", "serve", "--url", url, "--trace", bench.trace, "--scale", str(bench.scale)]
+        load += ["--wait", "30", "--num-requests", str(bench.requests), "--speedup", str(bench.speedup)]
+        load += ["--goodput", f"ttft:{bench.goal_ms:g}"]
+        ended = subprocess.run([*load, "--json", str(report)], capture_output=True, text=True)
+        if ended.returncode:
+            raise RuntimeError(ended.stderr[-2000:])
         loaded = [tier_loads(each) for each in urls]
         found: dict[str, Any] = json.loads(report.read_text())["result"]
         return found | {"loaded_blocks": sum(loaded)}
@@ -117,7 +131,8 @@ def replay(policy: str, pool: bool, trace: str, requests: int, speedup: float, s
 
 def wait_for(url: str) -> None:
     """Until a server is well."""
-    for _ in range(600):
+    end = time.monotonic() + 600
+    while time.monotonic() < end:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
                 if answer.status == 200:
@@ -150,7 +165,7 @@ def that_fit(trace: str, scale: float, folder: Path) -> str:
     return str(copy)
 
 
-def run(trace: str, requests: int, speedups: Sequence[float], scale: float = SCALE) -> Result:
+def run(bench: Bench, speedups: Sequence[float], choices: Sequence[str] = POLICIES) -> Result:
     result = Result(
         (
             "times divided by",
@@ -158,15 +173,15 @@ def run(trace: str, requests: int, speedups: Sequence[float], scale: float = SCA
             "cached",
             "first token p50, ms",
             "p99, ms",
-            f"within {GOAL_MS} ms",
+            f"within {bench.goal_ms:g} ms",
             "from other places",
         )
     )
     pools = (False, True) if shutil.which("redis-server") else (False,)
-    for speedup, pool, policy in itertools.product(speedups, pools, POLICIES):
+    for speedup, pool, policy in itertools.product(speedups, pools, choices):
         name = f"{policy}, pool" if pool else policy
-        tell(f"fleet: {Path(trace).stem}, times divided by {speedup:g}: {name}")
-        found = replay(policy, pool, trace, requests, speedup, scale)
+        tell(f"fleet: {Path(bench.trace).stem}, times divided by {speedup:g}: {name}")
+        found = replay(policy, pool, replace(bench, speedup=speedup))
         if found["failed"]:
             raise RuntimeError(f"{found['failed']} requests failed: {found['failures']}")
         ttft = found["latencies"]["ttft"]
@@ -181,7 +196,7 @@ def run(trace: str, requests: int, speedups: Sequence[float], scale: float = SCA
         )
         row = (*row, f"{found['loaded_blocks']:,} blocks")
         tell("fleet: " + " | ".join(row))
-        result.add(row, what=name, speedup=speedup, trace=Path(trace).stem, **found)
+        result.add(row, what=name, speedup=speedup, trace=Path(bench.trace).stem, **found)
     return result
 
 
@@ -193,10 +208,25 @@ def main() -> None:
         "--speedup", type=float, nargs="+", default=[8.0, 16.0], help="divide its times by these (default: 8 and 16)"
     )
     parser.add_argument("--scale", type=float, default=SCALE, help=f"divide its lengths by this (default: {SCALE})")
+    parser.add_argument(
+        "--choices", nargs="+", default=POLICIES, choices=POLICIES, help="of the router (default: all of them)"
+    )
+    parser.add_argument(
+        "--model", default="demo", help="a checkpoint, or a shape that gets random weights, such as qwen3-0.6b"
+    )
+    parser.add_argument("--goal", type=float, default=GOAL_MS, help=f"for first tokens, in ms (default: {GOAL_MS:g})")
+    parser.add_argument("--host-memory", default="64MiB", help="of each server, for the pool of KV (default: 64MiB)")
+    parser.add_argument(
+        "--kv-tokens", type=int, default=KV_TOKENS, help=f"of each server, before --scale (default: {KV_TOKENS})"
+    )
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = args.model
+        if model in SHAPES:
+            model = str(stack.enter_context(random_checkpoint(model, folder)))
         trace = that_fit(args.trace, args.scale, Path(folder))
-        print(run(trace, args.requests, args.speedup, args.scale).table())
+        bench = Bench(trace, args.requests, 1.0, args.scale, model, args.goal, args.host_memory, args.kv_tokens)
+        print(run(bench, args.speedup, args.choices).table())
 
 
 if __name__ == "__main__":

@@ -317,7 +317,7 @@ class FakeEngineClient:
             call.aborted = True
         self.cause, self.state = "the server is leaving", "failed"
 
-    async def inspect(self, what: str, since: int = 0, replica: int | None = None) -> bytes:
+    async def inspect(self, what: str, since: int = 0, replica: int | None = None, seconds: float = 30.0) -> bytes:
         self._check_ready()
         self.inspected.append((what, since))
         return json.dumps(self.documents.get(what, {"what": what, "since": since})).encode()

@@ -733,6 +733,7 @@ def test_whatever_happens_to_a_pool_every_request_ends_right(
     seed: int, options: dict[str, Any], store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holders, "LOOKUP_SECONDS", 0.2)
+    monkeypatch.setattr(fetches, "LEAST_PATIENCE", 0.02)
     chaos(seed, options, store, alone(own(options), TEXTS))
 
 
@@ -742,5 +743,6 @@ def test_three_hundred_fault_schedules_of_a_pool(
     options: dict[str, Any], store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holders, "LOOKUP_SECONDS", 0.2)
+    monkeypatch.setattr(fetches, "LEAST_PATIENCE", 0.02)
     expected = alone(own(options), TEXTS)
     assert sum(chaos(seed, options, store, expected) for seed in range(300))

@@ -24,7 +24,7 @@ from quire.router.config import RouterConfig
 from quire.router.membership import DnsSource, FileSource, RedisSource, begin, read_servers_file
 from quire.router.resume import StreamPosition
 from quire.router.run import leave
-from quire.router.servers import Servers
+from quire.router.servers import Engine, Servers
 from quire.server.meeting import Meeting
 from tests.redis_server import RedisServer, needs_redis
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
@@ -215,6 +215,15 @@ def test_each_engine_of_a_server_is_known_by_what_it_tells_and_asked_by_its_numb
         assert wait_until(lambda: known.held(f"{one.address}#0", [b"12345678"]) == 1)
         assert wait_until(lambda: known.count(f"{one.address}#1") == 0)
     one.stop()
+
+
+def test_of_an_engine_in_a_long_step_what_it_said_before_counts() -> None:
+    engine = Engine("s")
+    engine.take({"engine": "1", "up": True, "running": 5, "prefill_tokens_per_second": 9.0})
+    engine.take({"engine": None, "up": True, "running": 0, "prefill_tokens_per_second": None})
+    assert (engine.boot, engine.others, engine.load.shown, engine.is_up) == ("1", 5, 9.0, True)
+    engine.take({"engine": None, "up": False})
+    assert not engine.is_up
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -23,11 +23,13 @@ from starlette.routing import Mount
 from quire import __version__
 from quire.errors import EngineClosedError, PromptTooLongError, QuireError
 from quire.models.hub import resolve
+from quire.router.servers import PATIENCE_SECONDS
 from quire.server import context, routes_info
 from quire.server.app import create_app
 from quire.server.auth import Tenants, tenant_of
 from quire.server.context import AppContext
 from quire.server.replies import json_reply
+from quire.server.routes_info import ROUTER_SECONDS
 from tests.server_fakes import AppThread, FakeEngineClient, app_context, wait_until
 
 KEYS = ("sk-first-key", "sk-second-key")
@@ -524,14 +526,30 @@ def test_an_engine_that_dies_under_a_question_is_a_503(monkeypatch: pytest.Monke
         assert site.http.get("/metrics").status_code == 200
 
 
-def test_metrics_do_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def busy_client(monkeypatch: pytest.MonkeyPatch) -> FakeEngineClient:
+    """One of an engine that is in a long step."""
     client = FakeEngineClient()
 
-    async def inspect(what: str, since: int = 0, replica: int | None = None) -> bytes:
-        await asyncio.sleep(60)
-        return b"{}"
+    async def inspect(what: str, since: int = 0, replica: int | None = None, seconds: float = 60.0) -> bytes:
+        await asyncio.sleep(seconds)
+        raise EngineClosedError("the engine did not answer")
 
     monkeypatch.setattr(client, "inspect", inspect)
+    return client
+
+
+def test_a_router_is_answered_while_an_engine_is_in_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the server for lost, though it is well and streams go on."""
+    monkeypatch.setattr(routes_info, "ROUTER_SECONDS", 0.05)
+    assert ROUTER_SECONDS < PATIENCE_SECONDS
+    with Site(busy_client(monkeypatch)) as site:
+        [told] = site.http.get("/load", timeout=30).json()["engines"]
+        assert (told["engine"], told["up"]) == (None, True)
+        assert site.http.get("/load/prompts", params={"since": "0"}, timeout=30).json() == {"engines": [None]}
+
+
+def test_metrics_do_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = busy_client(monkeypatch)
     monkeypatch.setattr(routes_info, "STATS_SECONDS", 0.05)
     with Site(client) as site:
         answer = site.http.get("/metrics", timeout=30)

@@ -277,14 +277,16 @@ class EngineClient:
         answers = await self._ask_all(lambda ticket: wire.AbortNamed(ticket, name, owner))
         return any(msgspec.json.decode(answer) for answer in answers.values())
 
-    async def inspect(self, what: Document, since: int = 0, replica: int | None = None) -> bytes:
+    async def inspect(
+        self, what: Document, since: int = 0, replica: int | None = None, seconds: float = ANSWER_SECONDS
+    ) -> bytes:
         """One of the recorder's documents, as JSON; `replica`: whose, by default of one that is ready.
 
         Raises:
-            EngineClosedError: it does not answer, or there is none.
+            EngineClosedError: it does not answer within so many seconds, or there is none.
         """
         link = self._best_first()[0] if replica is None else self.links[replica]
-        return (await self._ask_all(lambda ticket: wire.Inspect(ticket, what, since), [link]))[link.replica]
+        return (await self._ask_all(lambda ticket: wire.Inspect(ticket, what, since), [link], seconds))[link.replica]
 
     async def inspect_all(self, what: Document, seconds: float = ANSWER_SECONDS) -> dict[int, bytes]:
         """The same of each replica that answers within so many seconds.

@@ -78,7 +78,10 @@ class Engine:
 
     def take(self, told: dict[str, Any]) -> None:
         """What its server says of it."""
-        self.boot, self.is_up = told.get("engine") or self.boot, told.get("up", True)
+        self.is_up = told.get("up", True)
+        if "engine" in told and told["engine"] is None:
+            return  # it is in a long step, and has said nothing: what it said before counts
+        self.boot = told.get("engine") or self.boot
         self.load.tell(told.get("prefill_tokens_per_second"))
         own = self.load.running + self.load.waiting
         self.others = max(0, told.get("running", 0) + told.get("waiting", 0) - own)

@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 STATIC = Path(__file__).parent / "static"
 STATS_SECONDS = 5.0
 """`/metrics` waits so long for the engine's part, which is less than Prometheus waits for an answer."""
+ROUTER_SECONDS = 2.0
+"""A router's questions wait so long: an engine that is in a long step answers after that, and the server is well. A
+router takes one that says nothing for five seconds for lost."""
 MEASURED_TOKENS = 4096
 """So many prompt tokens must have been computed for `/load` to say how fast that goes."""
 Since = Annotated[int, Query(ge=0, le=2**62, description="Only steps from this number on.")]
@@ -201,13 +204,13 @@ def _option(context: AppContext, name: str, value: Any) -> dict[str, Any]:
     return {"value": value, "origin": origin}
 
 
-async def _stats(context: AppContext) -> dict[int, dict[str, Any]]:
+async def _stats(context: AppContext, seconds: float = STATS_SECONDS) -> dict[int, dict[str, Any]]:
     """What each engine counts, by its number, without those that do not tell."""
     client = context.client
     if not client.healthy:
         return {}
     try:
-        told = await client.inspect_all("stats", STATS_SECONDS)
+        told = await client.inspect_all("stats", seconds)
     except EngineClosedError:  # all just died, or are stuck: what is known here is told all the same
         logger.debug("no statistics from the engines", exc_info=True)
         return {}
@@ -216,7 +219,7 @@ async def _stats(context: AppContext) -> dict[int, dict[str, Any]]:
 
 async def _load(context: AppContext) -> dict[str, Any]:
     """What a router must know of this server, beside its models: of each engine, and of all of them the sum."""
-    info, stats = context.client.info, await _stats(context)
+    info, stats = context.client.info, await _stats(context, ROUTER_SECONDS)
 
     def total(name: str) -> Any:
         return sum(each.get(name, 0) for each in stats.values())
@@ -255,7 +258,7 @@ def _engine_load(link: EngineLink, stats: Mapping[str, Any] | None) -> dict[str,
 async def _prompts(client: EngineClient, since: Sequence[int]) -> list[msgspec.Raw | None]:
     """What each engine tells of its cache, see `fleet/cached_prompts.py`; None: it does not answer."""
     numbers = [since[link.replica] if link.replica < len(since) else -1 for link in client.links]
-    asked = (client.inspect("prompts", number, replica) for replica, number in enumerate(numbers))
+    asked = (client.inspect("prompts", number, replica, ROUTER_SECONDS) for replica, number in enumerate(numbers))
     answers = await asyncio.gather(*asked, return_exceptions=True)
     return [msgspec.Raw(answer) if isinstance(answer, bytes) else None for answer in answers]
 
