@@ -492,7 +492,7 @@ async def _add(router: RouterThread, server: FakeServer) -> None:
         ({"server": ["http://x"], "policy": "best"}, "allowed"),
         ({"server": ["dns+https://x"]}, r"write dns\+http://"),
         ({"server": ["dns+x"]}, "http://127.0.0.1:8000"),
-        ({"server": ["redis://u:secret@x"]}, r"redis://u:\*\*\*@x needs an api_key"),
+        ({"server": ["redis://u:secret@x"]}, r"redis://u:\*\*\*@x, a Redis, needs an api_key"),
         ({"prefill_server": ["redis://x"], "api_key": ["k"]}, "say their role"),
         ({"server": ["http://x"], "metrics_key": ["k"]}, "api_key"),
         ({"server": ["http://x"], "port": 70_000}, "65535"),
