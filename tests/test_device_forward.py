@@ -15,7 +15,15 @@ from quire.engine.engine import Engine
 from quire.errors import DeviceLostError, MemoryPlanError
 from quire.models.model import Model
 from quire.ops import KVCache
-from quire.runner.device_forward import CHUNK, LARGEST_GRAPH, all_sizes, decode_sizes, padded
+from quire.runner.device_forward import (
+    CHUNK,
+    LARGEST_GRAPH,
+    LARGEST_SMALL_GRAPH,
+    all_sizes,
+    decode_sizes,
+    largest_graph,
+    padded,
+)
 from quire.runner.model_runner import OUT_OF_MEMORY
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import save_checkpoint
@@ -41,6 +49,9 @@ def alone(folder) -> dict[int, Any]:
         outcomes |= run(engine, [index])
     return outcomes
 
+
+ALL, DECODES = (sizes(8, LARGEST_SMALL_GRAPH) for sizes in (all_sizes, decode_sizes))
+"""Sizes that are recorded of these tests' small model with at most 8 requests."""
 
 CACHES = {"radix": (22, 40), "hash": (400, 173), "off": (22, 2048)}
 """Kinds of prefix cache, with the blocks and the largest chunks that they are tested with."""
@@ -83,19 +94,19 @@ def test_all_graphs_are_recorded_at_start_and_said_so(folder):
     device = DelayedDevice()
     with on_device(device, SpanKernels()):
         engine = Engine(options(folder, cuda_graphs="eager"))
-    assert device.num_recorded == len(all_sizes(8))
-    assert any(note.startswith(f"recorded {len(all_sizes(8))} CUDA graphs in ") for note in engine.notes)
+    assert device.num_recorded == len(ALL)
+    assert any(note.startswith(f"recorded {len(ALL)} CUDA graphs in ") for note in engine.notes)
     run(engine, [0, 3])
-    assert device.num_recorded == len(all_sizes(8)), "no step has a size that was not recorded"
+    assert device.num_recorded == len(ALL), "no step has a size that was not recorded"
 
 
 def test_decodes_are_recorded_at_start_and_steps_with_prompts_when_they_come(folder):
     device = DelayedDevice()
     with on_device(device, SpanKernels()):
         engine = Engine(options(folder))
-    decodes = len(decode_sizes(8))
+    decodes = len(DECODES)
     assert device.num_recorded == decodes == 4  # of 1, 2, 4 and 8 requests
-    assert any(f"up to {len(all_sizes(8)) - decodes} more CUDA graphs" in note for note in engine.notes)
+    assert any(f"up to {len(ALL) - decodes} more CUDA graphs" in note for note in engine.notes)
     run(engine, [0, 3])
     assert device.num_recorded > decodes and device.num_replayed > 0
 
@@ -126,7 +137,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelname == "WARNING"]
 
 
-@pytest.mark.parametrize(("graphs", "most"), [("lazy", len(decode_sizes(8))), ("eager", len(all_sizes(8)) - 2)])
+@pytest.mark.parametrize(("graphs", "most"), [("lazy", len(DECODES)), ("eager", len(ALL) - 2)])
 def test_where_no_more_graphs_fit_steps_go_on_without(folder, alone, caplog, graphs, most):
     device = DelayedDevice(most_graphs=most)
     with on_device(device, SpanKernels()):
@@ -139,10 +150,10 @@ def test_where_no_more_graphs_fit_steps_go_on_without(folder, alone, caplog, gra
 
 
 def test_graphs_leave_the_largest_step_its_memory(folder, caplog):
-    """What was measured for it, and, of a step of 2,048 tokens, half of that for a graph of 1,024."""
+    """What was measured for it, and, of a step of 4,096 tokens, half of that for a graph of 2,048."""
     device = DelayedDevice()
     with on_device(device, SpanKernels()):
-        engine = Engine(options(folder, max_num_batched_tokens=2048))
+        engine = Engine(options(folder, max_num_batched_tokens=4096))
     device.memory = lambda: (2**20 + 2**19, 2**30)  # type: ignore[method-assign]
     run(engine, [0])
     recorded = device.num_recorded
@@ -153,19 +164,27 @@ def test_graphs_leave_the_largest_step_its_memory(folder, caplog):
     assert len(warnings_in(caplog)) == 1
 
 
+def test_larger_steps_are_recorded_of_small_models():
+    """Their kernels take less than it takes to launch them."""
+    assert [largest_graph(round(size * 1e9)) for size in (0.6, 2.0, 2.1, 14.8)] == [2048, 2048, 1024, 1024]
+    assert max(size.tokens for size in all_sizes(64, 2048)) == 2048
+    assert all_sizes(64, 1024) < all_sizes(64, 2048)
+
+
+@pytest.mark.parametrize("largest", [LARGEST_GRAPH, LARGEST_SMALL_GRAPH])
 @pytest.mark.parametrize("most", [1, 3, 8, 64, 256])
-def test_every_step_has_a_size_that_holds_it_and_only_decodes_are_square(most):
-    sizes = all_sizes(most)
+def test_every_step_has_a_size_that_holds_it_and_only_decodes_are_square(most, largest):
+    sizes = all_sizes(most, largest)
     draw = random.Random(most)
     for _ in range(2000):
         spans = draw.randint(1, most)
-        tokens = spans if draw.random() < 0.3 else spans + draw.randint(1, 3 * LARGEST_GRAPH)
+        tokens = spans if draw.random() < 0.3 else spans + draw.randint(1, 3 * largest)
         size = padded(tokens, spans, most)
         assert size.tokens >= tokens and size.spans >= spans
         assert (size.tokens == size.spans) == (tokens == spans)
-        assert size in sizes or size.tokens > LARGEST_GRAPH
+        assert size in sizes or size.tokens > largest
         assert size.tokens < max(tokens, size.spans + 1) + CHUNK
-    assert len(sizes) < 100
+    assert len(sizes) < 64 + largest // 32
 
 
 def test_more_preempted_requests_than_rows_grow_the_tables(folder, alone):

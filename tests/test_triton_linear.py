@@ -10,8 +10,8 @@ from quire.ops import Kernels, quantized
 from quire.ops.linear import Product
 from quire.ops.quantized import Quantization, QuantizedWeight, codes_of, layout
 from quire.ops.triton import linear, linear_chunks, linear_dense, linear_quantized
-from quire.ops.triton.linear_chunks import PROGRAMS, Chunks
-from quire.ops.triton.linear_dense import DenseProduct
+from quire.ops.triton.linear_chunks import MOST_CHUNKS, PROGRAMS, Chunks, waves
+from quire.ops.triton.linear_dense import SHORT, TALL, DenseProduct, quicker
 from quire.ops.triton.linear_vendor import VendorProduct
 from tests.quantized import dequantize
 from tests.triton_compile import EACH_ARCHITECTURE, compile_all
@@ -66,7 +66,7 @@ def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions(ar
     for kernel in used:
         assert kernel["stack"] == 0, kernel
         assert kernel["shared"] <= 99 * 1024, kernel  # what a consumer's card has
-    for name, variants in (("_dense_kernel", 4), ("_int8_kernel", 2), ("_int4_kernel", 2)):
+    for name, variants in (("_dense_kernel", 4), ("_int8_kernel", 3), ("_int4_kernel", 2)):
         found = [kernel["matrix"] for kernel in used if kernel["kernel"] == name]
         assert len(found) == variants
         assert found.count([]) == (name == "_dense_kernel")  # fp32
@@ -255,7 +255,7 @@ def test_chunks_side_by_side_and_one_after_the_other_give_the_same_bits(monkeypa
     products = every_product(40, 1152)  # the last chunk is shorter
     inputs = [draw(20, 1152, dtype=dtype, seed=6) for _, dtype in products]
     side_by_side = [product.matmul(x, torch.float32) for (product, _), x in zip(products, inputs, strict=True)]
-    monkeypatch.setattr(Chunks, "side_by_side", lambda chunks, tiles: False)
+    monkeypatch.setattr(Chunks, "side_by_side", lambda chunks, tiles, sum_bytes: False)
     monkeypatch.setattr(linear_chunks, "add_up", None)  # nothing is left to add up
     for (product, _), x, expected in zip(products, inputs, side_by_side, strict=True):
         assert torch.equal(product.matmul(x, torch.float32), expected), product
@@ -265,21 +265,46 @@ def test_tiles_of_more_rows_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) 
     products = every_product(40, 512)
     inputs = [draw(40, 512, dtype=dtype, seed=7) for _, dtype in products]
     small = [product.matmul(x, torch.float32) for (product, _), x in zip(products, inputs, strict=True)]
-    monkeypatch.setattr(linear_dense, "PROGRAMS", 2)
+    monkeypatch.setattr(linear_dense, "quicker", lambda short, tall, rows, columns: tall)
     monkeypatch.setattr(linear_quantized, "FEW", linear_quantized.MANY)
     for (product, _), x, expected in zip(products, inputs, small, strict=True):
         assert torch.equal(product.matmul(x, torch.float32), expected), product
 
 
-@pytest.mark.parametrize("out_tiles, blocks", [(1, 1), (1, 1000), (8, 48), (40, 272), (131, 64), (133, 80), (1187, 16)])
-def test_chunks_hold_all_blocks_and_few_programs_leave_little(out_tiles: int, blocks: int) -> None:
-    chunks = Chunks.of(out_tiles, blocks, 4)
+@pytest.mark.parametrize(
+    "out_tiles, blocks",
+    [(1, 1), (1, 1000), (8, 48), (32, 16), (40, 272), (56, 80), (131, 64), (133, 80), (272, 80), (1187, 16)],
+)
+def test_chunks_hold_all_blocks_and_fill_the_device(out_tiles: int, blocks: int) -> None:
+    chunks = Chunks.of(out_tiles, blocks, 4, 128 * 64 * 2)
     assert (chunks.count - 1) * chunks.length < blocks <= chunks.count * chunks.length
     assert chunks.count == 1 or chunks.length >= 4
-    assert out_tiles * chunks.count <= max(PROGRAMS, out_tiles)
-    assert chunks.side_by_side(out_tiles) == (chunks.count > 1)
-    assert not chunks.side_by_side(PROGRAMS // 2)
-    assert chunks.count < 20 or not chunks.side_by_side(100)
+    programs = out_tiles * chunks.count
+    taken = programs / (waves(programs) * PROGRAMS)
+    assert taken >= 0.7 or chunks.length < 8 or chunks.count == MOST_CHUNKS  # fewer blocks would be too short
+
+
+def test_a_wave_and_a_few_more_tiles_are_cut_up_while_there_are_few_rows() -> None:
+    """Qwen3-14B's gate and up: 272 tiles of outputs, where 264 programs run at once."""
+    chunks = Chunks.of(272, 80, 4, 128 * 64 * 2)
+    assert chunks.count == 4
+    sums = 128 * 4  # a row of a tile
+    assert [chunks.side_by_side(272, rows * sums) for rows in (1, 8, 64)] == [True] * 3  # 5 fourths of a wave, not 2
+    assert not chunks.side_by_side(2 * 272, 64 * sums)  # 3 waves against 9 fourths, with sums that cost a fifth
+    assert not chunks.side_by_side(100 * 272, sums)  # too much would be left
+
+
+def test_many_rows_are_summed_by_one_program_each() -> None:
+    chunks = Chunks.of(56, 80, 4, 128 * 64 * 2)
+    found = [rows for rows in (1, 64, 128, 512, 4096) if chunks.side_by_side(56 * -(-rows // 64), min(rows, 64) * 512)]
+    assert found == [1, 64, 128]
+
+
+@pytest.mark.parametrize(
+    "columns, rows, tall", [(272, 1, False), (272, 64, False), (272, 2048, True), (32, 256, False)]
+)
+def test_taller_tiles_are_for_many_rows_that_fill_the_device_all_the_same(columns: int, rows: int, tall: bool) -> None:
+    assert quicker(SHORT, TALL, rows, columns) is (TALL if tall else SHORT)
 
 
 # What products take

@@ -32,7 +32,10 @@ from quire.runner.proposer import Branch
 logger = logging.getLogger(__name__)
 
 LARGEST_GRAPH = 1024
-"""Tokens of the largest step that is recorded. Computing more takes longer than launching their kernels."""
+LARGEST_SMALL_GRAPH = 2048
+SMALL_MODEL = 2 * 10**9
+"""Tokens of the largest step that is recorded, and of a model with at most so many parameters. Computing more takes
+longer than launching their kernels."""
 
 AT_LAST = -1
 """Stands for a span's start: the position of its request's last known token, which only the device may know."""
@@ -67,6 +70,7 @@ class DeviceForward:
         graphs: "lazy", "eager" or "off"; see `EngineConfig.cuda_graphs`.
         spare: bytes of the device that must be free for another graph: its own, and those of steps without one.
         aux_layers: see `HostForward`.
+        largest: tokens of the largest step that is recorded.
         keeps: tokens of each request in `recent`.
 
     Attributes:
@@ -88,10 +92,11 @@ class DeviceForward:
         spare: int = 0,
         aux_layers: Sequence[int] = (),
         keeps: int = 1,
+        largest: int = LARGEST_GRAPH,
     ) -> None:
         self._model, self._kv, self._device, self._aux_layers = model, kv, device, aux_layers
         self._size = kv[0].block_size
-        self._most_spans, self.graphs, self._spare = most_spans, graphs, spare
+        self._most_spans, self.graphs, self._spare, self._largest = most_spans, graphs, spare, largest
         self._recorded: dict[Size, _Graph] = {}
         self._full = False  # no memory for more graphs
         # Twice the spans: requests that were preempted keep their row. More grow the tables, and record again.
@@ -182,7 +187,7 @@ class DeviceForward:
             return graph.made
         inputs = self._write(self._inputs(size), size, spans, rows, row_starts)
         made = self._run(inputs, size)  # this step itself: it compiles what is not compiled yet
-        if self.graphs != "off" and size.tokens <= LARGEST_GRAPH and not self._full:
+        if self.graphs != "off" and size.tokens <= self._largest and not self._full:
             self._record(inputs, size)
         return made
 
@@ -314,17 +319,22 @@ def _padded_decodes(count: int) -> int:
     return -(-count // step) * step
 
 
-def decode_sizes(most_spans: int) -> set[Size]:
+def largest_graph(parameters: int) -> int:
+    """Tokens of the largest step that is recorded of a model with so many parameters."""
+    return LARGEST_SMALL_GRAPH if parameters <= SMALL_MODEL else LARGEST_GRAPH
+
+
+def decode_sizes(most_spans: int, largest: int = LARGEST_GRAPH) -> set[Size]:
     """Every size of a step of decodes alone that is recorded."""
-    return {padded(count, count, most_spans) for count in range(1, min(most_spans, LARGEST_GRAPH) + 1)}
+    return {padded(count, count, most_spans) for count in range(1, min(most_spans, largest) + 1)}
 
 
-def all_sizes(most_spans: int) -> set[Size]:
-    """Every size of a step that is recorded."""
-    decodes = decode_sizes(most_spans)
+def all_sizes(most_spans: int, largest: int = LARGEST_GRAPH) -> set[Size]:
+    """Every size of a step that is recorded, with at most `largest` tokens."""
+    decodes = decode_sizes(most_spans, largest)
     spans = {1, *(count for count in (17, 65) if count <= most_spans)}
-    mixed = {padded(tokens, count, most_spans) for count in spans for tokens in range(count + 1, LARGEST_GRAPH + 1)}
-    return {size for size in decodes | mixed if size.tokens <= LARGEST_GRAPH}
+    mixed = {padded(tokens, count, most_spans) for count in spans for tokens in range(count + 1, largest + 1)}
+    return {size for size in decodes | mixed if size.tokens <= largest}
 
 
 @functools.lru_cache(4096)  # batches of what drafts have any size

@@ -18,7 +18,7 @@ from quire.kv.layout import Share
 from quire.models.model import Model
 from quire.ops import KVCache, KVShape
 from quire.runner.device import Device
-from quire.runner.device_forward import LARGEST_GRAPH, DeviceForward, all_sizes, decode_sizes
+from quire.runner.device_forward import DeviceForward, all_sizes, decode_sizes, largest_graph
 from quire.runner.memory_plan import (
     FREE_SHARE,
     Measured,
@@ -92,18 +92,19 @@ def start_runner(
         runner = ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation, halves, host, grammars)
         return Started(runner, kv, tuple(notes))
     graphs = "off" if config.enforce_eager else config.cuda_graphs
-    spare = round(plan.activations * (1 + min(1, LARGEST_GRAPH / config.max_num_batched_tokens)))
+    largest = largest_graph(model.num_parameters)
+    spare = round(plan.activations * (1 + min(1, largest / config.max_num_batched_tokens)))
     forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs, spare, speculation)
     notes.append(f"device: {device.describe()}")
     if note := model.kernels.note():  # the largest step has run
         notes.append(f"dense products: {note}")
     if forward.graphs != "off":
         begin, most = time.perf_counter(), config.max_num_seqs
-        sizes = all_sizes(most) if forward.graphs == "eager" else decode_sizes(most)
+        sizes = (all_sizes if forward.graphs == "eager" else decode_sizes)(most, largest)
         with torch.inference_mode(), device.active():
             forward.record(sizes, lambda share: report("recording CUDA graphs", share))
         notes.append(f"recorded {forward.num_graphs} CUDA graphs in {time.perf_counter() - begin:.1f} s")
-        if later := len(all_sizes(most)) - len(sizes):
+        if later := len(all_sizes(most, largest)) - len(sizes):
             notes.append(f"up to {later} more CUDA graphs are recorded, of steps with prompts, each at its first use")
     runner = ModelRunner(model, kv, plan.logit_rows, threads, device, forward, speculation, halves, host, grammars)
     return Started(runner, kv, tuple(notes))
@@ -210,7 +211,8 @@ def _device_forward(
 ) -> DeviceForward:
     width = -(-longest // config.block_size)
     aux_layers, keeps = (speculation.aux_layers, speculation.keeps) if speculation else ((), 1)
-    return DeviceForward(model, kv, device, config.max_num_seqs, width, graphs, spare, aux_layers, keeps)
+    largest = largest_graph(model.num_parameters)
+    return DeviceForward(model, kv, device, config.max_num_seqs, width, graphs, spare, aux_layers, keeps, largest)
 
 
 def _granted(config: EngineConfig, device: Device) -> int:

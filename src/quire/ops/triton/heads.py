@@ -10,7 +10,8 @@ import triton.language as tl
 
 from quire.ops.linear import Product
 from quire.ops.triton.experts import ALIGNMENT, Weights, multiply, pointer_at
-from quire.ops.triton.linear_chunks import PROGRAMS, place_of
+from quire.ops.triton.linear_chunks import place_of
+from quire.ops.triton.linear_dense import quicker
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -69,8 +70,7 @@ class GroupedHeads:
         if len(x) == 0:
             return out
         out_tiles = triton.cdiv(weights.out_features, self._short.outputs)
-        enough = triton.cdiv(len(x), self._tall.rows) * out_tiles * len(weights) >= PROGRAMS // 2
-        tile = self._tall if enough and len(x) > self._short.rows else self._short
+        tile = quicker(self._short, self._tall, len(x), out_tiles * len(weights))
         _heads_kernel[(triton.cdiv(len(x), tile.rows) * out_tiles, len(weights))](
             x,
             weights.addresses,

@@ -41,7 +41,7 @@ from quire.ops.triton.linear_vendor import Library, VendorProduct
 from quire.ops.triton.routing import count_experts, route
 from quire.parallel.group import Gather
 
-VERSION = 2
+VERSION = 3
 """Grows with every change of a kernel's bits."""
 
 

@@ -3,7 +3,8 @@
 A sum of rounded numbers depends on its order, so the order is a property of the weight alone: the inputs are cut into
 chunks of one length, each chunk is summed in ascending order from 0, and the sums of the chunks are added in ascending
 order to 0. With many rows a program does that for its tile from the first chunk to the last. With few rows there
-are few tiles, so programs take the chunks side by side, and `add_up` adds what they leave: the same additions.
+are few tiles, or a wave of them and a few more, so programs take the chunks side by side, and `add_up` adds what they
+leave: the same additions.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ PROGRAMS = 264
 """Programs that keep the memory busy: two on each of the 132 multiprocessors of an H100 or H200."""
 MOST_CHUNKS = 32
 """`add_up` has a load for each of them in flight at once."""
+FULL = 0.8
+"""Share of the places for programs that should be taken, in whole waves, while one tile of rows is computed."""
+MOST_SUMS = 8 * PROGRAMS
+"""Sums of tiles, left by programs side by side: 69 MB in tiles of 64 x 128."""
 COLUMNS = 256
 """Outputs of a program of `add_up`: two a thread."""
 
@@ -31,28 +36,41 @@ class Chunks:
         blocks: of all inputs.
         length: blocks a chunk; the last may have fewer.
         count: chunks.
+        bytes: of the weight that a chunk of a tile reads.
     """
 
     blocks: int
     length: int
     count: int
+    bytes: int
 
     @classmethod
-    def of(cls, out_tiles: int, blocks: int, least: int, unit: int = 1) -> Chunks:
-        """So many that one tile of rows makes about `PROGRAMS` programs, but none of fewer than `least` blocks.
+    def of(cls, out_tiles: int, blocks: int, least: int, block_bytes: int, unit: int = 1) -> Chunks:
+        """Of a weight whose outputs are `out_tiles` tiles, each of `blocks` blocks of `block_bytes`.
 
-        A chunk's length is a multiple of `unit`.
+        The fewest with which one tile of rows keeps the device busy to its last wave of programs; none has fewer than
+        `least` blocks, and a chunk's length is a multiple of `unit`.
         """
-        count = max(1, min(PROGRAMS // out_tiles, blocks // least, MOST_CHUNKS))
+        most = max(1, min(blocks // least, MOST_CHUNKS))
+        taken = {n: out_tiles * n / (waves(out_tiles * n) * PROGRAMS) for n in range(1, most + 1)}
+        count = next((n for n, share in taken.items() if share >= FULL), max(taken, key=lambda n: taken[n]))
         length = triton.cdiv(triton.cdiv(blocks, unit), count) * unit
-        return cls(blocks, length, triton.cdiv(blocks, length))
+        return cls(blocks, length, triton.cdiv(blocks, length), length * block_bytes)
 
-    def side_by_side(self, tiles: int) -> bool:
-        """Whether programs take the chunks of `tiles` tiles side by side: while tiles alone leave processors idle.
+    def side_by_side(self, tiles: int, sum_bytes: int) -> bool:
+        """Whether programs take the chunks of `tiles` tiles side by side: where that takes fewer waves of programs.
 
-        The second bound keeps what they leave small: at most 2 * PROGRAMS tiles of sums.
+        Args:
+            sum_bytes: of the sums of a chunk that a program leaves, which are written and read again.
         """
-        return self.count > 1 and tiles < PROGRAMS // 2 and tiles * self.count <= 2 * PROGRAMS
+        if self.count == 1 or tiles * self.count > MOST_SUMS:
+            return False
+        return waves(tiles * self.count) * (1 + 2 * sum_bytes / self.bytes) < waves(tiles) * self.count
+
+
+def waves(programs: int) -> int:
+    """How often programs fill the device."""
+    return -(-programs // PROGRAMS)
 
 
 def checked(
@@ -133,11 +151,11 @@ class Launch(Protocol):
 
 
 def sum_chunks(launch: Launch, tiles: int, chunks: Chunks, out: torch.Tensor, ending: Ending) -> None:
-    """out [rows, outputs]: the chunks of each of its tiles, summed by one program or side by side."""
-    if not chunks.side_by_side(tiles):
+    """out [rows, outputs]: the chunks of each of its `tiles` tiles, summed by one program or side by side."""
+    rows, out_features = out.shape
+    if not chunks.side_by_side(tiles, 4 * rows * out_features // tiles):
         launch((tiles, 1), chunks.blocks, out, ending)
         return
-    rows, out_features = out.shape
     sums = out.new_empty(chunks.count, rows, out_features, dtype=torch.float32)
     launch((tiles, chunks.count), chunks.length, sums, Ending())
     add_up(sums, out, ending)

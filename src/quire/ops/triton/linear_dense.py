@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.triton.linear_chunks import PROGRAMS, Chunks, Ending, checked, finish, place_of, sum_chunks
+from quire.ops.triton.linear_chunks import Chunks, Ending, checked, finish, place_of, sum_chunks, waves
 
 LEAST_INPUTS = 256
 """Of a chunk: below that, starting a program costs more than it reads."""
@@ -41,6 +41,8 @@ SHORT = Tile(64, 128, 64, 4, 4)
 """64 rows are the fewest of sm_90's fast instruction; even with one row, reading the weight takes longer than it."""
 TALL = Tile(128, 128, 64, 8, 3)
 """With many rows: a third less is read for each multiplication."""
+TALLER = 4 / 3
+"""How much longer a row takes in a short tile, where many rows are computed: so much more is read for it."""
 EXACT = Tile(64, 64, 16, 8, 3)
 """fp32, which goes without matrix instructions."""
 
@@ -124,7 +126,8 @@ class DenseProduct:
         self._out_tiles = triton.cdiv(self.out_features, self._short.outputs)
         blocks = triton.cdiv(self.in_features, self._short.inputs)
         of_all = triton.cdiv(outputs or self.out_features, self._short.outputs)
-        self._chunks = Chunks.of(of_all, blocks, LEAST_INPUTS // self._short.inputs)
+        block_bytes = self._short.outputs * self._short.inputs * weight.element_size()
+        self._chunks = Chunks.of(of_all, blocks, LEAST_INPUTS // self._short.inputs, block_bytes)
 
     def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in `out_dtype`, x's unless said."""
@@ -133,8 +136,7 @@ class DenseProduct:
         out = x.new_empty(rows, self.out_features, dtype=out_dtype)
         if rows == 0:
             return out
-        enough = triton.cdiv(rows, self._tall.rows) * self._out_tiles >= PROGRAMS // 2  # one a multiprocessor
-        tile = self._tall if enough else self._short
+        tile = quicker(self._short, self._tall, rows, self._out_tiles)
         tiles = triton.cdiv(rows, tile.rows) * self._out_tiles
         launch = functools.partial(self._launch, x, tile)
         sum_chunks(launch, tiles, self._chunks, out, Ending(bias=self.bias))
@@ -163,6 +165,20 @@ class DenseProduct:
             num_stages=tile.stages,
             enable_fp_fusion=False,
         )
+
+
+def quicker(short: Tile, tall: Tile, rows: int, columns: int) -> Tile:
+    """The tile whose waves of programs take less time; either gives the same bits.
+
+    Args:
+        columns: tiles side by side: those of the outputs, for each weight.
+    """
+
+    def cost(tile: Tile) -> float:
+        row_cost = 1.0 if tile.rows > short.rows else TALLER
+        return waves(triton.cdiv(rows, tile.rows) * columns) * tile.rows * row_cost
+
+    return tall if rows > short.rows and cost(tall) <= cost(short) else short
 
 
 def one_instruction(device: torch.device) -> bool:

@@ -268,7 +268,8 @@ class QuantizedProduct:
         self._out_tiles = self.blocks.shape[1] // OUTPUTS
         whole = BLOCK // self.block_inputs
         of_all = self._out_tiles if outputs is None else triton.cdiv(outputs, OUTPUTS)
-        self.chunks = Chunks.of(of_all, len(self.blocks), whole, unit=whole)
+        block_bytes = OUTPUTS * self.blocks.shape[2]
+        self.chunks = Chunks.of(of_all, len(self.blocks), whole, block_bytes, unit=whole)
         self.scales = weight.scales.to(device) if self.group is None else relay_scales(weight, self.blocks)
         self.bias = None if bias is None else bias.float()
 
