@@ -114,7 +114,7 @@ wheel-arm: $(DEV)  ## the same for aarch64, cross-compiled (g++-aarch64-linux-gn
 
 sdist: $(DEV)  ## the source distribution, with tests, in dist/
 	@$(STEP) "Making the source distribution" $(BIN)/python -c \
-	    "from setuptools import build_meta; build_meta.build_sdist('dist')"
+	    "from setuptools import build_meta; build_meta.build_sdist('dist', {'--global-option': '--quiet'})"
 
 bench: $(DEV) kernels  ## measure all tables of benchmarks/README.md, and write them there (some 20 minutes, on a quiet machine)
 	@$(BIN)/python benchmarks/run_all.py --write

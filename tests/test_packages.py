@@ -84,6 +84,16 @@ def test_what_an_index_shows_of_the_readme_leads_to_the_repository(monkeypatch: 
     assert not re.search(r"\]\((?!https?:|#)", made)
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no checkout")
+def test_the_source_distribution_has_all_that_the_checkout_has() -> None:
+    """Its tests read more than the package: pages, workflows, what makes the site."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    lines = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
+    packed = {"src", "pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in", ".gitignore"}
+    packed |= {name for command, *names in lines if command in ("include", "graft") for name in names}
+    assert {path.partition("/")[0] for path in tracked} - packed == set()
+
+
 def test_the_workflow_calls_targets_that_there_are() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yaml").read_text())
     steps = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]

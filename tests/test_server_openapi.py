@@ -62,6 +62,7 @@ def test_requests_made_of_the_openapi_document_are_answered_as_it_says(server: S
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_many_requests_made_of_the_openapi_document_are_answered_as_it_says(server: ServeProcess) -> None:
     assert ask_every_operation(server, MANY) > 1000
     assert server.json("/health")["status"] == "ok"
