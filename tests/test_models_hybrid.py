@@ -1,4 +1,4 @@
-"""Short convolutions and Mamba 2: transformers' logits, the layers themselves, and that nothing changes a bit."""
+"""Models with short convolutions, Mamba 2 or Kimi delta attention: transformers' logits, and nothing changes a bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.bamba.modeling_bamba import mamba2_selective_state_update
 
 from quire.cli.inspect import describe
 from quire.config import EngineConfig
@@ -21,14 +20,10 @@ from quire.models import registry
 from quire.models.quantize import quantize_folder
 from quire.models.random_checkpoint import write_checkpoint
 from quire.models.registry import load_model
-from quire.ops import Kernels, Quantization, RaggedBatch, choose_kernels, self_test
+from quire.ops import Quantization, choose_kernels
 from quire.ops.cpu import library
 from quire.ops.experts import LoopedExperts
 from quire.ops.linear import Product
-from quire.ops.mamba import MambaWeights
-from quire.ops.recurrent import RecurrentCache, RecurrentShape
-from quire.ops.short_conv import ConvShape, ShortConvWeights
-from quire.ops.states import StateCache, StateShape
 from tests.oracle import (
     chunked_logits,
     edit_json,
@@ -50,6 +45,7 @@ from tests.recurrent_engines import (
     each_alone,
     greedy_in,
 )
+from tests.recurrent_layers import drawn
 from tests.test_models_deepseek import edit_tensors
 
 PROMPT = random_prompt(90)
@@ -281,155 +277,9 @@ def test_inspect_says_what_a_request_keeps_in_recurrent_layers(saved: Callable[[
     assert found["kv_bytes_per_token"]["bf16"] == 2 * 2 * 16 * 2, "of the one layer with attention"
 
 
-# -- the layers ----------------------------------------------------------------------------------------------------
+# -- kernels that only these have ---------------------------------------------------------------------------------
 
 IMPLEMENTATIONS = [*library.usable(), "torch"]
-Step = Callable[[Kernels, torch.Tensor, RecurrentCache, RaggedBatch], torch.Tensor]
-
-
-class Kind:
-    """One kind of recurrent layer, with random weights.
-
-    Attributes:
-        width: columns of its input.
-        step: its kernel, of layer 1 of 2.
-    """
-
-    def __init__(self, shape: RecurrentShape, width: int, step: Step) -> None:
-        self.shape, self.width, self.step = shape, width, step
-
-
-def drawn(generator: torch.Generator, *size: int) -> torch.Tensor:
-    return torch.randn(*size, generator=generator)
-
-
-def conv_kind(block_size: int = 16, dtype: torch.dtype = torch.float32) -> Kind:
-    generator = torch.Generator().manual_seed(1)
-    shape = ConvShape(2, 40, dtype, block_size)
-    weights = ShortConvWeights(drawn(generator, 4, 40), drawn(generator, 40))
-    return Kind(shape, 120, lambda kernels, x, cache, batch: kernels.short_conv(x, weights, cache, batch, 1))
-
-
-def mamba_weights(shape: StateShape) -> MambaWeights:
-    generator = torch.Generator().manual_seed(2)
-    conv, bias = 0.5 * drawn(generator, shape.taps, shape.channels), drawn(generator, shape.channels)
-    decay = -torch.exp(3 * drawn(generator, shape.heads) - 2)  # heads that forget at once, and that hardly do
-    return MambaWeights(conv, bias, decay, drawn(generator, shape.heads), drawn(generator, shape.heads))
-
-
-def mamba_kind(block_size: int = 16, dtype: torch.dtype = torch.float32) -> Kind:
-    shape = StateShape(2, 2, 6, 20, 40, 4, dtype, block_size)
-    weights, heads = mamba_weights(shape), shape.heads
-
-    def step(kernels: Kernels, x: torch.Tensor, cache: RecurrentCache, batch: RaggedBatch) -> torch.Tensor:
-        assert isinstance(cache, StateCache)
-        return kernels.mamba(x[:, heads:].contiguous(), x[:, :heads].float(), weights, cache, batch, 1)
-
-    return Kind(shape, heads + shape.channels + heads * shape.value_dim, step)
-
-
-KINDS = {"short convolution": conv_kind, "Mamba": mamba_kind}
-
-
-class Sequences:
-    """Spans of some requests through one layer, as an engine would have them, with blocks anywhere."""
-
-    def __init__(self, kernels: Kernels, kind: Kind, length: int, requests: int = 1, seed: int = 0) -> None:
-        self.kernels, self.kind, self.length = kernels, kind, length
-        shape, generator = kind.shape, torch.Generator().manual_seed(seed)
-        self.x = drawn(generator, requests, length, kind.width).to(shape.dtype)
-        each = -(-length // shape.block_size)
-        self.cache = shape.cache(1 + each * requests)
-        self.cache.memory.fill_(255)  # NaN everywhere: what is read before it is written shows
-        order = list(range(1, 1 + each * requests))
-        random.Random(seed).shuffle(order)
-        self.tables = torch.tensor(order).view(requests, each)
-
-    def step(self, spans: list[tuple[int, int, int]], x: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Spans (request, start, end); `x`: inputs in place of the requests' own."""
-        inputs = x if x is not None else torch.cat([self.x[r, start:end] for r, start, end in spans])
-        starts = [0]
-        for _, start, end in spans:
-            starts.append(starts[-1] + end - start)
-        size = self.kind.shape.block_size
-        width = max(-(-end // size) for _, _, end in spans)
-        batch = RaggedBatch(
-            token_ids=torch.zeros(starts[-1], dtype=torch.int64),
-            positions=torch.cat([torch.arange(start, end) for _, start, end in spans]),
-            slots=torch.zeros(starts[-1], dtype=torch.int64),
-            row_starts=starts,
-            context_lens=[end for _, _, end in spans],
-            block_tables=self.tables[[request for request, _, _ in spans], :width].clone(),
-            block_size=size,
-        )
-        with self.kernels.threads(2), torch.inference_mode():
-            out = self.kind.step(self.kernels, inputs, self.cache, batch)
-        return list(torch.split(out, [end - start for _, start, end in spans]))
-
-    def whole(self, request: int = 0) -> torch.Tensor:
-        [out] = self.step([(request, 0, self.length)])
-        return out
-
-    def random_steps(self, rnd: random.Random) -> list[torch.Tensor]:
-        """All of each request in random spans, beside others in any order, with rejected rows that are no numbers."""
-        places = [0] * len(self.x)
-        found: list[list[torch.Tensor]] = [[] for _ in places]
-        while min(places) < self.length:
-            spans, inputs, kept = [], [], []
-            for request in rnd.sample(range(len(places)), len(places)):
-                start = places[request]
-                if start == self.length or rnd.random() < 0.3:
-                    continue
-                end = min(self.length, start + rnd.choice([1, 1, 2, 5, 16, 17, 40]))
-                last = min(self.length, end + rnd.choice([0, 0, 3, 20]))
-                spans.append((request, start, last))
-                poison = torch.full_like(self.x[request, end:last], float("nan"))
-                inputs.append(torch.cat([self.x[request, start:end], poison]))
-                kept.append(end - start)
-                places[request] = end
-            if spans:
-                outs = self.step(spans, torch.cat(inputs))
-                for (request, _, _), count, out in zip(spans, kept, outs, strict=True):
-                    found[request].append(out[:count])
-        return [torch.cat(parts) for parts in found]
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_a_short_convolution_is_gated_twice(name: str) -> None:
-    sequences = Sequences(choose_kernels(name), conv_kind(), 50)
-    generator = torch.Generator().manual_seed(1)
-    conv, bias = drawn(generator, 4, 40).double(), drawn(generator, 40).double()
-    first, last, inner = sequences.x[0].double().chunk(3, dim=1)
-    padded = torch.nn.functional.pad((first * inner).T[None], (3, 0))
-    expected = last * torch.nn.functional.conv1d(padded, conv.T[:, None], bias, groups=40)[0].T
-    torch.testing.assert_close(sequences.whole().double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_mamba_is_transformers_recurrence(name: str) -> None:
-    sequences = Sequences(choose_kernels(name), mamba_kind(), 150)
-    shape = sequences.kind.shape
-    assert isinstance(shape, StateShape)
-    weights, x = mamba_weights(shape), sequences.x[0].double()
-    dt, inputs, gate = torch.split(x, [shape.heads, shape.channels, shape.heads * shape.value_dim], dim=1)
-    padded = torch.nn.functional.pad(inputs.T[None], (shape.taps - 1, 0))
-    conv = weights.conv.double().T[:, None], weights.bias.double()
-    mixed = torch.nn.functional.silu(torch.nn.functional.conv1d(padded, *conv, groups=shape.channels)[0].T)
-    keys = shape.key_heads * shape.key_dim
-    c, b, values = torch.split(mixed, [keys, keys, shape.heads * shape.value_dim], dim=1)
-    state, found = torch.zeros(1, shape.heads, shape.value_dim, shape.key_dim, dtype=torch.float64), []
-    wide = [part.double()[:, None].expand(-1, shape.value_dim) for part in (weights.skip, weights.shift)]
-    decay = weights.decay.double()[:, None, None].expand(-1, shape.value_dim, shape.key_dim)
-    for row in range(len(x)):
-        token = values[row].view(1, shape.heads, shape.value_dim)
-        step = dt[row].view(1, -1, 1).expand(-1, -1, shape.value_dim)
-        by_group = [part[row].view(1, shape.key_heads, shape.key_dim) for part in (b, c)]
-        found.append(
-            mamba2_selective_state_update(state, token, step, decay, *by_group, *wide, dt_softplus=True).flatten()
-        )
-    expected = torch.stack(found) * torch.nn.functional.silu(gate)
-    largest = float(expected.abs().max())
-    torch.testing.assert_close(sequences.whole().double(), expected, rtol=1e-5, atol=1e-6 * largest)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -440,46 +290,6 @@ def test_a_norm_of_groups_is_each_ones(name: str) -> None:
     parts = torch.nn.functional.rms_norm(x.view(5, 3, 40).double(), (40,), eps=1e-5)
     torch.testing.assert_close(found.double(), parts.flatten(1) * weight, rtol=1e-5, atol=1e-6)
     assert torch.equal(kernels.grouped_norm(x[2:3], weight, 3, 1e-5, torch.float32), found[2:3])
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_cut_no_neighbour_and_no_rejected_row_changes_a_bit(kind: str, block_size: int, name: str) -> None:
-    kernels, rnd = choose_kernels(name), random.Random(block_size)
-    length, times = (70, 1) if name == "torch" else (200, 10)
-    made = KINDS[kind](block_size, torch.bfloat16)
-    alone = Sequences(kernels, made, length, requests=3)
-    expected = [alone.whole(request) for request in range(3)]
-    for _ in range(times):
-        found = Sequences(kernels, made, length, requests=3).random_steps(rnd)
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_blocks_that_are_not_there_are_neither_read_nor_written(kind: str, name: str) -> None:
-    sequences = Sequences(choose_kernels(name), KINDS[kind](), 100)
-    expected = sequences.whole()
-    sequences.cache.memory.fill_(255)
-    sequences.tables[0, :4] = 0  # the blocks at the end are there, those before them are not
-    found = sequences.step([(0, 0, 83)]) + sequences.step([(0, 83, 100)])
-    assert torch.equal(torch.cat(found), expected)
-    assert (sequences.cache.memory[0] == 255).all()
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_a_block_can_be_copied(kind: str, name: str) -> None:
-    """A prompt that leaves another one in mid-block goes on from its rows."""
-    sequences = Sequences(choose_kernels(name), KINDS[kind](), 64)
-    expected, before = sequences.whole(), int(sequences.tables[0, 2])
-    spare = sequences.kind.shape.cache(sequences.cache.num_blocks + 1)
-    spare.memory.fill_(255)
-    spare.memory[:-1] = sequences.cache.memory
-    spare.copy([(before, spare.num_blocks - 1, 9)])
-    sequences.cache, sequences.tables[0, 2] = spare, spare.num_blocks - 1
-    assert torch.equal(sequences.step([(0, 41, 64)])[0], expected[41:])
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -510,22 +320,6 @@ def test_experts_without_a_gate_are_those_one_by_one(name: str, how: Quantizatio
     assert torch.equal(found, LoopedExperts(up, down, None, "relu2")(x, ids, weights))
     with pytest.raises(ValueError, match="are not experts' gate_up and down"):
         kernels.experts(up, down)
-
-
-def test_trees_and_inputs_of_other_widths_are_refused() -> None:
-    sequences = Sequences(choose_kernels("torch"), conv_kind(), 16)
-    batch = RaggedBatch(*[torch.zeros(1, dtype=torch.int64)] * 3, [0, 1], [1], torch.ones(1, 1, dtype=torch.int64), 16)
-    with pytest.raises(ValueError, match="do not fit the rows of 2 layers"):
-        sequences.kind.step(sequences.kernels, sequences.x[0, :1, :100], sequences.cache, batch)
-    batch.trees = object()  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="draft without trees"):
-        sequences.kind.step(sequences.kernels, sequences.x[0, :1], sequences.cache, batch)
-
-
-def test_quire_doctor_tries_the_layers() -> None:
-    for of in (self_test.check_short_conv, self_test.check_mamba):
-        check = of(choose_kernels("auto"), torch.bfloat16)
-        assert check.passed and check.cases > 1
 
 
 # -- the engine ----------------------------------------------------------------------------------------------------

@@ -1,17 +1,13 @@
-"""Models with recurrent layers: transformers' logits, the rule itself, and that nothing changes a bit."""
+"""Models with gated delta nets: transformers' logits, and that nothing changes a bit."""
 
 from __future__ import annotations
 
 import json
-import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
-from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from quire.config import EngineConfig
 from quire.core.request import Request
@@ -20,9 +16,8 @@ from quire.errors import ConfigError, ModelConfigError, TensorShapeError
 from quire.models.quantize import quantize_folder
 from quire.models.random_checkpoint import write_checkpoint
 from quire.models.registry import load_model
-from quire.ops import Kernels, Quantization, RaggedBatch, choose_kernels
+from quire.ops import Quantization
 from quire.ops.cpu import library
-from quire.ops.states import DeltaNetWeights, Gate, StateCache, StateShape
 from tests import test_determinism as product
 from tests.oracle import (
     chunked_logits,
@@ -136,170 +131,6 @@ def test_tensors_of_other_sizes_than_the_configuration_says_are_refused(tmp_path
     edit_json(folder / "config.json", {"linear_value_head_dim": 32})
     with pytest.raises(TensorShapeError, match=r"in_proj_qkvz.weight.*of 2 heads, which have"):
         load_model(folder)
-
-
-# -- the rule ------------------------------------------------------------------------------------------------------
-
-SHAPE = StateShape(2, 2, 4, 32, 40, 4, torch.float32, 16)
-SHAPES = {"": SHAPE, "-by-channel": replace(SHAPE, key_heads=4, decay_dim=32)}
-"""Of a gated delta net, and of Kimi delta attention."""
-IMPLEMENTATIONS = [*library.usable(), "torch"]
-
-
-def implementation(name: str) -> Kernels:
-    return choose_kernels(name)
-
-
-class Sequences:
-    """Spans of some requests through one layer, as an engine would have them, with blocks anywhere."""
-
-    def __init__(self, kernels: Kernels, shape: StateShape, length: int, requests: int = 1, seed: int = 0) -> None:
-        self.kernels, self.shape, self.length = kernels, shape, length
-        generator = torch.Generator().manual_seed(seed)
-        width = shape.channels + shape.heads * shape.value_dim
-
-        def drawn(*size: int) -> torch.Tensor:
-            return torch.randn(*size, generator=generator)
-
-        self.x = drawn(requests, length, width).to(shape.dtype)
-        self.ab, decays = drawn(requests, length, shape.rates), shape.heads * shape.decay_dim
-        conv, decay, shift = 0.5 * drawn(shape.taps, shape.channels), -torch.exp(3 * drawn(decays) - 2), drawn(decays)
-        gate: Gate = "silu" if shape.decay_dim == 1 else "sigmoid"
-        self.weights = DeltaNetWeights(conv, decay, shift, 1 + drawn(shape.value_dim), 1e-6, gate)
-        each = -(-length // shape.block_size)
-        self.cache = StateCache(1 + each * requests, shape)
-        self.cache.memory.fill_(255)  # NaN everywhere: what is read before it is written shows
-        order = list(range(1, 1 + each * requests))
-        random.Random(seed).shuffle(order)
-        self.tables = torch.tensor(order).view(requests, each)
-
-    def step(self, spans: list[tuple[int, int, int]], x: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Spans (request, start, end); `x`: inputs in place of the requests' own."""
-        inputs = x if x is not None else torch.cat([self.x[r, start:end] for r, start, end in spans])
-        starts = [0]
-        for _, start, end in spans:
-            starts.append(starts[-1] + end - start)
-        size = self.shape.block_size
-        width = max(-(-end // size) for _, _, end in spans)
-        tables = self.tables[[request for request, _, _ in spans], :width].clone()
-        batch = RaggedBatch(
-            token_ids=torch.zeros(starts[-1], dtype=torch.int64),
-            positions=torch.cat([torch.arange(start, end) for _, start, end in spans]),
-            slots=torch.zeros(starts[-1], dtype=torch.int64),
-            row_starts=starts,
-            context_lens=[end for _, _, end in spans],
-            block_tables=tables,
-            block_size=size,
-        )
-        ab = torch.cat([self.ab[r, start:end] for r, start, end in spans])
-        with self.kernels.threads(2), torch.inference_mode():
-            out = self.kernels.delta_net(inputs, ab, self.weights, self.cache, batch, 1)
-        return list(torch.split(out, [end - start for _, start, end in spans]))
-
-    def whole(self, request: int = 0) -> torch.Tensor:
-        [out] = self.step([(request, 0, self.length)])
-        return out
-
-
-def by_the_recurrence(sequences: Sequences, request: int = 0) -> torch.Tensor:
-    """The layer in float64: transformers' convolution, recurrence, norm and gate."""
-    shape, weights = sequences.shape, sequences.weights
-    x, ab = sequences.x[request].double(), sequences.ab[request].double()
-    mixed, gate = x[:, : shape.channels], x[:, shape.channels :]
-    padded = torch.nn.functional.pad(mixed.T[None], (shape.taps - 1, 0))
-    conv = torch.nn.functional.conv1d(padded, weights.conv.double().T[:, None], groups=shape.channels)[0].T
-    keys = shape.key_heads * shape.key_dim
-    q, k, v = torch.split(torch.nn.functional.silu(conv), [keys, keys, shape.heads * shape.value_dim], dim=1)
-    a, b = ab.split([shape.heads * shape.decay_dim, shape.heads], dim=1)
-    g = weights.decay.double() * torch.nn.functional.softplus(a + weights.shift.double())
-    heads = [part.view(1, len(x), -1, size) for part, size in ((q, 32), (k, 32), (v, 40))]
-    heads = [*(part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in heads[:2]), heads[2]]
-    if shape.decay_dim == 1:
-        out, _ = torch_recurrent_gated_delta_rule(*heads, g=g[None], beta=b.sigmoid()[None])
-    else:
-        settings = {"initial_state": None, "output_final_state": False}
-        by_channel = g.view(1, len(x), shape.heads, shape.decay_dim)
-        out, _ = recurrent_kimi_delta_attention(*heads, g=by_channel, beta=b.sigmoid()[None], **settings)
-    out = out[0].double()
-    normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + weights.eps) * weights.norm.double()
-    through = torch.nn.functional.silu if weights.gate == "silu" else torch.sigmoid
-    return (normed * through(gate.view_as(out))).flatten(1)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_the_rule_is_the_recurrence(name: str, shape: str) -> None:
-    sequences = Sequences(implementation(name), SHAPES[shape], 150)
-    torch.testing.assert_close(sequences.whole().double(), by_the_recurrence(sequences), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_no_cut_no_neighbour_and_no_rejected_row_changes_a_bit(name: str, block_size: int, kind: str) -> None:
-    """Rows that are rejected later, and what lies in blocks that nobody has written, are not numbers."""
-    kernels, rnd = implementation(name), random.Random(block_size)
-    length, times = (70 if kind == "" else 37, 1) if name == "torch" else (200, 10 if kind == "" else 3)
-    shape = replace(SHAPES[kind], block_size=block_size, dtype=torch.bfloat16)
-    alone = Sequences(kernels, shape, length, requests=3)
-    expected = [alone.whole(request) for request in range(3)]
-    for _ in range(times):
-        sequences = Sequences(kernels, shape, length, requests=3)
-        places, found = [0, 0, 0], [[], [], []]
-        while min(places) < length:
-            spans, inputs, kept = [], [], []
-            for request in rnd.sample(range(3), 3):
-                start = places[request]
-                if start == length or rnd.random() < 0.3:
-                    continue
-                end = min(length, start + rnd.choice([1, 1, 2, 5, 16, 17, 40]))
-                drafts = rnd.choice([0, 0, 3, 20])
-                last = min(length, end + drafts)
-                spans.append((request, start, last))
-                poison = torch.full_like(sequences.x[request, end:last], float("nan"))
-                inputs.append(torch.cat([sequences.x[request, start:end], poison]))
-                kept.append(end - start)
-                places[request] = end
-            if not spans:
-                continue
-            for (request, _, _), count, out in zip(spans, kept, sequences.step(spans, torch.cat(inputs)), strict=True):
-                found[request].append(out[:count])
-        for request in range(3):
-            assert torch.equal(torch.cat(found[request]), expected[request])
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_blocks_that_are_not_there_are_neither_read_nor_written(name: str) -> None:
-    sequences = Sequences(implementation(name), SHAPE, 100)
-    expected = sequences.whole()
-    sequences.cache.memory.fill_(255)
-    sequences.tables[0, :4] = 0  # the state after 80 tokens is there, those before it are not
-    found = sequences.step([(0, 0, 83)]) + sequences.step([(0, 83, 100)])
-    assert torch.equal(torch.cat(found), expected)
-    assert (sequences.cache.memory[0] == 255).all()
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_rows_of_a_block_can_be_copied(name: str) -> None:
-    """A prompt that leaves another one in mid-block goes on from its rows."""
-    sequences = Sequences(implementation(name), SHAPE, 64)
-    expected, before = sequences.whole(), sequences.tables[0, 2].item()
-    spare = StateCache(sequences.cache.num_blocks + 1, SHAPE)
-    spare.memory.fill_(255)
-    spare.memory[:-1] = sequences.cache.memory
-    spare.copy([(before, spare.num_blocks - 1, 9)])
-    sequences.cache, sequences.tables[0, 2] = spare, spare.num_blocks - 1
-    assert torch.equal(sequences.step([(0, 41, 64)])[0], expected[41:])
-
-
-def test_trees_are_refused() -> None:
-    sequences = Sequences(choose_kernels("torch"), SHAPE, 16)
-    batch = RaggedBatch(*[torch.zeros(1, dtype=torch.int64)] * 3, [0, 1], [1], torch.ones(1, 1, dtype=torch.int64), 16)
-    batch.trees = object()  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="draft without trees"):
-        sequences.kernels.delta_net(
-            sequences.x[0, :1], sequences.ab[0, :1], sequences.weights, sequences.cache, batch, 0
-        )
 
 
 # -- the engine ----------------------------------------------------------------------------------------------------

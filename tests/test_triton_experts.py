@@ -67,6 +67,10 @@ def launch_all() -> None:
     for tokens in (16, 2500):
         ids, weights = torch.empty(tokens, 8, dtype=torch.int64), torch.empty(tokens, 8)
         grouped(torch.empty(tokens, 2048, dtype=torch.bfloat16), ids, weights)
+    without_gate = GroupedExperts(
+        *([linear.pack([w], None, CPU, True)] * 16 for w in (gate_up, down.new_empty(2048, 1536))), "relu2"
+    )
+    without_gate(torch.empty(16, 2048, dtype=torch.bfloat16), ids[:16], weights[:16])
     for how in ("int8", "int4/64"):
         coded = [[quantized_weight(how, *shape)] * 16 for shape in ((1024, 512), (512, 512))]
         ids, weights = torch.empty(256, 8, dtype=torch.int64), torch.empty(256, 8)
@@ -105,7 +109,7 @@ def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions(ar
     instructions = {80: {"mma.sync"}, 90: {"wgmma"}, 100: {"tcgen05", "mma.sync"}}[arch]
     for name in ("_gate_up_kernel", "_down_kernel", "_heads_kernel", "_int8_kernel", "_int4_kernel"):
         found = [kernel for kernel in used if kernel["kernel"] == name]
-        assert len(found) == {"_heads_kernel": 1, "_gate_up_kernel": 4, "_down_kernel": 4}.get(name, 2)
+        assert len(found) == {"_heads_kernel": 1, "_gate_up_kernel": 5, "_down_kernel": 4}.get(name, 2)
         for kernel in found:
             assert kernel["matrix"] and set(kernel["matrix"]) <= instructions
             assert kernel["asynchronous"] or arch == 100  # weights found by their addresses are read ahead
@@ -217,6 +221,17 @@ def test_grouped_experts_equal_looped_ones(case: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_without_a_gate_equal_looped_ones(dtype: torch.dtype) -> None:
+    up, down = packed(COUNT, INNER, HIDDEN, dtype, 1), packed(COUNT, HIDDEN, INNER, dtype, 2)
+    x, weights, ids = draw(9, HIDDEN, dtype=dtype, seed=3), draw(9, 2, seed=4).abs(), torch.tensor([[0, 2]] * 9)
+    found = GroupedExperts(up, down, activation="relu2")(x, ids, weights)
+    expected = LoopedExperts(up, down, None, "relu2")(x, ids, weights)
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    with pytest.raises(ValueError, match="do not fit"):
+        GroupedExperts(up, down)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tokens_bits_do_not_depend_on_the_other_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     grouped = GroupedExperts(*layer(dtype))
     x, weights = draw(67, HIDDEN, dtype=dtype, seed=3), draw(67, 2, seed=4).abs()
@@ -260,8 +275,10 @@ def test_pairs_are_ordered_by_expert_and_no_tile_has_rows_of_two() -> None:
 def test_quantized_experts_have_the_bits_of_looped_ones(how: str) -> None:
     gate_up = [quantized_weight(how, 2 * 64, 192, seed) for seed in range(3)]
     down = [quantized_weight(how, 192, 64, seed) for seed in range(3, 6)]
-    grouped, looped = QuantizedExperts(gate_up, down), LoopedExperts(gate_up, down)
-    for tokens in (1, 25, 0):  # 25 take the taller tiles
+    wide = [quantized_weight(how, 192, 128, seed) for seed in range(3, 6)]
+    pairs = [(QuantizedExperts(gate_up, down), LoopedExperts(gate_up, down))] * 3
+    pairs.append((QuantizedExperts(gate_up, wide, activation="relu2"), LoopedExperts(gate_up, wide, None, "relu2")))
+    for (grouped, looped), tokens in zip(pairs, (1, 25, 0, 2), strict=True):  # 25 take the taller tiles
         x, weights = draw(tokens, 192, dtype=torch.float16, seed=3), draw(tokens, 2, seed=4).abs()
         ids = torch.tensor([[0, 2]] * tokens, dtype=torch.int64).view(tokens, 2)
         assert torch.equal(grouped(x, ids, weights), looped(x, ids, weights))

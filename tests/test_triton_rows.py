@@ -103,6 +103,22 @@ def test_a_sum_is_rounded_before_it_is_normalized() -> None:
     assert all(map(torch.equal, TRITON.add_rms_norm(x, residual, weight, 1e-6), expected))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_of_groups_is_each_ones(dtype: torch.dtype) -> None:
+    x, weight = draw(5, 120), draw(120, seed=1)
+    found = TRITON.grouped_norm(x, weight, 3, 1e-5, dtype)
+    parts = torch.nn.functional.rms_norm(x.view(5, 3, 40).double(), (40,), eps=1e-5)
+    assert_close(found, (parts.flatten(1) * weight).to(dtype))
+    assert torch.equal(TRITON.grouped_norm(x[2:3], weight, 3, 1e-5, dtype), found[2:3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_squared_relu_is_exact_and_keeps_what_is_not_a_number(dtype: torch.dtype) -> None:
+    x = 3 * draw(3, 1030, dtype=dtype)
+    x[0, :3], x[1, 1029] = torch.tensor([-torch.inf, torch.inf, -0.0]), torch.nan
+    torch.testing.assert_close(TRITON.relu2(x), Kernels().relu2(x), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gate_equals_the_reference(dtype: torch.dtype, size: int) -> None:
@@ -198,6 +214,7 @@ def launch_all() -> None:
             rows.add_rms_norm(x, x.clone(), weight, 1e-5)
             rows.silu_mul(torch.empty(count, 2 * inner, dtype=dtype))
             rows.gelu_tanh_mul(torch.empty(count, 2 * inner, dtype=dtype))
+            rows.gate_mul(torch.empty(count, inner, dtype=dtype), "relu2")
             rows.finite_rows(x)
             rows.embed(torch.zeros(count, dtype=torch.int64), table, dtype)
 
@@ -206,5 +223,6 @@ def launch_all() -> None:
 def test_kernels_compile_for_gpus_once_a_model_without_spills(arch: int) -> None:
     kernels = compile_all("tests.test_triton_rows", arch)
     names = ("_rms_norm", "_add_rms_norm", "_gate_mul", "_finite_rows", "_embed")
-    assert Counter(kernel["kernel"] for kernel in kernels) == dict.fromkeys(names, 3)
+    expected = {**dict.fromkeys(names, 3), "_gate_mul": 9}  # of each activation
+    assert Counter(kernel["kernel"] for kernel in kernels) == expected
     assert all(kernel["stack"] == 0 and kernel["shared"] <= 4096 for kernel in kernels), kernels

@@ -1,10 +1,10 @@
-"""The gated delta rule in Triton: equal to the reference, and bit-equal however a sequence is cut and batched."""
+"""Recurrent layers in Triton: equal to the references, and bit-equal however a sequence is cut and batched."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,14 +13,15 @@ import torch
 
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
-from quire.errors import ConfigError
-from quire.ops import Kernels
+from quire.ops import Kernels, choose_kernels
 from quire.ops.ragged import RaggedBatch
-from quire.ops.states import DeltaNetWeights, StateCache, StateShape
+from quire.ops.short_conv import ConvShape
+from quire.ops.states import StateShape
+from quire.ops.triton import short_conv
 from quire.ops.triton.kernels import TritonKernels
 from quire.runner import device_forward
 from tests.oracle import save_checkpoint
-from tests.test_models_recurrent import Sequences
+from tests.recurrent_layers import Kind, Sequences, by_the_recurrence, conv_kind, delta_kind, mamba_kind
 from tests.test_triton_attention import on_device
 from tests.test_triton_engine import run, start
 from tests.test_triton_rows import as_on_a_gpu
@@ -29,75 +30,77 @@ from tests.triton_products import products_row_by_row  # noqa: F401  # for every
 
 __all__ = ["as_on_a_gpu"]
 
-SHAPE = StateShape(2, 1, 2, 16, 24, 4, torch.float32, 16)
-ONE, EACH = "one decay a head", "a decay for each number"
-SHAPES = {ONE: SHAPE, EACH: replace(SHAPE, key_heads=2, decay_dim=16)}
+KINDS: dict[str, Callable[[int, torch.dtype], Kind]] = {
+    "gated delta net": lambda size, dtype: delta_kind(StateShape(2, 1, 2, 16, 24, 4, dtype, size)),
+    "Kimi delta attention": lambda size, dtype: delta_kind(StateShape(2, 2, 2, 16, 24, 4, dtype, size, decay_dim=16)),
+    "Mamba": lambda size, dtype: mamba_kind(StateShape(2, 1, 2, 20, 24, 4, dtype, size)),
+    "short convolution": lambda size, dtype: conv_kind(ConvShape(2, 40, dtype, size)),
+}
+EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # rows that are not there
 
 
+@pytest.fixture(autouse=True)
+def several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short_conv, "PART", 16)
+
+
 class OnDevice(TritonKernels):
-    """Takes a batch of the host's as a GPU has it, with padding."""
+    """Takes a batch of the host's as a GPU has it, with padding (rows, spans)."""
 
     def __init__(self, padding: tuple[int, int] = (0, 0)) -> None:
         super().__init__("cpu", deterministic=True)
         self.padding = padding
 
-    def delta_net(
-        self,
-        x: torch.Tensor,
-        ab: torch.Tensor,
-        weights: DeltaNetWeights,
-        cache: StateCache,
-        batch: RaggedBatch,
-        layer: int,
-    ) -> torch.Tensor:
-        counts = zip(batch.row_starts, batch.row_starts[1:], batch.context_lens, strict=False)
-        spans = [(end - (last - first), last - first) for first, last, end in counts]
-        there = on_device(spans, list(batch.block_tables), cache.block_size, self.padding)
-        x, ab = (torch.cat([part, part.new_full((self.padding[0], part.shape[1]), float("nan"))]) for part in (x, ab))
-        out = super().delta_net(x, ab, weights, cache, there, layer)
-        assert (out[len(x) - self.padding[0] :] == 0).all()
-        return out[: len(x) - self.padding[0]]
+    def of(self, kind: Kind) -> Kind:
+        """The same layer, whose step gets its batch so."""
+
+        def step(kernels: Kernels, x: torch.Tensor, cache: Any, batch: RaggedBatch) -> torch.Tensor:
+            counts = zip(batch.row_starts, batch.row_starts[1:], batch.context_lens, strict=False)
+            spans = [(end - (last - first), last - first) for first, last, end in counts]
+            there = on_device(spans, list(batch.block_tables), cache.block_size, self.padding)
+            padded = torch.cat([x, x.new_full((self.padding[0], x.shape[1]), float("nan"))])
+            out = kind.step(kernels, padded, cache, there)
+            assert (out[len(x) :] == 0).all()
+            return out[: len(x)]
+
+        return kind._replace(step=step)
 
 
-@pytest.mark.parametrize("case", SHAPES)
-def test_it_is_the_reference(case: str) -> None:
-    ours, theirs = (Sequences(kernels, SHAPES[case], 40) for kernels in (OnDevice((3, 1)), Kernels()))
-    torch.testing.assert_close(ours.whole(), theirs.whole(), rtol=1e-5, atol=1e-5)
-    for mine, reference in zip(ours.cache.views[1:], theirs.cache.views[1:], strict=True):
-        own = ours.tables[0, :2]  # whole blocks; what lies behind the last row is not a number
+def sequences_of(kind: str, length: int, dtype: torch.dtype, padding: tuple[int, int], requests: int = 1) -> Sequences:
+    kernels = OnDevice(padding)
+    return Sequences(kernels, kernels.of(KINDS[kind](16, dtype)), length, requests)
+
+
+@EACH_KIND
+def test_it_is_the_recurrence_and_leaves_what_the_cpus_kernels_leave(kind: str) -> None:
+    ours, theirs = (
+        sequences_of(kind, 40, torch.float32, (3, 1)),
+        Sequences(choose_kernels("auto"), KINDS[kind](16, torch.float32), 40),
+    )
+    found, expected = ours.whole(), by_the_recurrence(ours)
+    tolerance = 1e-5 if kind != "Mamba" else 1e-6 * float(expected.abs().max())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=tolerance)
+    torch.testing.assert_close(found, theirs.whole(), rtol=1e-5, atol=tolerance)
+    own = ours.tables[0, :2]  # whole blocks; what lies behind the last row is not a number
+    for mine, reference in zip(ours.cache.views, theirs.cache.views, strict=True):
         torch.testing.assert_close(mine[own, 1], reference[own, 1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", [ONE, pytest.param(EACH, marks=pytest.mark.slow)])
-def test_no_cut_no_neighbour_and_no_rejected_row_changes_a_bit(case: str) -> None:
-    rnd, length, kernels = random.Random(3), 37, OnDevice((2, 1))
-    shape = replace(SHAPES[case], block_size=16 if SHAPES[case].decay_dim == 1 else 32, dtype=torch.bfloat16)
-    alone = Sequences(kernels, shape, length, requests=2)
+@pytest.mark.parametrize(
+    "kind", [name if name != "Kimi delta attention" else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
+)
+def test_no_cut_no_neighbour_and_no_rejected_row_changes_a_bit(kind: str) -> None:
+    alone = sequences_of(kind, 37, torch.bfloat16, (2, 1), requests=2)
     expected = [alone.whole(request) for request in range(2)]
-    sequences = Sequences(kernels, shape, length, requests=2)
-    places, found = [0, 0], [[], []]
-    while min(places) < length:
-        spans, inputs, kept = [], [], []
-        for request in rnd.sample(range(2), 2):
-            start_, end = places[request], min(length, places[request] + rnd.choice([1, 2, 5, 16, 17]))
-            if start_ == length:
-                continue
-            last = min(length, end + rnd.choice([0, 3]))
-            spans.append((request, start_, last))
-            poison = torch.full_like(sequences.x[request, end:last], float("nan"))
-            inputs.append(torch.cat([sequences.x[request, start_:end], poison]))
-            kept.append(end - start_)
-            places[request] = end
-        for (request, _, _), count, out in zip(spans, kept, sequences.step(spans, torch.cat(inputs)), strict=True):
-            found[request].append(out[:count])
-    for request in range(2):
-        assert torch.equal(torch.cat(found[request]), expected[request])
+    found = sequences_of(kind, 37, torch.bfloat16, (2, 1), requests=2).random_steps(random.Random(3))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
-def test_blocks_that_are_not_there_are_neither_read_nor_written() -> None:
-    sequences = Sequences(OnDevice(), SHAPE, 40)
+@EACH_KIND
+def test_blocks_that_are_not_there_are_neither_read_nor_written(kind: str) -> None:
+    sequences = sequences_of(kind, 40, torch.float32, (0, 0))
     expected = sequences.whole()
     sequences.cache.memory.fill_(255)
     sequences.tables[0, :1] = 0
@@ -106,17 +109,30 @@ def test_blocks_that_are_not_there_are_neither_read_nor_written() -> None:
     assert (sequences.cache.memory[0] == 255).all()
 
 
+ENGINES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "moe_latent_size": 32},
+}
+QUICK = ("qwen3_5_text", "granitemoehybrid")
+
+
 @pytest.mark.parametrize(
-    "architecture",
-    ["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "kimi_linear"))],
+    "architecture", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES]
 )
 def test_the_engine_gives_the_tokens_of_the_plain_kernels_whatever_is_around_a_request(
     architecture: str, tmp_path
 ) -> None:
     """With the prefix cache, which copies the head of a block."""
-    sizes: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    if architecture == "kimi_linear":
-        sizes["mlp_layer_types"] = ["dense", "sparse"]
+    sizes = {"num_hidden_layers": 2, **ENGINES[architecture]}
+    if architecture == "nemotron_h":
+        del sizes["num_hidden_layers"]
     folder = str(save_checkpoint(tmp_path, architecture, dtype=torch.float32, **sizes))
     config: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 20, "max_model_len": 32}
     plain = Engine(EngineConfig(model=folder, threads=1, device="cpu", cpu_kernels="torch", **config))
@@ -130,34 +146,30 @@ def test_the_engine_gives_the_tokens_of_the_plain_kernels_whatever_is_around_a_r
         assert [token for token, _ in ours] == [token for token, _ in theirs[index]]
 
 
-def test_recurrent_layers_of_other_kinds_are_refused(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="short convolutions or Mamba layers run on a CPU alone"):
-        start(str(save_checkpoint(tmp_path, "lfm2")), {})
-
-
 # -- for GPUs that are not there -----------------------------------------------------------------------------------
 
-KINDS = [
-    StateShape(2, 16, 32, 128, 128, 4, torch.bfloat16, 16),
-    StateShape(2, 32, 32, 128, 128, 4, torch.float16, 16, decay_dim=128),
-]
+PUBLISHED = {
+    "Qwen3.5 9B": delta_kind(StateShape(2, 16, 32, 128, 128, 4, torch.bfloat16, 16)),
+    "Kimi Linear": delta_kind(StateShape(2, 32, 32, 128, 128, 4, torch.float16, 16, decay_dim=128)),
+    "Granite 4.0 H Tiny": mamba_kind(StateShape(2, 1, 48, 128, 64, 4, torch.bfloat16, 16)),
+    "LFM2 1.2B": conv_kind(ConvShape(2, 2048, torch.bfloat16, 16)),
+}
 
 
 def launch_all() -> None:
-    """Of each kind, steps of several sizes."""
-    for shape in KINDS:
-        cache, decays = StateCache(3, shape), torch.ones(shape.heads * shape.decay_dim)
-        conv, norm = torch.ones(shape.taps, shape.channels), torch.ones(shape.value_dim)
+    """Of each published shape, steps of several sizes."""
+    for kind in PUBLISHED.values():
         for tokens in (2, 4):
             batch = on_device([(0, 1)] * tokens, [torch.zeros(8, dtype=torch.int64)] * tokens, 16)
-            x = torch.ones(tokens, cache.widths[0], dtype=shape.dtype)
-            weights = DeltaNetWeights(conv, decays, decays, norm, 1e-6)
-            TritonKernels("cpu").delta_net(x, torch.ones(tokens, shape.rates), weights, cache, batch, 1)
+            x = torch.ones(tokens, kind.width, dtype=kind.shape.dtype)
+            kind.step(TritonKernels("cpu"), x, kind.shape.cache(3), batch)
 
 
 @EACH_ARCHITECTURE
 def test_kernels_compile_for_gpus(arch: int) -> None:
     found = compile_all("tests.test_triton_states", arch)
     count = Counter(use["kernel"] for use in found)
-    assert count["_rule"] == len(KINDS) == count["_finish"] and count["_mix"] <= 2 * len(KINDS)
+    with_states = len(PUBLISHED) - 1
+    assert count["_scan"] == with_states == count["_finish"], "whatever the step"
+    assert count["_mix"] <= 2 * with_states and count["_short_conv"] <= 2, "two counts of spans"
     assert max(use["shared"] for use in found) <= 99 * 1024, found

@@ -1,6 +1,7 @@
 """What compiled kernels take of a GPU (registers, spills, shared memory, matrix instructions), beside a table of it.
 
     python -m tests.test_triton_usage            # compile everything again with the Triton that is installed, and write
+    python -m tests.test_triton_usage states     # the launches of tests/test_triton_states.py alone
     PYTHONPATH=FOLDER python -m tests.test_triton_usage    # the same with another Triton, unpacked there
 
 A line of triton_usage.jsonl is a kernel as a launch of `launch_all` in a test module compiles it. No GPU is needed.
@@ -9,6 +10,7 @@ A line of triton_usage.jsonl is a kernel as a launch of `launch_all` in a test m
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +69,9 @@ def test_the_table_has_every_module_for_every_gpu_and_two_versions_of_triton() -
     }
 
 
-def main() -> None:
-    others = {key: rows for key, rows in (table() if TABLE.exists() else {}).items() if key[0] != triton.__version__}
-    for module in MODULES:
+def main(*modules: str) -> None:
+    others = {key: rows for key, rows in (table() if TABLE.exists() else {}).items() if key[1] in MODULES}
+    for module in modules or MODULES:
         for arch in ARCHITECTURES:
             others[triton.__version__, module, arch] = compiled(module, arch)
             print(triton.__version__, module, arch, flush=True)
@@ -80,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -136,7 +136,7 @@ def _layer_weights(config: MambaConfig, weights: LayerWeights, own: range) -> Ma
     decay, shift, skip = (
         weights.tensor(PREFIX + name, torch.float32)[own.start : own.stop].clone() for name in ("A_log", "dt_bias", "D")
     )
-    bias = of_channels("bias") if config.conv_bias else torch.zeros(conv.shape[1])
+    bias = of_channels("bias") if config.conv_bias else conv.new_zeros(conv.shape[1])
     return MambaWeights(conv, bias, -decay.exp(), shift, skip)
 
 

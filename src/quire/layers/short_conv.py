@@ -74,7 +74,7 @@ class ShortConv:
         self.output = weights.linear(f"{PREFIX}out_proj", bias=config.bias, split=Split.INPUTS)
         own = share(config.channels, weights.group)
         conv = weights.tensor(f"{PREFIX}conv1d.weight", torch.float32)[own.start : own.stop, 0]  # [channels, taps]
-        bias = torch.zeros(len(own))
+        bias = conv.new_zeros(len(own))
         if config.bias:
             bias = weights.tensor(f"{PREFIX}conv1d.bias", torch.float32)[own.start : own.stop].clone()
         self._weights = ShortConvWeights(conv.T.contiguous(), bias)

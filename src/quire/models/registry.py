@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, UnknownArchitectureError
-from quire.layers.delta_net import DeltaNetConfig
 from quire.layers.experts import ExpertsConfig
-from quire.layers.kimi_delta import KimiDeltaConfig
 from quire.models.checkpoint import Checkpoint, choose_dtype
 from quire.models.config import DecoderConfig
 from quire.models.fields import Fields
@@ -149,12 +147,6 @@ def build_model(
     notes = [note, _own_code_note(checkpoint.config)]
     checkpoint = of_numbers(checkpoint)
     config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
-    if (
-        config.recurrent is not None
-        and kernels.reads_spans
-        and not isinstance(config.recurrent, DeltaNetConfig | KimiDeltaConfig)
-    ):
-        raise ConfigError("models with short convolutions or Mamba layers run on a CPU alone so far; set device to cpu")
     layout = config.layout or (WITHOUT_HEAD if TABLE in checkpoint.entries else None)
     if layout is not None and not stored:  # what is stored quantized is as the model asks for it
         checkpoint = LaidOutCheckpoint(checkpoint, layout)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.elementwise import Activation
+from quire.ops.elementwise import WITHOUT_GATE, Activation
 from quire.ops.experts import ExpertSlots, of_all_ranks
 from quire.ops.linear import Product
 from quire.ops.triton.linear_chunks import checked, place_of
@@ -283,20 +283,23 @@ def _gate_up_kernel(
     INPUTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    TURNS: tl.constexpr,
 ):
     """A tile of `activation(gate) * up`, inner [pairs, intermediate] in the order of `order`.
 
-    Columns of the product are by turns of gate and of up, so that a thread has both of what it multiplies.
+    Columns of the product are by turns of gate and of up, so that a thread has both of what it multiplies; without a
+    gate, TURNS is 1.
     """
-    tile, out_tile = place_of(tl.program_id(0), tiles, tl.cdiv(intermediate, OUTPUTS // 2), 1)
+    COLUMNS: tl.constexpr = OUTPUTS // TURNS
+    tile, out_tile = place_of(tl.program_id(0), tiles, tl.cdiv(intermediate, COLUMNS), 1)
     expert, first, end = tile_at(tile_table, tile)
     if first >= end:
         return
     m = first + tl.arange(0, ROWS)
     token = tl.load(order + m, mask=m < end, other=0) // TOP_K
     column = tl.arange(0, OUTPUTS)
-    n = out_tile * (OUTPUTS // 2) + column // 2
-    weight_row = (n + column % 2 * intermediate).to(tl.int64)
+    n = out_tile * COLUMNS + column // TURNS
+    weight_row = (n + column % TURNS * intermediate).to(tl.int64)
     where = weight_row[None, :]
     weight_tile = _rows_of(addresses, scale_addresses, expert, where, hidden, x.dtype.element_ty, ALIGNMENT)
     scale_tile = None
@@ -307,12 +310,15 @@ def _gate_up_kernel(
     total = multiply(x_tile, weight_tile, scale_tile, there, outputs_there, hidden, EVEN, ROWS, OUTPUTS, INPUTS)
 
     if biases is not None:
-        bias = biases + expert.to(tl.int64) * (2 * intermediate) + weight_row
+        bias = biases + expert.to(tl.int64) * (TURNS * intermediate) + weight_row
         total += tl.load(bias, mask=n < intermediate, other=0.0)[None, :]
     dtype: tl.constexpr = inner.dtype.element_ty  # what the reference rounds is rounded here
-    gate, up = tl.split(tl.reshape(total.to(dtype).to(tl.float32), (ROWS, OUTPUTS // 2, 2)))
+    gate = total.to(dtype).to(tl.float32)
+    up = gate
+    if TURNS == 2:
+        gate, up = tl.split(tl.reshape(gate, (ROWS, COLUMNS, 2)))
     active, up = activated(gate, up, dtype, ACTIVATION)
-    n = (out_tile * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2))[None, :]
+    n = (out_tile * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     tl.store(
         inner + m.to(tl.int64)[:, None] * intermediate + n, (active * up).to(dtype), mask=there & (n < intermediate)
     )
@@ -407,6 +413,11 @@ class AllWeights(Protocol):
     def __len__(self) -> int: ...
 
 
+def turns_of(activation: Activation) -> int:
+    """How many parts an expert's first product has: gate and up, or up alone."""
+    return 1 if activation in WITHOUT_GATE else 2
+
+
 class Shared:
     """What ranks do together where they share the experts of a layer: see `Kernels.experts`.
 
@@ -419,9 +430,9 @@ class Shared:
         self._slots = shared if isinstance(shared, ExpertSlots) else None
         self._turns = None if self._slots is None else self._slots.turns(device)
 
-    def check(self, gate_up: AllWeights, down: AllWeights) -> None:
-        """Raises ValueError: an expert's products do not fit each other."""
-        inner = gate_up.out_features // 2 if self._gather is None else self._gather.width
+    def check(self, gate_up: AllWeights, down: AllWeights, turns: int) -> None:
+        """Raises ValueError: an expert's products do not fit each other; `turns`: of its activation."""
+        inner = gate_up.out_features // turns if self._gather is None else self._gather.width
         hidden = down.out_features if self._gather is None else gate_up.in_features
         if (len(down), down.in_features, hidden) != (len(gate_up), inner, gate_up.in_features):
             raise ValueError("the experts' gate and up do not fit their down")
@@ -461,11 +472,12 @@ class GroupedExperts:
         activation: Activation = "silu",
     ) -> None:
         self._gate_up, self._down, self._activation = Weights(gate_up), Weights(down), activation
-        self._hidden, self._intermediate = self._gate_up.in_features, self._gate_up.out_features // 2
+        self._hidden, self._turns = self._gate_up.in_features, turns_of(activation)
+        self._intermediate = self._gate_up.out_features // self._turns
         self._ranks = Shared(shared, self._gate_up.device)
         if self._gate_up.dtypes != self._down.dtypes:
             raise ValueError("the experts' gate and up have other data types than their down")
-        self._ranks.check(self._gate_up, self._down)
+        self._ranks.check(self._gate_up, self._down, self._turns)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""
@@ -485,7 +497,7 @@ class GroupedExperts:
         self, x: torch.Tensor, order: torch.Tensor, tile_table: torch.Tensor, top_k: int, tile: Tile
     ) -> torch.Tensor:
         inner = x.new_empty(len(order), self._intermediate)
-        _gate_up_kernel[(len(tile_table) * triton.cdiv(self._intermediate, tile.outputs // 2),)](
+        _gate_up_kernel[(len(tile_table) * triton.cdiv(self._intermediate, tile.outputs // self._turns),)](
             x,
             self._gate_up.addresses,
             self._gate_up.scale_addresses,
@@ -503,6 +515,7 @@ class GroupedExperts:
             INPUTS=tile.inputs,
             ALIGNMENT=ALIGNMENT,
             ACTIVATION=self._activation,
+            TURNS=self._turns,
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=False,

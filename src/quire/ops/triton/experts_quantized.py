@@ -26,6 +26,7 @@ from quire.ops.triton.experts import (
     ordered,
     pointer_at,
     tile_at,
+    turns_of,
 )
 from quire.ops.triton.linear_chunks import checked, place_of
 from quire.ops.triton.linear_quantized import (
@@ -285,7 +286,7 @@ class QuantizedExperts:
         self._activation: Activation = activation
         self._gate_up, self._down = QuantizedWeights(gate_up), QuantizedWeights(down)
         self._ranks = Shared(shared, self._gate_up.device)
-        self._ranks.check(self._gate_up, self._down)
+        self._ranks.check(self._gate_up, self._down, turns_of(activation))
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""

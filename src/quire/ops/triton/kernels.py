@@ -14,11 +14,13 @@ from quire.ops.kernels import HeadNorm, Kernels
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import Product
 from quire.ops.logit_edits import Edits
+from quire.ops.mamba import MambaWeights
 from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.recurrent import RecurrentCache
 from quire.ops.sampling import Filters, TokenScores
+from quire.ops.short_conv import ConvCache, ShortConvWeights
 from quire.ops.sparse import Choice
 from quire.ops.states import DeltaNetWeights, StateCache
 from quire.ops.triton import (
@@ -31,6 +33,7 @@ from quire.ops.triton import (
     linear,
     rows,
     sampling,
+    short_conv,
     sparse,
     states,
 )
@@ -138,6 +141,9 @@ class TritonKernels(Kernels):
     def gelu_tanh_mul(self, x: torch.Tensor) -> torch.Tensor:
         return rows.gelu_tanh_mul(x)
 
+    def relu2(self, x: torch.Tensor) -> torch.Tensor:
+        return rows.gate_mul(x, "relu2")
+
     # -- attention -----------------------------------------------------------------------------------------
 
     def rotate_and_store(
@@ -241,6 +247,27 @@ class TritonKernels(Kernels):
         layer: int,
     ) -> torch.Tensor:
         return states.delta_net(x, ab, weights, cache, batch, layer)
+
+    def mamba(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        weights: MambaWeights,
+        cache: StateCache,
+        batch: RaggedBatch,
+        layer: int,
+    ) -> torch.Tensor:
+        return states.mamba(x, dt, weights, cache, batch, layer)
+
+    def grouped_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, groups: int, eps: float, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return rows.grouped_norm(x, weight, groups, eps, dtype)
+
+    def short_conv(
+        self, x: torch.Tensor, weights: ShortConvWeights, cache: ConvCache, batch: RaggedBatch, layer: int
+    ) -> torch.Tensor:
+        return short_conv.short_conv(x, weights, cache, batch, layer)
 
     # -- sampling ------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.elementwise import GELU_CUBIC, GELU_LINEAR, SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+from quire.ops.elementwise import GELU_CUBIC, GELU_LINEAR, SWIGLU_ALPHA, SWIGLU_LIMIT, WITHOUT_GATE, Activation
 
 LINEAR, CUBIC = tl.constexpr(GELU_LINEAR), tl.constexpr(GELU_CUBIC)
 LIMIT, ALPHA = tl.constexpr(SWIGLU_LIMIT), tl.constexpr(SWIGLU_ALPHA)
@@ -45,11 +45,16 @@ def embed(ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `Kernels.rms_norm`."""
+    return grouped_norm(x, weight, 1, eps, x.dtype)
+
+
+def grouped_norm(x: torch.Tensor, weight: torch.Tensor, groups: int, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """See `Kernels.grouped_norm`."""
     x = x.contiguous()
-    out = torch.empty_like(x)
-    rows, size = x.shape
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    size = x.shape[1] // groups
     block, warps = row_tile(size)
-    _rms_norm[(rows,)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=warps, enable_fp_fusion=False)
+    _rms_norm[(len(x), groups)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=warps, enable_fp_fusion=False)
     return out
 
 
@@ -75,12 +80,12 @@ def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def gate_mul(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """`activation(gate) * up` for x [rows, 2 * n] = gate | up: see `elementwise.GATES`."""
+    """`activation(gate) * up` for x [rows, 2 * n] = gate | up, or [rows, n] without a gate: see `elementwise.GATES`."""
     x = x.contiguous()
-    rows, size = len(x), x.shape[1] // 2
+    rows, size = len(x), x.shape[1] if activation in WITHOUT_GATE else x.shape[1] // 2
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    grid = rows, -(-size // PART)
-    _gate_mul[grid](*(x, out), ACTIVATION=activation, SIZE=size, PART=PART, num_warps=4, enable_fp_fusion=False)
+    grid, sizes = (rows, -(-size // PART)), {"SIZE": size, "UP": x.shape[1] - size, "PART": PART}
+    _gate_mul[grid](*(x, out), ACTIVATION=activation, **sizes, num_warps=4, enable_fp_fusion=False)
     return out
 
 
@@ -117,11 +122,12 @@ def _embed(ids, weight, vocabulary, stride, out, SIZE: tl.constexpr, PART: tl.co
 
 @triton.jit
 def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    start, column = tl.program_id(0).to(tl.int64) * SIZE, tl.arange(0, BLOCK)
+    group, column = tl.program_id(1), tl.arange(0, BLOCK)
+    start = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + group) * SIZE
     inside = column < SIZE
     values = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
     scale = inverse_rms(tl.sum(values * values, 0), SIZE, eps)
-    weights = tl.load(weight + column, mask=inside, other=0.0)
+    weights = tl.load(weight + group * SIZE + column, mask=inside, other=0.0)
     tl.store(out + start + column, normalized(values, scale, weights), mask=inside)
 
 
@@ -150,15 +156,20 @@ def activated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
         gate = tl.where(gate > LIMIT, LIMIT, gate)  # what is not a number stays so
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
         slope = gate * ALPHA
-    return tl.div_rn(gate, 1.0 + tl.exp(-slope)).to(dtype).to(tl.float32), up
+    active = tl.div_rn(gate, 1.0 + tl.exp(-slope)).to(dtype).to(tl.float32)
+    if ACTIVATION == "relu2":  # of what is alone
+        active = tl.where(gate < 0.0, 0.0, gate)
+        up = active
+    return active, up
 
 
 @triton.jit
-def _gate_mul(x, out, ACTIVATION: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr):
+def _gate_mul(x, out, ACTIVATION: tl.constexpr, SIZE: tl.constexpr, UP: tl.constexpr, PART: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * PART + tl.arange(0, PART)
     inside = column < SIZE
-    gate = tl.load(x + 2 * row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + (2 * row + 1) * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    x += row * (SIZE + UP) + column
+    gate = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + UP, mask=inside, other=0.0).to(tl.float32)
     active, up = activated(gate, up, x.dtype.element_ty, ACTIVATION)
     tl.store(out + row * SIZE + column, active * up, mask=inside)
 

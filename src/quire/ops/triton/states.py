@@ -1,20 +1,26 @@
-"""The gated delta rule over rows and states in blocks, in Triton: see `quire.ops.states` for what is computed.
+"""Layers that keep a matrix a head, in Triton: the gated delta rule of `quire.ops.states`, and Mamba 2 of `ops.mamba`.
 
-Three launches: rows are convolved and normalized, a head of a row each; each program of the rule has some columns of
-one head of one span, and goes through its tiles with the state in registers; heads of rows are normed and gated. A
-tile's corrections depend on one another, so they are made one row after the other, each a sum over all rows of the
-tile in which those that are not before it count as 0: no bit depends on where a span begins.
+Three launches, which both are: rows are convolved, and a delta net's queries and keys normalized, a head of a row each;
+each program of the scan has some columns of one head of one span, and goes through its tiles with the state in
+registers; heads of rows are normed, where the layer does so, and gated. Mamba adds what a token says; the delta rule
+corrects it first by what the state and the tile know. A tile's corrections depend on one another, so they are made one
+row after the other, each a sum over all rows of the tile in which those that are not before it count as 0: no bit
+depends on where a span begins.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from quire.ops.mamba import MambaWeights, check_mamba
 from quire.ops.ragged import RaggedBatch
 from quire.ops.states import L2_EPS, TILE, DeltaNetWeights, StateCache, check_batch
 from quire.ops.triton.rows import inverse_rms
+from quire.ops.triton.short_conv import convolved, place_of, places, spans_of
 
 ROWS, EPS = tl.constexpr(TILE), tl.constexpr(L2_EPS)
 
@@ -31,60 +37,104 @@ def delta_net(
         ValueError: what is given does not fit the cache, or the batch has trees.
     """
     check_batch(x, ab, cache, batch, layer)
-    spans = batch.spans
-    if spans is None or spans.trees is not None:
-        raise ValueError("kernels of a GPU need a step's spans on the device, and recurrent layers none in trees")
-    shape, tokens, count = cache.states_shape, len(x), len(spans.starts)
-    columns = shape.heads * shape.value_dim
-    x, ab = x.contiguous(), ab.contiguous()
-    mixed = torch.empty(tokens, shape.channels, dtype=torch.float32, device=x.device)
-    results = torch.empty(tokens, columns, dtype=torch.float32, device=x.device)
-    out = torch.empty(tokens, columns, dtype=x.dtype, device=x.device)
-    states, keys, updates, decays, inputs = (view[:, layer] for view in cache.views)
-    where = spans.row_starts, spans.starts, spans.table_rows, spans.block_tables, count, spans.block_tables.stride(0)
-    sizes = {
-        "KEY_HEADS": shape.key_heads,
-        "HEADS": shape.heads,
-        "KEY_DIM": shape.key_dim,
-        "VALUE_DIM": shape.value_dim,
-        "KEY_BLOCK": triton.next_power_of_2(shape.key_dim),
-        "BLOCK_SIZE": cache.block_size,
-        "enable_fp_fusion": False,
-    }
-    _mix[(tokens, 2 * shape.key_heads + shape.heads)](
-        *(x, weights.conv, batch.slots, *where, inputs, keys, mixed),
-        TAPS=shape.taps,
-        SPANS=triton.next_power_of_2(count),
-        DIM=triton.next_power_of_2(max(shape.key_dim, shape.value_dim)),
-        INPUTS_STRIDE=inputs.stride(0),
-        KEYS_STRIDE=keys.stride(0),
-        num_warps=4,
-        **sizes,
-    )
-    part = min(COLUMNS, triton.next_power_of_2(shape.value_dim))
-    _rule[(count, shape.heads, -(-shape.value_dim // part))](
-        *(mixed, ab, weights.decay, weights.shift, *where[:4], where[5], states, keys, updates, decays, results),
-        DECAY_DIM=shape.decay_dim,
-        DECAY_BLOCK=triton.next_power_of_2(shape.decay_dim),
-        COLUMNS=part,
-        STATES_STRIDE=states.stride(0),
-        KEYS_STRIDE=keys.stride(0),
-        UPDATES_STRIDE=updates.stride(0),
-        DECAYS_STRIDE=decays.stride(0),
-        num_warps=8,
-        **sizes,
-    )
-    _finish[(tokens, shape.heads)](
-        *(results, x, weights.norm, weights.eps, spans.row_starts, count, out),
-        CHANNELS=shape.channels,
-        HEADS=shape.heads,
-        VALUE_DIM=shape.value_dim,
-        DIM=triton.next_power_of_2(shape.value_dim),
-        SIGMOID=weights.gate == "sigmoid",
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
-    return out
+    step = _Step(x, cache, batch, layer)
+    mixed = step.mixed(weights.conv, None, unit=True)
+    results = step.scanned(mixed, ab, weights.decay, weights.shift, None)
+    return step.finished(results, weights.norm, weights.eps, weights.gate == "sigmoid", x.dtype)
+
+
+def mamba(
+    x: torch.Tensor, dt: torch.Tensor, weights: MambaWeights, cache: StateCache, batch: RaggedBatch, layer: int
+) -> torch.Tensor:
+    """See `quire.ops.mamba.mamba`; the same otherwise."""
+    check_mamba(x, dt, cache, batch, layer)
+    step = _Step(x, cache, batch, layer)
+    mixed = step.mixed(weights.conv, weights.bias, unit=False)
+    results = step.scanned(mixed, dt, weights.decay, weights.shift, weights.skip)
+    return step.finished(results, None, 0.0, False, torch.float32)
+
+
+class _Step:
+    """The launches of one layer of a step."""
+
+    def __init__(self, x: torch.Tensor, cache: StateCache, batch: RaggedBatch, layer: int) -> None:
+        """Raises ValueError where the batch has trees, or is not on the device."""
+        self._x, self._slots, self._spans = x.contiguous(), batch.slots, spans_of(batch)
+        self._shape = shape = cache.states_shape
+        self._columns = shape.heads * shape.value_dim
+        self._views = [view[:, layer] for view in cache.views]
+        self._sizes: dict[str, Any] = {
+            "KEY_HEADS": shape.key_heads,
+            "HEADS": shape.heads,
+            "KEY_DIM": shape.key_dim,
+            "VALUE_DIM": shape.value_dim,
+            "BLOCK_SIZE": cache.block_size,
+            "enable_fp_fusion": False,
+        }
+
+    def mixed(self, conv: torch.Tensor, bias: torch.Tensor | None, *, unit: bool) -> torch.Tensor:
+        """[tokens, channels] fp32: convolved; `unit`: queries and keys are brought to length 1. Keys are stored."""
+        shape, tokens, (_, keys, _, _, inputs) = self._shape, len(self._x), self._views
+        out = torch.empty(tokens, shape.channels, dtype=torch.float32, device=self._x.device)
+        _mix[(tokens, 2 * shape.key_heads + shape.heads)](
+            *(self._x, conv, bias, self._slots, *places(self._spans), inputs, keys, out),
+            UNIT=unit,
+            TAPS=shape.taps,
+            SPANS=triton.next_power_of_2(len(self._spans.starts)),
+            DIM=triton.next_power_of_2(max(shape.key_dim, shape.value_dim)),
+            INPUTS_STRIDE=inputs.stride(0),
+            KEYS_STRIDE=keys.stride(0),
+            num_warps=4,
+            **self._sizes,
+        )
+        return out
+
+    def scanned(
+        self,
+        mixed: torch.Tensor,
+        rates: torch.Tensor,
+        decay: torch.Tensor,
+        shift: torch.Tensor,
+        skip: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[tokens, heads * value_dim] fp32: through the states; with `skip` as in Mamba, else by the delta rule."""
+        shape, spans, (states, keys, updates, decays, _) = self._shape, self._spans, self._views
+        out = torch.empty(len(mixed), self._columns, dtype=torch.float32, device=mixed.device)
+        columns = min(COLUMNS, triton.next_power_of_2(shape.value_dim))
+        where = spans.row_starts, spans.starts, spans.table_rows, spans.block_tables, spans.block_tables.stride(0)
+        _scan[(len(spans.starts), shape.heads, triton.cdiv(shape.value_dim, columns))](
+            *(mixed, rates.contiguous(), decay, shift, skip, *where, states, keys, updates, decays, out),
+            RATES=rates.shape[1],
+            KEY_BLOCK=triton.next_power_of_2(shape.key_dim),
+            DECAY_DIM=shape.decay_dim,
+            DECAY_BLOCK=triton.next_power_of_2(shape.decay_dim),
+            COLUMNS=columns,
+            STATES_STRIDE=states.stride(0),
+            KEYS_STRIDE=keys.stride(0),
+            UPDATES_STRIDE=updates.stride(0),
+            DECAYS_STRIDE=decays.stride(0),
+            num_warps=8,
+            **self._sizes,
+        )
+        return out
+
+    def finished(
+        self, results: torch.Tensor, norm: torch.Tensor | None, eps: float, sigmoid: bool, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """[tokens, heads * value_dim]: normed by heads, if so, and gated by a sigmoid or SiLU."""
+        shape, tokens = self._shape, len(results)
+        out = torch.empty(tokens, self._columns, dtype=dtype, device=results.device)
+        _finish[(tokens, shape.heads)](
+            *(results, self._x, norm, eps, self._spans.row_starts, len(self._spans.starts), out),
+            CHANNELS=shape.channels,
+            HEADS=shape.heads,
+            VALUE_DIM=shape.value_dim,
+            DIM=triton.next_power_of_2(shape.value_dim),
+            SIGMOID=sigmoid,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+        return out
 
 
 @triton.jit
@@ -110,6 +160,7 @@ def _log1p(x):
 def _mix(
     x,
     conv,
+    bias,
     slots,
     row_starts,
     starts,
@@ -124,51 +175,51 @@ def _mix(
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
     TAPS: tl.constexpr,
     SPANS: tl.constexpr,
     DIM: tl.constexpr,
     INPUTS_STRIDE: tl.constexpr,
     KEYS_STRIDE: tl.constexpr,
 ):
-    """One head of one row: convolved, queries and keys brought to length 1. Inputs and keys are stored."""
+    """One head of one row: convolved; UNIT: queries and keys are brought to length 1. Inputs and keys are stored."""
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
     width: tl.constexpr = channels + HEADS * VALUE_DIM
     row, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if row >= tl.load(row_starts + count):
         return
-    i = tl.arange(0, SPANS)
-    span = tl.sum((tl.load(row_starts + 1 + i, mask=i < count, other=2147483647) <= row).to(tl.int32), 0)
-    begin = tl.load(row_starts + span).to(tl.int64)
-    position = tl.load(starts + span).to(tl.int64) + (row - begin)
-    table = block_tables + tl.load(table_rows + span).to(tl.int64) * table_stride
+    begin, position, table = place_of(row, row_starts, starts, table_rows, block_tables, count, table_stride, SPANS)
     is_key = unit < 2 * KEY_HEADS
     dim = tl.where(is_key, KEY_DIM, VALUE_DIM)
     first = tl.where(is_key, unit * KEY_DIM, 2 * KEY_HEADS * KEY_DIM + (unit - 2 * KEY_HEADS) * VALUE_DIM)
-    d = tl.arange(0, DIM)
-    there = d < dim
-    total = tl.zeros((DIM,), tl.float32)
-    own = tl.load(x + row * width + first + d, mask=there, other=0.0)
-    for tap in tl.static_range(TAPS):
-        back = TAPS - 1 - tap
-        at, in_step = position - back, row - back >= begin
-        in_block = (at >= 0) & (row - back < begin)
-        place = tl.maximum(at, 0)
-        block = tl.load(table + place // BLOCK_SIZE, mask=in_block, other=0).to(tl.int64)
-        stored = inputs + block * INPUTS_STRIDE + place % BLOCK_SIZE * channels + first + d
-        before = tl.load(stored, mask=d < tl.where(in_block, dim, 0), other=0.0)
-        now = tl.load(x + (row - back) * width + first + d, mask=d < tl.where(in_step, dim, 0), other=0.0)
-        taken = tl.where(in_step, now, before).to(tl.float32)
-        total += taken * tl.load(conv + tap * channels + first + d, mask=there, other=0.0)
+    d, slot = tl.arange(0, DIM), tl.load(slots + row)
+    total = convolved(
+        x,
+        conv,
+        bias,
+        inputs,
+        row,
+        slot,
+        begin,
+        position,
+        table,
+        first,
+        d,
+        dim,
+        channels,
+        width,
+        0,
+        TAPS,
+        BLOCK_SIZE,
+        INPUTS_STRIDE,
+    )
     total = total * _sigmoid(total)
-    if is_key:
+    if UNIT:
         scale = tl.rsqrt(tl.sum(total * total, 0) + EPS)
-        total = total * tl.where(unit < KEY_HEADS, scale * (KEY_DIM**-0.5), scale)
-    tl.store(mixed + row * channels + first + d, total, mask=there)
-    slot = tl.load(slots + row)
+        total *= tl.where(is_key, tl.where(unit < KEY_HEADS, scale * (KEY_DIM**-0.5), scale), 1.0)
+    tl.store(mixed + row * channels + first + d, total, mask=d < dim)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    tl.store(inputs + block * INPUTS_STRIDE + offset * channels + first + d, own, mask=d < tl.where(block > 0, dim, 0))
     into = keys + block * KEYS_STRIDE + ((unit - KEY_HEADS) * BLOCK_SIZE + offset) * KEY_DIM + d
     is_new_key = (block > 0) & is_key & (unit >= KEY_HEADS)
     tl.store(into, total, mask=d < tl.where(is_new_key, dim, 0))
@@ -195,11 +246,12 @@ def _pairs(queries, keys, sums, rows, DECAY_DIM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def _rule(
+def _scan(
     mixed,
-    ab,
+    rates,
     decay,
     shift,
+    skip,
     row_starts,
     starts,
     table_rows,
@@ -214,8 +266,9 @@ def _rule(
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    RATES: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
     DECAY_DIM: tl.constexpr,
     DECAY_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -224,9 +277,8 @@ def _rule(
     UPDATES_STRIDE: tl.constexpr,
     DECAYS_STRIDE: tl.constexpr,
 ):
-    """Some columns of one head of one span, tile by tile."""
+    """Some columns of one head of one span, tile by tile: with a `skip` as in Mamba, else by the delta rule."""
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
-    rates: tl.constexpr = HEADS * (DECAY_DIM + 1)
     span, head = tl.program_id(0), tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
     begin = tl.load(row_starts + span).to(tl.int64)
@@ -265,21 +317,27 @@ def _rule(
         v = tl.load(values, mask=new & in_value, other=0.0)
         u = tl.load(at_update, mask=old & in_value, other=0.0)
         sums = tl.load(at_decay, mask=old & in_decay, other=0.0)
-        b = tl.load(ab + row * rates + HEADS * DECAY_DIM + head, mask=new, other=0.0)
-        g = tl.load(ab + row * rates + head * DECAY_DIM + e, mask=new & in_decay, other=0.0) + moved
-        g = rate * (tl.maximum(g, 0.0) + _log1p(tl.exp(-tl.abs(g))))
+        g = tl.load(rates + row * RATES + head * DECAY_DIM + e, mask=new & in_decay, other=0.0) + moved
+        step = tl.maximum(g, 0.0) + _log1p(tl.exp(-tl.abs(g)))
+        g = rate * step
         for i in tl.static_range(ROWS):
             sums = tl.where((rows == i) & new, g + _row(sums, rows, i - 1), sums)
 
         since = tl.exp(sums)
-        update = v - tl.dot(k * since, state, input_precision="ieee")
-        out = tl.dot(q * since, state, input_precision="ieee")
-        seen = tl.where(tl.trans(rows) < rows, _pairs(k, k, sums, rows, DECAY_DIM), 0.0)
-        read = tl.where(tl.trans(rows) <= rows, _pairs(q, k, sums, rows, DECAY_DIM), 0.0)
-        beta = _sigmoid(b)
-        for i in tl.static_range(ROWS):
-            known = tl.sum(tl.trans(_row(seen, rows, i)) * u, 0, keep_dims=True)  # rows from i on are not there yet
-            u = tl.where((rows == i) & new, beta * (update - known), u)
+        if skip is None:  # in an order in which the compiler keeps most in registers
+            b = tl.load(rates + row * RATES + HEADS * DECAY_DIM + head, mask=new, other=0.0)
+            update = v - tl.dot(k * since, state, input_precision="ieee")
+            out = tl.dot(q * since, state, input_precision="ieee")
+            seen = tl.where(tl.trans(rows) < rows, _pairs(k, k, sums, rows, DECAY_DIM), 0.0)
+            read = tl.where(tl.trans(rows) <= rows, _pairs(q, k, sums, rows, DECAY_DIM), 0.0)
+            beta = _sigmoid(b)
+            for i in tl.static_range(ROWS):
+                known = tl.sum(tl.trans(_row(seen, rows, i)) * u, 0, keep_dims=True)  # rows from i on are not there yet
+                u = tl.where((rows == i) & new, beta * (update - known), u)
+        else:
+            out = tl.dot(q * since, state, tl.load(skip + head) * v, input_precision="ieee")
+            read = tl.where(tl.trans(rows) <= rows, _pairs(q, k, sums, rows, DECAY_DIM), 0.0)
+            u = tl.where(new, v * step, u)
         for j in tl.static_range(ROWS):
             weight = tl.sum(tl.where(tl.trans(rows) == j, read, 0.0), 1, keep_dims=True)
             said = weight * _row(u, rows, j)
@@ -313,15 +371,16 @@ def _finish(
     DIM: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):
-    """The norm of one head of one row, and its gate."""
+    """The norm of one head of one row, if there is one, and its gate."""
     row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, DIM)[None, :]
     there = d < VALUE_DIM
     at = row * (HEADS * VALUE_DIM) + head * VALUE_DIM + d
     real = row < tl.load(row_starts + count)
     result = tl.load(results + at, mask=d < tl.where(real, VALUE_DIM, 0), other=0.0)
-    scale = inverse_rms(tl.sum(result * result, 1, keep_dims=True), VALUE_DIM, eps)
+    if norm is not None:
+        scale = inverse_rms(tl.sum(result * result, 1, keep_dims=True), VALUE_DIM, eps)
+        result = result * scale * tl.load(norm + d, mask=there, other=0.0)
     gate = tl.load(x + row * (CHANNELS + HEADS * VALUE_DIM) + CHANNELS + head * VALUE_DIM + d, mask=there, other=0.0)
     gate = gate.to(tl.float32)
     through = _sigmoid(gate) if SIGMOID else gate * _sigmoid(gate)
-    normed = result * scale * tl.load(norm + d, mask=there, other=0.0)
-    tl.store(out + at, tl.where(real, normed * through, 0.0), mask=there)
+    tl.store(out + at, tl.where(real, result * through, 0.0), mask=there)
