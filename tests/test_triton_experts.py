@@ -68,7 +68,8 @@ def launch_all() -> None:
         ids, weights = torch.empty(tokens, 8, dtype=torch.int64), torch.empty(tokens, 8)
         grouped(torch.empty(tokens, 2048, dtype=torch.bfloat16), ids, weights)
     without_gate = GroupedExperts(
-        *([linear.pack([w], None, CPU, True)] * 16 for w in (gate_up, down.new_empty(2048, 1536))), "relu2"
+        *([linear.pack([w], None, CPU, DenseProduct)] * 16 for w in (gate_up, down.new_empty(2048, 1536))),
+        activation="relu2",
     )
     without_gate(torch.empty(16, 2048, dtype=torch.bfloat16), ids[:16], weights[:16])
     for how in ("int8", "int4/64"):
