@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.gpu import bound, clocks, engines, parity, parity_rows, plan, table, unwaited, workloads
+from benchmarks.gpu import bound, clocks, engines, parity, parity_rows, plan, sweep_products, table, unwaited, workloads
 from benchmarks.gpu.__main__ import CHECKS, begin, failed, install, main
 from benchmarks.gpu.determinism import PRODUCT
 from benchmarks.gpu.engines import bench
@@ -388,6 +388,29 @@ def test_what_a_sweep_has_chosen_is_what_later_sections_compute_with(monkeypatch
     assert (tile, programs) == (linear_dense.SHORT, splits.PROGRAMS)
     product = linear_dense.DenseProduct(torch.empty(8, 64, dtype=torch.bfloat16), None)
     assert product._short == tile
+
+
+def test_a_choice_of_tiles_that_cannot_be_compiled_is_one_less_but_that_of_the_sources_must_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, others = sweep_products.choices()[0], sweep_products.choices()[1:3]
+
+    def timed(job: Job, weights: Any, rows: Any, index: int, pair: Any) -> dict[Any, float]:
+        if pair in failing:
+            raise RuntimeError("out of resource: shared memory")
+        return {(weight, count): 1.0 + index for weight in weights for count in rows}
+
+    monkeypatch.setattr(sweep_products, "_one_choice", timed)
+    job = Job("sweep products", "cpu", True, None, tmp_path, tmp_path / NAME, time.monotonic() + 100)
+    failing = others[:1]
+    sweep_products.run(job)
+    found = read(job.records)
+    assert ["failed" in one for one in found[:-1]] == [True, False, False]
+    assert [one["factor"] for one in found[1:-1]] == pytest.approx([1.0, 3.0])
+    assert found[-1]["values"] == {"SHORT": list(chosen[0]), "TALL": list(chosen[1])} and found[-1]["kept"]
+    failing = [chosen]
+    with pytest.raises(RuntimeError, match="shared memory"):
+        sweep_products.run(job)
 
 
 @pytest.mark.parametrize("waits", [False, True])

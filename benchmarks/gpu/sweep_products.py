@@ -83,6 +83,8 @@ def run(job: Job) -> None:
         try:
             taken[index] = _one_choice(job, weights, rows, index, pair)
         except Exception as error:  # of a compiler, or too little shared memory: one choice less
+            if index == 0:  # that of the sources must work
+                raise
             job.record("sweep", module=MODULE, choice=_words(pair), failed=str(error)[-300:])
     whole = {index: times for index, times in taken.items() if len(times) == len(weights) * len(rows)}
     if not whole:
