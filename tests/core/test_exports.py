@@ -14,6 +14,7 @@ from quire.core.invariants import check
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
 from tests.core.fake_runner import FakeRunner, expected_output, make_request, make_scheduler, outputs, run_all
+from tests.core.schedules import run_seeds
 
 PROMPT = list(range(20, 43))
 """Five blocks of 4 tokens, and three more."""
@@ -362,17 +363,15 @@ class Run:
         return Counter(read=fetches.read[PEER], exported=self.peer.scheduler.kv.exports.exported, bad=fetches.bad_loads)
 
 
+def schedule(seed: int, events: int) -> Counter[str]:
+    run = Run(seed)
+    for _ in range(events):
+        run.event()
+    return run.end()
+
+
 def run_schedules(seeds: range) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            run = Run(seed)
-            for _ in range(150):
-                run.event()
-            total += run.end()
-        except BaseException as error:
-            raise AssertionError(f"schedule {seed}: {error}") from error
-    return total
+    return run_seeds(schedule, seeds, 150)
 
 
 def test_whatever_happens_to_either_engine_no_token_changes_and_no_block_or_slot_is_lost():

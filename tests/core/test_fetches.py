@@ -12,6 +12,7 @@ from quire.core.invariants import check
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
 from tests.core.fake_runner import FakeDisk, FakeRunner, expected_output, make_request, make_scheduler, outputs, run_all
+from tests.core.schedules import run_seeds
 
 HEAD = list(range(20, 41))
 """Five blocks of 4 tokens, and one more."""
@@ -418,19 +419,27 @@ class Run:
         self.counts.update(stored=fetches.stored, read=fetches.read[DISK])
 
 
+def schedule(seed: int, events: int) -> Counter[str]:
+    run = Run(seed)
+    for _ in range(events):
+        run.event()
+        check(run.scheduler)
+    run.end()
+    return run.counts
+
+
 def run_schedules(seeds: range) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            run = Run(seed)
-            for _ in range(120):
-                run.event()
-                check(run.scheduler)
-            run.end()
-        except BaseException as error:
-            raise AssertionError(f"schedule {seed}: {error}") from error
-        total += run.counts
-    return total
+    return run_seeds(schedule, seeds, 120)
+
+
+def test_a_schedule_that_fails_is_told_with_as_few_events_as_fail():
+    def fails_from_the_seventh_on(seed: int, events: int) -> Counter[str]:
+        assert seed != 3 or events < 7, f"{events} are too many"
+        return Counter(events=events)
+
+    assert run_seeds(fails_from_the_seventh_on, range(3), 40) == {"events": 120}
+    with pytest.raises(AssertionError, match="schedule 3 fails with its first 7 of 40 events: 7 are too many"):
+        run_seeds(fails_from_the_seventh_on, range(5), 40)
 
 
 def test_whatever_happens_around_them_moves_change_no_token_and_lose_no_block_and_no_slot():
