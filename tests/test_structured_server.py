@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import re
+import runpy
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -242,3 +245,19 @@ def test_a_call_goes_on_where_it_was_when_the_engine_dies(server):
                 ids += [piece["id"]] if "id" in piece else []
                 arguments += piece["function"]["arguments"]
     assert (ids, arguments) == ([call["id"]], call["function"]["arguments"])
+
+
+# -- the documentation -----------------------------------------------------------------------------------------------
+
+
+def test_the_examples_with_clients_run(server, tmp_path, capsys):
+    text = (Path(__file__).resolve().parents[1] / "docs" / "agents.md").read_text("utf-8")
+    examples = [one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "base_url" in one]
+    assert ["anthropic" in one for one in examples] == [False, True, False]
+    for example in examples:
+        assert "http://127.0.0.1:8000" in example
+        (tmp_path / "example.py").write_text(example.replace("http://127.0.0.1:8000", server.url))
+        runpy.run_path(str(tmp_path / "example.py"), {"schema": SCHEMA})
+    out = capsys.readouterr().out
+    person, end = json.JSONDecoder().raw_decode(out)
+    assert is_person(json.dumps(person)) and out[end:].strip()

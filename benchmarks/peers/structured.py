@@ -21,7 +21,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -96,29 +96,41 @@ def main() -> int:
     result = Result(["bf16 weights", "plain", "with schemas", "ratio", "first token", "with schemas", "valid"])
     with ExitStack() as stack:
         workers: dict[Recipe, Worker] = {}
+        turns: dict[Recipe, list[dict[str, Any]]] = {recipe: [] for recipe in args.recipes}
         for recipe in args.recipes:
-            try:
+            with _reported(recipe, result):
                 workers[recipe] = stack.enter_context(_worker(recipe, args))
-            except PeerError as error:
-                tell(f"{recipe.name} is not available: {error}")
-                result.add([recipe.name, "–", "–", "–", "–", "–", error.reason], engine=recipe.name)
-        turns: dict[Recipe, list[dict[str, Any]]] = {recipe: [] for recipe in workers}
         for turn in range(args.repeat + 1):  # the first one warms up
             for recipe in [*workers][:: -1 if turn % 2 else 1]:
-                found = measure(workers[recipe], args.rows, 1 + turn * args.rows)
-                tell(f"{recipe.name}: " + ", ".join(f"{name} {value:.2f}" for name, value in found.items()))
-                turns[recipe] += [found] if turn else []
-        for recipe, worker in workers.items():
-            schemas = [ending(i) for i in range(args.rows)]
-            texts = worker.measure(Cell("ends", args.rows, PROMPT, ENOUGH), schemas, ends=True)["texts"]
-            ended = sum(text is not None for text in texts)
-            _add(result, recipe, worker, turns[recipe], f"{valid(schemas, texts)} of {ended} ended of {len(texts)}")
+                with _reported(recipe, result, workers):
+                    found = measure(workers[recipe], args.rows, 1 + turn * args.rows)
+                    tell(f"{recipe.name}: " + ", ".join(f"{name} {value:.2f}" for name, value in found.items()))
+                    turns[recipe] += [found] if turn else []
+        for recipe, worker in [*workers.items()]:
+            with _reported(recipe, result, workers):
+                schemas = [ending(i) for i in range(args.rows)]
+                texts = worker.measure(Cell("ends", args.rows, PROMPT, ENOUGH), schemas, ends=True)["texts"]
+                ended = sum(text is not None for text in texts)
+                good = f"{valid(schemas, texts)} of {ended} ended of {len(texts)}"
+                _add(result, recipe, worker, turns[recipe], good)
     print(f"\n{result.table()}\n")
     if args.write:
         text = run_all.section(result.table(), machine() | {"threads": args.threads})
         readme = run_all.README.read_text("utf-8")
         run_all.README.write_text(run_all.with_section(readme, SECTION, text), "utf-8")
     return int(not workers)
+
+
+@contextlib.contextmanager
+def _reported(recipe: Recipe, result: Result, workers: dict[Recipe, Worker] | None = None) -> Iterator[None]:
+    """What an engine cannot do is told in the table, and it is asked no more."""
+    try:
+        yield
+    except PeerError as error:
+        tell(f"{recipe.name} is not available: {error}")
+        result.add([recipe.name, "–", "–", "–", "–", "–", error.reason], engine=recipe.name, reason=error.reason)
+        if workers is not None:
+            del workers[recipe]
 
 
 def _add(result: Result, recipe: Recipe, worker: Worker, turns: Sequence[dict[str, Any]], good: str) -> None:
