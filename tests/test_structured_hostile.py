@@ -33,7 +33,7 @@ def odd_fields() -> Iterator[dict[str, Any]]:
     forms = ["json", "regex", "choice", "grammar", "json_object", "structural_tag"]
     forms += ["whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "disable_fallback"]
     plain = ["structured_outputs", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"]
-    plain += ["guided_whitespace_pattern", "ebnf", "grammar", "json_schema", "regex"]
+    plain += ["guided_whitespace_pattern", "ebnf", "grammar", "json_schema", "regex", "structural_tag"]
     chats = ["tools", "tool_choice", "parallel_tool_calls", "enable_thinking", "reasoning_effort"]
     chats += ["thinking_token_budget", "chat_template_kwargs", "response_format"]
     for value in ODD:

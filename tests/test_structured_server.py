@@ -167,6 +167,7 @@ def test_structural_tags_come_through_every_door(server):
         text_of(server, response_format=new),
         text_of(server, structured_outputs={"structural_tag": new}),
         text_of(server, structured_outputs={"structural_tag": json.dumps(new)}),
+        text_of(server, structural_tag=json.dumps(new)),
     }
     assert len(texts) == 1 and is_person(texts.pop().removeprefix("<p>").removesuffix("</p>"))
     old = {"structures": [{"begin": "<p>", "schema": SCHEMA, "end": "</p>"}], "triggers": ["<p>"]}

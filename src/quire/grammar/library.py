@@ -49,8 +49,9 @@ def library_tokenizer(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
 
 
 def executor() -> llguidance.LLExecutor:
-    """Threads for half of the processors: the others compute steps meanwhile."""
-    return llguidance.LLExecutor(max(1, len(os.sched_getaffinity(0)) // 2))
+    """Threads for half of the processors, since steps are computed meanwhile, and for no more than masks keep busy."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return llguidance.LLExecutor(min(8, max(1, processors // 2)))
 
 
 def compiled(

@@ -153,6 +153,10 @@ FORMATS: dict[str, Schema] = {
     "grammar": {**_TEXT, "description": "structured_outputs.grammar, as llama.cpp spells it."},
     "regex": {**_TEXT, "description": "structured_outputs.regex, as SGLang spells it."},
     "json_schema": {**_ANY_SCHEMA, "description": "structured_outputs.json, as llama.cpp and SGLang spell it."},
+    "structural_tag": {
+        "type": ["object", "string", "null"],
+        "description": "structured_outputs.structural_tag, as SGLang spells it.",
+    },
 }
 """Fields of both routes that say what the answer must look like."""
 

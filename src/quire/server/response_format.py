@@ -17,8 +17,14 @@ MAX_FORMAT_BYTES = 4 << 20
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's older names, and what they are now."""
 
-GRAMMARS = {"ebnf": "grammar", "grammar": "grammar", "regex": "regex", "json_schema": "json"}
-"""SGLang's and llama.cpp's."""
+GRAMMARS = {
+    "ebnf": "grammar",
+    "grammar": "grammar",
+    "regex": "regex",
+    "json_schema": "json",
+    "structural_tag": "structural_tag",
+}
+"""SGLang's and llama.cpp's, and an older one of vLLM."""
 
 FORMATS = "text", "json_object", "json_schema", "structural_tag"
 
