@@ -212,7 +212,7 @@ def test_every_field_that_openai_knows_is_supported_or_refused_by_name() -> None
 
 ASKING: dict[str, Any] = {
     "functions": [{}],
-    "function_call": {"name": "f"}, "structural_tag": "{}", "audio": {"voice": "a"},
+    "function_call": {"name": "f"}, "audio": {"voice": "a"},
     "modalities": ["text", "audio"], "prediction": {},
     "web_search_options": {}, "moderation": {}, "suffix": "x",
     "prompt_cache_retention": "24h", "chat_template": "{{ x }}", "guided_decoding_backend": "x",

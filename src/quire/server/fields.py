@@ -356,7 +356,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
     "return_tokens_as_token_ids": (False,),
-    "structural_tag": (),
     "vllm_xargs": ({},),
     **OTHER_DIALECTS,
 }
