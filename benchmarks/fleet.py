@@ -120,7 +120,7 @@ def replay(policy: str, pool: bool, bench: Bench) -> dict[str, Any]:
         report = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "report.json"
         load = [*QUIRE, "bench", "serve", "--url", url, "--trace", bench.trace, "--scale", str(bench.scale)]
         load += ["--wait", "30", "--num-requests", str(bench.requests), "--speedup", str(bench.speedup)]
-        load += ["--goodput", f"ttft:{bench.goal_ms:g}"]
+        load += ["--goodput", f"ttft:{bench.goal_ms:g}", "--return-token-ids"]  # random weights make no text
         ended = subprocess.run([*load, "--json", str(report)], capture_output=True, text=True)
         if ended.returncode:
             raise RuntimeError(ended.stderr[-2000:])
