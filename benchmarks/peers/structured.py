@@ -41,8 +41,8 @@ SECTION = "structured peers"
 NAMES = ("run_quire", "run_llama_cpp", "run_openvino", "run_vllm")
 PROMPT = 32
 TOKENS = 64
-ENOUGH = 400
-"""Tokens for replies that end by themselves."""
+FEW, ENOUGH = 8, 400
+"""Replies that may end by themselves, and tokens for each."""
 
 
 def endless(number: int) -> str:
@@ -108,8 +108,8 @@ def main() -> int:
                     turns[recipe] += [found] if turn else []
         for recipe, worker in [*workers.items()]:
             with _reported(recipe, result, workers):
-                schemas = [ending(i) for i in range(args.rows)]
-                texts = worker.measure(Cell("ends", args.rows, PROMPT, ENOUGH), schemas, ends=True)["texts"]
+                schemas = [ending(i) for i in range(min(args.rows, FEW))]
+                texts = worker.measure(Cell("ends", len(schemas), PROMPT, ENOUGH), schemas, ends=True)["texts"]
                 ended = sum(text is not None for text in texts)
                 good = f"{valid(schemas, texts)} of {ended} ended of {len(texts)}"
                 _add(result, recipe, worker, turns[recipe], good)
