@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import torch
 
@@ -47,56 +48,64 @@ def mamba(
 ) -> torch.Tensor:
     """See `mamba.mamba`; raises what it does."""
     check_mamba(x, dt, cache, batch, layer)
-    shape, tokens = cache.states_shape, len(x)
-    inputs, kept = inputs_of(cache, batch, layer, 4, weights.conv)
-    tiles = batch.once(("tiles", cache.block_size), lambda: _tiles(batch, cache.block_size))
+    step = batch.once(("mamba", id(cache)), lambda: _Step(lib, weights, cache, batch, len(x), x.dtype))
     x, dt = x.contiguous(), dt.contiguous()
-    out = torch.empty(tokens, shape.heads * shape.value_dim)
-    each = lib.mamba_scratch_bytes(shape.key_dim, shape.value_dim)
-    groups, channels = shape.key_heads, shape.channels
-    counts = (
-        tokens * channels,
-        2 * tokens * shape.heads,
-        tokens * groups * TILE,
-        tiles * groups * shape.key_dim * TILE,
-    )
-    sizes = [-(-4 * count // 64) * 64 for count in counts]
-    places = [workspace.at_least(sum(sizes) + lib.threads() * each)]
-    for size in sizes:
-        places.append(places[-1] + size)
-    mixed, rates, scores, packed, scratch = places
-    states, keys, updates, decays, _ = cache.offsets
-    struct = CMamba(
-        inputs=inputs,
-        blocks=cache.memory.data_ptr() + layer * cache.layer_bytes,
-        states=states,
-        keys=keys,
-        updates=updates,
-        decays=decays,
-        groups=groups,
-        heads=shape.heads,
-        state_dim=shape.key_dim,
-        head_dim=shape.value_dim,
-        dtype=DTYPES[x.dtype],
-        tokens=tokens,
-        x=x.data_ptr(),
-        dt=dt.data_ptr(),
-        conv=weights.conv.data_ptr(),
-        bias=weights.bias.data_ptr(),
-        decay=weights.decay.data_ptr(),
-        shift=weights.shift.data_ptr(),
-        skip=weights.skip.data_ptr(),
-        mixed=mixed,
-        rates=rates,
-        scores=scores,
-        packed=packed,
-        scratch=scratch,
-        scratch_bytes=each,
-        out=out.data_ptr(),
-    )
-    lib.mamba(ctypes.addressof(struct))
-    del kept
+    out = torch.empty(len(x), step.columns)
+    struct = step.struct
+    struct.blocks = step.blocks + layer * cache.layer_bytes
+    struct.inputs.blocks = step.inputs + layer * cache.layer_bytes
+    struct.x, struct.dt, struct.out = x.data_ptr(), dt.data_ptr(), out.data_ptr()
+    struct.conv, struct.bias = weights.conv.data_ptr(), weights.bias.data_ptr()
+    struct.decay, struct.shift = weights.decay.data_ptr(), weights.shift.data_ptr()
+    struct.skip = weights.skip.data_ptr()
+    struct.mixed = mixed = workspace.at_least(step.room)
+    struct.rates, struct.scores, struct.packed, struct.scratch = (mixed + offset for offset in step.offsets)
+    lib.mamba(step.address)
     return out
+
+
+class _Step:
+    """What is the same for all layers of a step: they are computed one after another, so one structure serves all."""
+
+    __slots__ = ("_kept", "address", "blocks", "columns", "inputs", "offsets", "room", "struct")
+
+    def __init__(
+        self,
+        lib: Library,
+        weights: MambaWeights,
+        cache: StateCache,
+        batch: RaggedBatch,
+        tokens: int,
+        dtype: torch.dtype,
+    ) -> None:
+        shape, groups = cache.states_shape, cache.states_shape.key_heads
+        inputs, self._kept = inputs_of(cache, batch, 0, 4, weights.conv)
+        self.inputs, self.blocks, self.columns = inputs.blocks, cache.memory.data_ptr(), shape.heads * shape.value_dim
+        each = lib.mamba_scratch_bytes(shape.key_dim, shape.value_dim)
+        counts = (
+            tokens * shape.channels,
+            2 * tokens * shape.heads,
+            tokens * groups * TILE,
+            _tiles(batch, cache.block_size) * groups * shape.key_dim * TILE,
+        )
+        self.offsets = tuple(itertools.accumulate(-(-4 * count // 64) * 64 for count in counts))
+        self.room = self.offsets[-1] + lib.threads() * each
+        states, keys, updates, decays, _ = cache.offsets
+        self.struct = CMamba(
+            inputs=inputs,
+            states=states,
+            keys=keys,
+            updates=updates,
+            decays=decays,
+            groups=groups,
+            heads=shape.heads,
+            state_dim=shape.key_dim,
+            head_dim=shape.value_dim,
+            dtype=DTYPES[dtype],
+            tokens=tokens,
+            scratch_bytes=each,
+        )
+        self.address = ctypes.addressof(self.struct)
 
 
 def _tiles(batch: RaggedBatch, block_size: int) -> int:

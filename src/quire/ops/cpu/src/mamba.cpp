@@ -176,7 +176,7 @@ void read_rows(const float* state, int64_t stride, int64_t dim, const float* que
 // R rows of a state, decayed, and what a tile adds: next[a][c] = decay * state[a][c] + sum_j key[a][j] * u[j][c].
 template <int R, int V, bool WHOLE>
 INLINE void fold_part(const float* state, int64_t stride, const float* keys, const float* updates, int64_t updates_stride,
-                      float decay, int64_t columns, float* next, int64_t next_stride) {
+                      float decay, int64_t columns, float* next, int64_t next_stride, bool away) {
     f32x16 total[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++)
@@ -187,20 +187,25 @@ INLINE void fold_part(const float* state, int64_t stride, const float* keys, con
             for (int r = 0; r < R; r++) total[r][v] = fma(splat(keys[r * TILE + j]), u, total[r][v]);
         }
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V && v * LANES < columns; v++)
-            store_some(next + r * next_stride + v * LANES, total[r][v], columns - v * LANES);
+        for (int v = 0; v < V && v * LANES < columns; v++) {
+            float* to = next + r * next_stride + v * LANES;
+            if (WHOLE && away)
+                store_away(to, total[r][v]);
+            else
+                store_some(to, total[r][v], columns - v * LANES);
+        }
 }
 
 template <int R>
 void fold_rows(const float* state, int64_t stride, const float* keys, const float* updates, int64_t updates_stride,
-               float decay, int64_t columns, float* next, int64_t next_stride) {
+               float decay, int64_t columns, float* next, int64_t next_stride, bool away) {
     int64_t c = 0;
     for (; c + COLUMNS * LANES <= columns; c += COLUMNS * LANES)
         fold_part<R, COLUMNS, true>(state + c, stride, keys, updates + c, updates_stride, decay, columns - c, next + c,
-                                    next_stride);
+                                    next_stride, away);
     for (; c < columns; c += LANES)
         fold_part<R, 1, false>(state + c, stride, keys, updates + c, updates_stride, decay, std::min<int64_t>(columns - c, LANES),
-                               next + c, next_stride);
+                               next + c, next_stride, away);
 }
 
 // What a thread needs for one head: its state, and of a tile the rows added, and what the state says.
@@ -233,8 +238,10 @@ void scan(const Mamba& net, const Tile* tile, const Tile* last, const float* pac
         f32x16 sums = {};
         if (tile->old) sums = load_some(block.decays(head) + offset, tile->old);
         const float* updates[TILE];  // of each row of the tile
-        for (int64_t j = 0; j < tile->rows; j++)
+        for (int64_t j = 0; j < tile->rows; j++) {
             updates[j] = j < tile->old ? block.updates(head) + (offset + j) * width : room.updates + j * stride;
+            for (int64_t c = 0; j < tile->old && c < width; c += LANES) __builtin_prefetch(updates[j] + c);
+        }
         const float* mixed = net.mixed + tile->row * in.channels;
         for (int64_t i = tile->old; i < tile->rows;) {
             const bool many = tile->rows - i >= ROWS;
@@ -266,9 +273,10 @@ void scan(const Mamba& net, const Tile* tile, const Tile* last, const float* pac
             if (there) block.decays(head)[offset + i] = sums[i];
         }
         if (tile->rows < TILE) break;
-        float* next = room.state;
-        int64_t next_stride = stride;
-        if (there && tile->old < TILE && (tile->begin + TILE) % size == 0) next = block.state(head), next_stride = width;
+        const bool kept = there && tile->old < TILE && (tile->begin + TILE) % size == 0;
+        const bool away = kept && tile + 1 == last;  // the next who reads it is another step
+        float* next = kept ? block.state(head) : room.state;
+        const int64_t next_stride = kept ? width : stride;
         float left[TILE];
         store(left, exp(splat(sums[TILE - 1]) - sums));
         const float decay = exp(splat(sums[TILE - 1]))[0];
@@ -279,10 +287,11 @@ void scan(const Mamba& net, const Tile* tile, const Tile* last, const float* pac
         int64_t a = 0;
         for (; a + FOLDED <= dim; a += FOLDED)
             fold_rows<FOLDED>(state + a * state_stride, state_stride, keys + a * TILE, room.left, stride, decay, width,
-                              next + a * next_stride, next_stride);
+                              next + a * next_stride, next_stride, away);
         for (; a < dim; a++)
             fold_rows<1>(state + a * state_stride, state_stride, keys + a * TILE, room.left, stride, decay, width,
-                         next + a * next_stride, next_stride);
+                         next + a * next_stride, next_stride, away);
+        if (away) stored_away();
         state = next, state_stride = next_stride;
     }
 }

@@ -231,20 +231,6 @@ void all_products(const float* m, int64_t stride, int64_t dim, const float* cons
         one(m, stride, dim, k + r, q + r, columns, out_k + r * out_stride, out_q + r * out_stride, out_stride);
 }
 
-// Stores past the caches, whose lines need not be read for it, where the numbers lie in one line.
-INLINE void store_away(float* p, f32x16 v) {
-#if defined(__AVX512F__)
-    if ((uintptr_t)p % 64 == 0) return _mm512_stream_ps(p, (__m512)v);
-#endif
-    store(p, v);
-}
-
-INLINE void stored_away() {  // orders such stores before those that come after them
-#if defined(__AVX512F__)
-    _mm_sfence();
-#endif
-}
-
 // R rows of a state, decayed, and what the rows of a tile add: next[a][c] = decay[a] * state[a][c] + sum_j w[j][a] * u[j][c].
 template <int R, int V, bool WHOLE>
 void fold_part(const float* state, int64_t stride, const float* weights, const float* updates, int64_t updates_stride,
@@ -353,116 +339,147 @@ struct Part {
     int64_t span, head, first, width;
 };
 
-// Asks for the rows of a tile that is begun: few lines, which would be waited for one by one. (States come fast enough.)
-INLINE void expect(const DeltaNet& net, const Part& part) {
-    const auto ask = [](const float* rows, int64_t count, int64_t stride, int64_t width) {
-        for (int64_t row = 0; row < count; row++)
-            for (int64_t c = 0; c < width; c += LANES) __builtin_prefetch(rows + row * stride + c, 0, 2);
-    };
-    const int64_t size = net.block_size, *table = net.tables + part.span * net.table_width;
-    const int64_t start = net.context_lens[part.span] - (net.row_starts[part.span + 1] - net.row_starts[part.span]);
-    const int64_t old = start % TILE, offset = start % size - old, key_head = part.head / (net.heads / net.key_heads);
-    if (old == 0) return;
-    const Block block(net, table[start / size]);
-    ask(block.updates(part.head) + offset * net.value_dim + part.first, old, net.value_dim, part.width);
-    ask(block.keys(key_head) + offset * net.key_dim, old, net.key_dim, net.key_dim);
+// A tile of a part: `old` rows of it were computed before, and `rows` are there after this step.
+struct Tile {
+    Block block;
+    bool there;  // whether the block is
+    int64_t old, rows, row, offset;  // of its first position: the step's row, and where it is in its block
+    const float *keys[TILE], *queries[TILE];  // of each row; queries of new ones
+};
+
+Tile tile_of(const DeltaNet& net, const Part& part, int64_t begin) {
+    const int64_t end = net.context_lens[part.span], first = net.row_starts[part.span];
+    const int64_t start = end - (net.row_starts[part.span + 1] - first), size = net.block_size, dim = net.key_dim;
+    const int64_t number = net.tables[part.span * net.table_width + begin / size], key_head = part.head / (net.heads / net.key_heads);
+    Tile tile{Block(net, number), number != 0, std::clamp<int64_t>(start - begin, 0, TILE), std::min(end - begin, TILE),
+              first + begin - start, begin % size, {}, {}};
+    for (int64_t j = 0; j < tile.old; j++) tile.keys[j] = tile.block.keys(key_head) + (tile.offset + j) * dim;
+    for (int64_t i = tile.old; i < tile.rows; i++) {
+        tile.queries[i] = net.mixed_keys(key_head) + (tile.row + i) * dim;
+        tile.keys[i] = net.mixed_keys(net.key_heads + key_head) + (tile.row + i) * dim;
+    }
+    return tile;
 }
 
-void rule(const DeltaNet& net, const Part& part, const Part* next_part, const Room& room) {
-    const int64_t span = part.span, head = part.head, first = part.first, width = part.width;
-    const int64_t begin = net.row_starts[span], count = net.row_starts[span + 1] - begin, size = net.block_size;
-    const int64_t dim = net.key_dim, stride = padded(width), values = net.value_dim, decay_dim = net.decay_dim;
-    const int64_t end = net.context_lens[span], start = end - count, key_head = head / (net.heads / net.key_heads);
-    const int64_t* table = net.tables + span * net.table_width;
+// Asks for a tile's stored rows, which are few lines here and there and would be waited for one by one.
+void expect(const DeltaNet& net, const Part& part, const Tile& tile) {
+    const auto ask = [&](const float* rows, int64_t first, int64_t size, int64_t width) {
+        for (int64_t row = tile.offset; row < tile.offset + tile.old; row++)
+            for (int64_t c = 0; c < width; c += LANES) __builtin_prefetch(rows + row * size + first + c, 0, 2);
+    };
+    ask(tile.block.updates(part.head), part.first, net.value_dim, part.width);
+    if (part.head % (net.heads / net.key_heads) == 0) ask(tile.keys[0] - tile.offset * net.key_dim, 0, net.key_dim, net.key_dim);
+    if (net.decay_dim > 1) ask(tile.block.decays(part.head), 0, net.decay_dim, net.decay_dim);
+}
+
+// The sums of decays of a tile's new rows, their keys and queries with the factors of the state, and its products with them.
+void meet_state(const DeltaNet& net, const Part& part, const Tile& tile, const float* state, int64_t state_stride, const Room& room) {
+    const int64_t dim = net.key_dim, decay_dim = net.decay_dim, stride = padded(part.width);
+    const float *k[TILE], *q[TILE], *stored = tile.block.decays(part.head) + tile.offset * decay_dim;
+    for (int64_t i = tile.old; i < tile.rows; i++) {
+        const float* rates = net.rates + (tile.row + i) * net.rate_columns() + part.head * decay_dim;
+        float* sums = room.sums + i * decay_dim;
+        const float* last = i > tile.old ? sums - decay_dim : stored + (i - 1) * decay_dim;
+        for (int64_t d = 0; d < decay_dim; d++) sums[d] = rates[d] + (i ? last[d] : 0.0f);
+        k[i] = room.keys + i * dim, q[i] = room.queries + i * dim;
+        decays_of(sums, nullptr, decay_dim, dim, room.decays);
+        scale(tile.keys[i], room.decays, dim, room.keys + i * dim);
+        scale(tile.queries[i], room.decays, dim, room.queries + i * dim);
+    }
+    all_products(state, state_stride, dim, k + tile.old, q + tile.old, tile.rows - tile.old, part.width,
+                 room.of_keys + tile.old * stride, room.of_queries + tile.old * stride, stride);
+}
+
+// What was computed of a tile before: updates and sums of decays.
+void recall(const DeltaNet& net, const Part& part, const Tile& tile, const Room& room) {
+    const int64_t values = net.value_dim, width = part.width;
+    const float* updates = tile.block.updates(part.head) + tile.offset * values + part.first;
+    for (int64_t j = 0; j < tile.old; j++)
+        for (int64_t c = 0; c < width; c += LANES)
+            store(room.updates + j * padded(width) + c, load_some(updates + j * values + c, width - c));
+    const float* sums = tile.block.decays(part.head) + tile.offset * net.decay_dim;
+    std::memcpy(room.sums, sums, tile.old * net.decay_dim * sizeof(float));
+}
+
+// Row i of a tile: its update, which is stored, and its result.
+void correct(const DeltaNet& net, const Part& part, const Tile& tile, int64_t i, const Room& room) {
+    const int64_t row = tile.row + i, head = part.head, values = net.value_dim, width = part.width, stride = padded(width);
+    const float beta = net.rates[row * net.rate_columns() + net.heads * net.decay_dim + head];
+    float seen[TILE], read[TILE];
+    const auto weigh_rows = net.decay_dim == 1 ? weigh<false> : weigh<true>;
+    weigh_rows(tile.keys, room.sums, i, tile.queries[i], net.key_dim, seen, read);
+    const float* v = net.mixed_values(head) + row * values + part.first;
+    float* out = net.results + (row * net.heads + head) * values + part.first;
+    float* kept = tile.block.updates(head) + (tile.offset + i) * values + part.first;
+    f32x16 knowns[BEFORE], results[BEFORE];
+    for (int64_t c = 0; c < width; c += LANES) {
+        const int64_t place = c / LANES % BEFORE;
+        if (place == 0) {
+            const float* rows = room.updates + c;
+            if (stride - c >= BEFORE * LANES)
+                before<BEFORE>(rows, stride, i, seen, read, knowns, results);
+            else
+                for (int64_t v = 0; c + v * LANES < width; v++)
+                    before<1>(rows + v * LANES, stride, i, seen, read, knowns + v, results + v);
+        }
+        f32x16 update = load_some(v + c, width - c) - load(room.of_keys + i * stride + c) - knowns[place];
+        update = update * beta;
+        store(room.updates + i * stride + c, update);
+        const f32x16 result = fma(splat(read[i]), update, results[place]);
+        store_some(out + c, result + load(room.of_queries + i * stride + c), width - c);
+        if (tile.there) store_some(kept + c, update, width - c);
+    }
+}
+
+// The state after a whole tile, to `next`; `away`: nobody reads it in this step.
+void fold(const DeltaNet& net, const Part& part, const Tile& tile, const float* state, int64_t state_stride, float* next,
+          int64_t next_stride, bool away, const Room& room) {
+    const int64_t dim = net.key_dim, decay_dim = net.decay_dim;
+    const float* total = room.sums + (TILE - 1) * decay_dim;
+    for (int64_t j = 0; j < TILE; j++) {
+        decays_of(total, room.sums + j * decay_dim, decay_dim, dim, room.decays);
+        scale(tile.keys[j], room.decays, dim, room.keys + j * dim);
+    }
+    decays_of(total, nullptr, decay_dim, dim, room.decays);
+    const auto some = [&](auto rows_of, int64_t a, int64_t step) {
+        rows_of(state + a * state_stride, state_stride, room.keys + a, room.updates, padded(part.width), room.decays + a, dim,
+                part.width, next + a * next_stride, next_stride, away);
+        return a + step;
+    };
+    int64_t a = 0;
+    while (a + FOLDED <= dim) a = some(fold_rows<FOLDED, COLUMNS>, a, FOLDED);
+    while (a < dim) a = some(fold_rows<1, COLUMNS>, a, 1);
+    if (away) stored_away();
+}
+
+// A part's way through its tiles.
+void rule(const DeltaNet& net, const Part& part, const Room& room) {
+    const int64_t size = net.block_size, stride = padded(part.width), decay_dim = net.decay_dim;
+    const int64_t end = net.context_lens[part.span], start = end - (net.row_starts[part.span + 1] - net.row_starts[part.span]);
     const int64_t from = start / size * size;
     const float* state = room.state;
     int64_t state_stride = stride;
     if (from) {
-        state = Block(net, table[from / size - 1]).state(head) + first;
-        state_stride = values;
+        state = Block(net, net.tables[part.span * net.table_width + from / size - 1]).state(part.head) + part.first;
+        state_stride = net.value_dim;
     } else {
-        std::fill(room.state, room.state + dim * stride, 0.0f);
+        std::fill(room.state, room.state + net.key_dim * stride, 0.0f);
     }
-    for (int64_t tile = from; tile < end; tile += TILE) {
-        const int64_t old = std::clamp<int64_t>(start - tile, 0, TILE), rows = std::min(end - tile, TILE), offset = tile % size;
-        const int64_t there = table[tile / size];
-        const Block block(net, there);
-        const float *k[TILE], *q[TILE], *state_k[TILE], *state_q[TILE];
-        float *sums = room.sums, *own_decays = block.decays(head) + offset * decay_dim;
-        for (int64_t j = 0; j < old; j++) {
-            k[j] = block.keys(key_head) + (offset + j) * dim;
-            for (int64_t c = 0; c < width; c += LANES)
-                store(room.updates + j * stride + c, load_some(block.updates(head) + (offset + j) * values + first + c, width - c));
-        }
-        std::memcpy(sums, own_decays, old * decay_dim * sizeof(float));
-        for (int64_t i = old; i < rows; i++) {
-            const int64_t row = begin + tile + i - start;
-            q[i] = net.mixed_keys(key_head) + row * dim;
-            k[i] = net.mixed_keys(net.key_heads + key_head) + row * dim;
-            const float* rates = net.rates + row * net.rate_columns() + head * decay_dim;
-            for (int64_t d = 0; d < decay_dim; d++)
-                sums[i * decay_dim + d] = rates[d] + (i ? sums[(i - 1) * decay_dim + d] : 0.0f);
-            state_k[i] = room.keys + i * dim, state_q[i] = room.queries + i * dim;
-            decays_of(sums + i * decay_dim, nullptr, decay_dim, dim, room.decays);
-            scale(k[i], room.decays, dim, room.keys + i * dim);
-            scale(q[i], room.decays, dim, room.queries + i * dim);
-        }
-        if (old < rows)
-            all_products(state, state_stride, dim, state_k + old, state_q + old, rows - old, width, room.of_keys + old * stride,
-                         room.of_queries + old * stride, stride);
-        if (next_part && tile + TILE >= end) expect(net, *next_part);
-        for (int64_t i = old; i < rows; i++) {
-            const int64_t row = begin + tile + i - start;
-            const float beta = net.rates[row * net.rate_columns() + net.heads * decay_dim + head];
-            float seen[TILE], read[TILE];
-            if (decay_dim == 1)
-                weigh<false>(k, sums, i, q[i], dim, seen, read);
-            else
-                weigh<true>(k, sums, i, q[i], dim, seen, read);
-            const float* v = net.mixed_values(head) + row * values + first;
-            float* out = net.results + (row * net.heads + head) * values + first;
-            f32x16 knowns[BEFORE], results[BEFORE];
-            for (int64_t c = 0; c < width; c += LANES) {
-                const int64_t place = c / LANES % BEFORE;
-                if (place == 0) {
-                    const auto* rows_before = room.updates + c;
-                    if (stride - c >= BEFORE * LANES)
-                        before<BEFORE>(rows_before, stride, i, seen, read, knowns, results);
-                    else
-                        for (int64_t v = 0; c + v * LANES < width; v++)
-                            before<1>(rows_before + v * LANES, stride, i, seen, read, knowns + v, results + v);
-                }
-                f32x16 update = load_some(v + c, width - c) - load(room.of_keys + i * stride + c) - knowns[place];
-                update = update * beta;
-                store(room.updates + i * stride + c, update);
-                const f32x16 result = fma(splat(read[i]), update, results[place]);
-                store_some(out + c, result + load(room.of_queries + i * stride + c), width - c);
-                if (there) store_some(block.updates(head) + (offset + i) * values + first + c, update, width - c);
-            }
-        }
-        if (there && old < rows && first == 0)
-            std::memcpy(own_decays + old * decay_dim, sums + old * decay_dim, (rows - old) * decay_dim * sizeof(float));
-        if (rows < TILE) break;
-        const float* total = sums + (TILE - 1) * decay_dim;
-        for (int64_t j = 0; j < TILE; j++) {
-            decays_of(total, sums + j * decay_dim, decay_dim, dim, room.decays);
-            scale(k[j], room.decays, dim, room.keys + j * dim);
-        }
-        decays_of(total, nullptr, decay_dim, dim, room.decays);
-        float* next = room.state;
-        int64_t next_stride = stride;
-        if (there && old < TILE && (tile + TILE) % size == 0) next = block.state(head) + first, next_stride = values;
-        const bool away = next != room.state && tile + TILE >= end;  // the next who reads it is another step
-        const auto fold = [&](auto rows_of, int64_t a, int64_t step) {
-            rows_of(state + a * state_stride, state_stride, room.keys + a, room.updates, stride, room.decays + a, dim, width,
-                    next + a * next_stride, next_stride, away);
-            return a + step;
-        };
-        int64_t a = 0;
-        while (a + FOLDED <= dim) a = fold(fold_rows<FOLDED, COLUMNS>, a, FOLDED);
-        while (a < dim) a = fold(fold_rows<1, COLUMNS>, a, 1);
+    for (int64_t begin = from; begin < end; begin += TILE) {
+        const Tile tile = tile_of(net, part, begin);
+        if (tile.old) expect(net, part, tile);
+        if (tile.old < tile.rows) meet_state(net, part, tile, state, state_stride, room);
+        if (tile.old) recall(net, part, tile, room);
+        for (int64_t i = tile.old; i < tile.rows; i++) correct(net, part, tile, i, room);
+        if (tile.there && part.first == 0)
+            std::memcpy(tile.block.decays(part.head) + (tile.offset + tile.old) * decay_dim, room.sums + tile.old * decay_dim,
+                        (tile.rows - tile.old) * decay_dim * sizeof(float));
+        if (tile.rows < TILE) break;
+        const bool kept = tile.there && tile.old < TILE && (begin + TILE) % size == 0;
+        float* next = kept ? tile.block.state(part.head) + part.first : room.state;
+        const int64_t next_stride = kept ? net.value_dim : stride;
+        fold(net, part, tile, state, state_stride, next, next_stride, kept && begin + TILE >= end, room);
         state = next, state_stride = next_stride;
-        if (away) stored_away();
     }
 }
 
@@ -514,10 +531,7 @@ void delta_net(const DeltaNet& net) {
     };
     parallel(all, ONE_BY_ONE, threads(), [&](int64_t from, int64_t to, int thread) {
         const Room room(net.scratch + thread * net.scratch_bytes, net.key_dim, padded(net.value_dim));
-        for (int64_t item = from; item < to; item++) {
-            const Part next = item + 1 < all ? part_of(item + 1) : Part{};
-            rule(net, part_of(item), item + 1 < all ? &next : nullptr, room);
-        }
+        for (int64_t item = from; item < to; item++) rule(net, part_of(item), room);
     });
     parallel_each(net.tokens * net.heads, {64}, [&](int64_t item) { finish<T>(net, item / net.heads, item % net.heads); });
 }

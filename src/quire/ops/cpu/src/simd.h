@@ -316,4 +316,18 @@ INLINE f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) {
 #endif
 }
 
+// Stores past the caches, whose lines need not be read for it, where the numbers lie in one line.
+INLINE void store_away(float* p, f32x16 v) {
+#if defined(__AVX512F__)
+    if ((uintptr_t)p % 64 == 0) return _mm512_stream_ps(p, (__m512)v);
+#endif
+    store(p, v);
+}
+
+INLINE void stored_away() {  // orders such stores before those that come after them
+#if defined(__AVX512F__)
+    _mm_sfence();
+#endif
+}
+
 }  // namespace quire
