@@ -142,6 +142,29 @@ LFM2 = _CHATML.replace(
 {%- endfor %}{{- ')' + (']<|tool_call_end|>' if loop.last else '') }}""",
 )
 
+GEMMA4 = """
+{%- macro value(v) %}
+{%- if v is string %}{{- '<|"|>' + v + '<|"|>' }}
+{%- elif v is mapping %}{{- '{' }}{{- members(v) }}{{- '}' }}
+{%- elif v is sequence %}{{- '[' }}
+{%- for one in v %}{{- value(one) + ('' if loop.last else ',') }}{% endfor %}{{- ']' }}
+{%- else %}{{- v | tojson }}{% endif %}
+{%- endmacro %}
+{%- macro members(v) %}
+{%- for name, one in v | dictsort %}{{- name + ':' + value(one) + ('' if loop.last else ',') }}{% endfor %}
+{%- endmacro %}
+{{- bos_token }}
+{%- for m in messages %}
+{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}
+{{- (m.content or '').split('<channel|>')[-1] }}
+{%- for c in m.tool_calls or [] %}
+{{- '<|tool_call>call:' + c.function.name + '{' }}{{- members(c.function.arguments) }}{{- '}<tool_call|>' }}
+{%- endfor %}
+{{- '<turn|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|turn>model\\n' }}{% endif %}
+"""
+
 PLAIN = """
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
@@ -158,6 +181,7 @@ FORMATS = {
     "deepseek_v31": DEEPSEEK_V31,
     "kimi_k2": KIMI_K2,
     "lfm2": LFM2,
+    "gemma4": GEMMA4,
     "harmony": HARMONY,
 }
 """By the names of what is to be found of them."""

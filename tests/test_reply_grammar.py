@@ -21,6 +21,7 @@ from quire.errors import SamplingParamsError
 from quire.grammar.grammars import Grammars
 from quire.models.hub import ASSETS
 from quire.server.chat_reply import deltas
+from quire.text import quoted_values
 from quire.text.chat_template import ChatTemplate, check_messages
 from quire.text.detokenizer import Detokenizer
 from quire.text.reply import Reply
@@ -99,7 +100,23 @@ def sampled(
     return Reply.of(parser.events), ended, tokens
 
 
-HINTS = ['"', "}", "]", "<", "</parameter>", "</arg_value>", "\n", "a", "1", "C", "final", "<|message|>"]
+HINTS = [
+    '"',
+    '<|"|>',
+    ":",
+    ",",
+    "}",
+    "]",
+    "<",
+    "</parameter>",
+    "</arg_value>",
+    "\n",
+    "a",
+    "1",
+    "C",
+    "final",
+    "<|message|>",
+]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -163,6 +180,8 @@ def _written(tools: ToolSyntax, number: int, name: str, arguments: dict[str, Any
     if (one := tools.parameters) is not None and one.python:
         texts = {key: json.dumps(value) if isinstance(value, str) else repr(value) for key, value in arguments.items()}
         body = ", ".join(key + one.before_value + text for key, text in texts.items())
+    elif one is not None and one.quote:
+        body = quoted_values.written(arguments, one.quote)[1:-1]
     elif one is not None:
         values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
         body = "".join(
@@ -225,7 +244,7 @@ def test_a_template_that_knows_no_tools_shows_no_way_to_call_them() -> None:
     assert reply_grammar(form, ReplyRequest(tools=TOOLS, tool_choice="none")).structured is None
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "deepseek_v3", "mistral", "lfm2"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "deepseek_v3", "mistral", "lfm2", "gemma4"])
 def test_every_way_to_cut_a_reply_gives_the_same(name: str) -> None:
     syntax = KNOWN[name]
     assert syntax.tools is not None
@@ -267,7 +286,7 @@ def _tokens(tokenizer: Tokenizer, text: str, luck: random.Random) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "deepseek_v3", "mistral", "kimi_k2"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "deepseek_v3", "mistral", "kimi_k2", "gemma4"])
 def test_every_way_to_cut_a_reply_into_tokens_and_chunks_gives_the_same(name: str, marked: bool) -> None:
     """As clients see it: what the deltas of a stream add up to."""
     syntax = KNOWN[name]
@@ -454,6 +473,203 @@ def test_a_name_that_python_would_not_take_is_refused_where_it_is_strict() -> No
     assert "'a-b' cannot be written" in python_calls(odd, strict=False).loosened["f"]
     with pytest.raises(SamplingParamsError, match="'a-b' cannot be written"):
         python_calls(odd)
+
+
+# -- texts between quotes of their own ---
+
+
+MORE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "unit": {"enum": ["C", "F", 3, None, {"b": "x", "a": [1]}]},
+        "dry": {"type": "boolean"},
+        "Days": {"type": ["integer", "null"], "minimum": 0, "maximum": 99, "maxLength": 2},
+        "code": {"anyOf": [{"type": "string", "pattern": "^[a-z]+$"}, {"$ref": "#/$defs/point"}]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "minItems": 1, "maxItems": 2},
+        "map": {"type": "object", "additionalProperties": {"type": "number"}},
+        "any": {"description": "Whatever."},
+    },
+    "required": ["unit"],
+    "$defs": {
+        "point": {
+            "type": "object",
+            "properties": {"x": {"type": "number"}, "y": {"type": "number"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def quoted_calls(parameters: dict[str, Any], strict: bool = True, name: str = "f") -> ReplyGrammar:
+    function = {"name": name, "parameters": parameters, "strict": strict}
+    tools = [{"type": "function", "function": function}]
+    return reply_grammar(ReplyForm(template("gemma4").reply_syntax), ReplyRequest(tools=tools, tool_choice="required"))
+
+
+QUOTED = [
+    ('unit:<|"|>C<|"|>', {"unit": "C"}),
+    ("unit:3", {"unit": 3}),
+    ('unit:{a:[1],b:<|"|>x<|"|>}', {"unit": {"b": "x", "a": [1]}}),
+    ("Days:3,dry:true,unit:null", {"Days": 3, "dry": True, "unit": None}),
+    ('code:<|"|>abc<|"|>,unit:3', {"code": "abc", "unit": 3}),
+    ("code:{x:-1.5e2},unit:3", {"code": {"x": -150.0}, "unit": 3}),
+    ("code:{x:1,y:2},unit:3", {"code": {"x": 1, "y": 2}, "unit": 3}),
+    ('tags:[<|"|>}]"<|"|>,<|"|>\\\n<<|"|>],unit:3', {"tags": ['}]"', "\\\n<"], "unit": 3}),
+    ("map:{a-b:1,c:2},unit:3", {"map": {"a-b": 1, "c": 2}, "unit": 3}),
+    ("map:{},unit:3", {"map": {}, "unit": 3}),
+    (
+        'any:[{k:<|"|>a:1,{b<|"|>,true:[]},null,[false,-2]],unit:3',
+        {"any": [{"k": "a:1,{b", "true": []}, None, [False, -2]], "unit": 3},
+    ),
+    ('any:<|"|><tool_call|>é"\\ <|"<|"|>,unit:3', {"any": '<tool_call|>é"\\ <|"', "unit": 3}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "meant"), QUOTED)
+def test_what_may_stand_between_quotes_and_braces_is_read_as_json(
+    arguments: str, meant: dict[str, Any], marked: bool
+) -> None:
+    tokenizer = marked_tokenizer(markers_of(KNOWN["gemma4"]) if marked else [])
+    made, text = quoted_calls(MORE), f"<|tool_call>call:f{{{arguments}}}<tool_call|>"
+    jsonschema.validate(meant, MORE)
+    assert not made.loosened and may_come(tokenizer, made, text)
+    ids = quoted_ids(tokenizer, text * 2)
+    assert may_come(tokenizer, made, text * 2)
+    for size in (1, 7, len(ids)):
+        parser = ReplyParser(made.form, tokenizer.special_texts)
+        detokenizer = Detokenizer(tokenizer, SamplingParams(), parser)
+        for at in range(0, len(ids), size):
+            detokenizer.push(ids[at : at + size])
+        detokenizer.finish()
+        reply = Reply.of(parser.events)
+        assert reply.content == "" and [json.loads(call.arguments) for call in reply.tool_calls] == [meant, meant]
+
+
+def quoted_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Within quotes all is spelled, markers too."""
+    ids: list[int] = []
+    for index, part in enumerate(text.split('<|"|>')):
+        ids += tokenizer._controls().encode('<|"|>').ids if index else []
+        pieces = [*part] if index % 2 else [part]
+        ids += [id for piece in pieces for id in tokenizer._controls().encode(piece).ids]
+    return ids
+
+
+def may_come(tokenizer: Tokenizer, made: ReplyGrammar, text: str) -> bool:
+    assert made.structured is not None
+    matcher = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size)).matcher(made.structured, [0])
+    ids = [*quoted_ids(tokenizer, text), matcher.vocab_size]
+    return int(matcher._matcher.validate_tokens(ids)) == len(ids)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "unit:K",
+        'unit:"C"',
+        'unit:<|"|>C',
+        'unit:<|"|>C<|"|>,',
+        ',unit:<|"|>C<|"|>',
+        'unit: <|"|>C<|"|>',
+        'unit:<|"|>C<|"|>, dry:true',
+        "unit:3,dry:true",
+        "dry:True,unit:3",
+        "Days:100,unit:3",
+        "Days:,unit:3",
+        'code:<|"|>A<|"|>,unit:3',
+        "code:{y:1},unit:3",
+        "code:{y:1,x:2},unit:3",
+        "tags:[],unit:3",
+        'tags:[<|"|>abcd<|"|>],unit:3',
+        'tags:[<|"|>a<|"|>,],unit:3',
+        "any:{:1},unit:3",
+        "any:a,unit:3",
+        "other:1,unit:3",
+    ],
+)
+def test_what_a_schema_does_not_allow_never_comes_between_braces(arguments: str, marked: bool) -> None:
+    tokenizer = marked_tokenizer(markers_of(KNOWN["gemma4"]) if marked else [])
+    assert not may_come(tokenizer, quoted_calls(MORE), f"<|tool_call>call:f{{{arguments}}}<tool_call|>")
+    assert not may_come(tokenizer, quoted_calls(MORE), "<|tool_call>call:g{unit:3}<tool_call|>")
+
+
+def test_random_values_between_quotes_meet_their_schema(marked: bool) -> None:
+    tokenizer, ends = marked_tokenizer(markers_of(KNOWN["gemma4"]) if marked else []), 0
+    for seed in range(12):
+        made = quoted_calls(MORE, name="now")
+        reply, ended, _ = sampled(tokenizer, made, seed, hints=HINTS)
+        for call in reply.tool_calls if ended else ():
+            jsonschema.validate(json.loads(call.arguments), MORE)
+        ends += ended
+    assert ends
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 3))
+def test_a_call_that_was_cut_gives_what_there_is_of_it_and_no_half_marker(cut: int) -> None:
+    text = '<|tool_call>call:f{any:[<|"|>x<|"|>],code:<|"|>abc<|"|>,unit:3}<tool_call|>'[:cut]
+    parser = ReplyParser(quoted_calls(MORE).form)
+    parser.text(text)
+    parser.finish()
+    whole = json.dumps({"any": ["x"], "code": "abc", "unit": 3})
+    reply = Reply.of(parser.events)
+    assert reply.content in ("", text if cut < len("<|tool_call>") else "")
+    assert all(whole.startswith(call.arguments) for call in reply.tool_calls)
+
+
+TREE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#/$defs/t"}}}
+
+
+@pytest.mark.parametrize(
+    ("properties", "why"),
+    [
+        ({"a": {"$ref": "#/$defs/t"}}, "levels"),
+        ({"a": {"minProperties": 1, "type": "object"}}, "minProperties"),
+        ({"a": {"type": "array", "prefixItems": [{}]}}, "prefixItems"),
+        ({"a": {"type": "array", "minItems": 20_000}}, "parts"),
+        ({"a": {"allOf": [{"type": "string"}]}}, "allOf"),
+        ({"a": {"type": "string", "format": "date"}}, "format"),
+        ({"a": {"minLength": 2}}, "without a type"),
+        ({"a": {"enum": ['<|"|>']}}, "enum"),
+        ({"a": {"const": {"a b": [{"c:": 1}]}}}, "const"),
+        ({"a b": {}}, "'a b' cannot be written"),
+        ({"a": {"type": "object", "properties": {"b,": {}}}}, "'b,' cannot be written"),
+        ({f"a{i}": {"type": "array", "items": {}} for i in range(40)}, "parts"),
+        ({"a": {"$ref": "#/$defs/d0"}}, "parts"),
+    ],
+)
+def test_what_cannot_be_enforced_between_quotes_is_refused_or_becomes_any_object(
+    properties: dict[str, Any], why: str
+) -> None:
+    doubling = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(30)} | {"d30": {}}
+    schema = {"type": "object", "properties": properties, "$defs": {"t": TREE, **doubling}}
+    with pytest.raises(SamplingParamsError, match=why):
+        quoted_calls(schema)
+    made = quoted_calls(schema, strict=False)
+    assert why in made.loosened["f"]
+    assert may_come(marked_tokenizer(), made, '<|tool_call>call:f{a:[{b:<|"|>c<|"|>},1]}<tool_call|>')
+    assert may_come(marked_tokenizer(), made, "<|tool_call>call:f{}<tool_call|>")
+
+
+@pytest.mark.parametrize("name", ["gemma4", "lfm2"])
+@pytest.mark.parametrize("required", [["p7"], []])
+def test_a_tool_may_have_many_parameters_and_values_be_deep(name: str, required: list[str]) -> None:
+    deep: dict[str, Any] = {"type": "integer"}
+    for _ in range(4):
+        deep = {"type": "object", "properties": {"o": {"type": "array", "items": deep}}, "required": ["o"]}
+    properties = {f"p{i}": {"type": "integer"} for i in range(10, 40)} | {"p7": {"type": "integer"}, "q": deep}
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties, "required": required}}
+    tools = [{"type": "function", "function": {**function, "strict": True}}]
+    form = ReplyForm(template(name).reply_syntax, reasoned=True)
+    made = reply_grammar(form, ReplyRequest(tools=tools, tool_choice="required"))
+    numbers = [f"p{i}" for i in range(10, 40, 7)] + ["p7"]
+    if name == "gemma4":
+        text = "<|tool_call>call:f{" + ",".join(f"{one}:1" for one in numbers) + "}<tool_call|>"
+    else:
+        text = "<|tool_call_start|>[f(" + ", ".join(f"{one}=1" for one in numbers) + ")]<|tool_call_end|>"
+    assert may_come(marked_tokenizer(), made, text)
+    assert not may_come(marked_tokenizer(), made, text.replace("p7", "p8"))
 
 
 # -- parameters that are written as texts --------------------------------------------------------------------------

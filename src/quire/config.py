@@ -245,6 +245,7 @@ class EngineConfig:
         "glm45",
         "kimi_k2",
         "lfm2",
+        "gemma4",
         "harmony",
     ] = option(
         "auto", "how the model writes tool calls: as its chat template shows, not at all (off), or in a known format"

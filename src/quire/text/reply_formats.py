@@ -148,6 +148,17 @@ KNOWN: dict[str, ReplySyntax] = {
             parameters=ParameterSyntax("", "=", "", python=True),
         ),
     ),
+    "gemma4": ReplySyntax(
+        "gemma4",
+        tools=ToolSyntax(
+            trigger="<|tool_call>",
+            before_name="<|tool_call>call:",
+            before_arguments="{",
+            after_arguments="}<tool_call|>",
+            parameters=ParameterSyntax("", ":", "", quote='<|"|>'),
+        ),
+        reasoning=ReasoningSyntax(*REASONING[3]),
+    ),
     "harmony": ReplySyntax(
         "harmony",
         reasoning=ReasoningSyntax("<|channel|>analysis<|message|>", "<|end|>"),
@@ -164,7 +175,10 @@ KNOWN: dict[str, ReplySyntax] = {
 }
 """Formats as they were published, by the names that vLLM's parsers have."""
 
-MARKS = {"harmony": ("<|channel|>", "to=functions.qzname")}
+MARKS = {
+    "harmony": ("<|channel|>", "to=functions.qzname"),
+    "gemma4": ("<|tool_call>call:qzname{", ':<|"|>qzone<|"|>'),
+}
 """What a rendered call holds where a format cannot be found by rendering."""
 
 SOURCE_MARKS = {"lfm2": ("<|tool_list_start|>", "<|tool_call_start|>")}
@@ -191,10 +205,10 @@ def find_syntax(template: ChatTemplate) -> ReplySyntax:
     rendered = _render_call(template, _IDS[:1]) or _render_call(template, _numbered_ids(1))
     for name, marks in MARKS.items():
         if rendered is not None and all(mark in rendered for mark in marks):
-            return KNOWN[name]
+            return in_format(ReplySyntax(reasoning=reasoning), name)
     for name, marks in SOURCE_MARKS.items():
         if any(mark in template.source for mark in marks):
-            return ReplySyntax(name, reasoning=reasoning, tools=KNOWN[name].tools)
+            return in_format(ReplySyntax(reasoning=reasoning), name)
     tools = _find_tools(template, reasoning)
     if tools is None:
         return ReplySyntax(reasoning=reasoning)

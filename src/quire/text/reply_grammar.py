@@ -15,14 +15,14 @@ import msgspec
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import SamplingParamsError
-from quire.grammar.json_schema import ANNOTATIONS, check_schema
+from quire.grammar.json_schema import check_schema
 from quire.grammar.structural_tag import root_format
-from quire.text.reply_syntax import ID, ParameterSyntax, ReplyForm, ToolSyntax
+from quire.text.reply_arguments import QuotedValues, parameter_names, parameters_format
+from quire.text.reply_syntax import ID, ReplyForm, ToolSyntax
+from quire.text.tag_formats import Format, any_text, const, either, sequence, tag
 
 MAX_TOOLS = 256
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-
-Format = dict[str, Any]
 
 
 class ReplyRequest(msgspec.Struct, frozen=True):
@@ -175,8 +175,8 @@ class _Calls:
 
     def then(self) -> Format:
         """What may follow the first call."""
-        more = {"type": "star", "content": _either(self._each(self.tools.between))}
-        return _sequence(*([more] if self._parallel else []), _text(self.tools.end))
+        more = {"type": "star", "content": either(self._each(self.tools.between))}
+        return sequence(*([more] if self._parallel else []), const(self.tools.end))
 
     def _each(self, before: str) -> list[Format]:
         return [self._call(before + self.tools.before_name, name) for name in self._arguments]
@@ -184,12 +184,12 @@ class _Calls:
     def _call(self, opening: str, name: str) -> Format:
         tools, arguments = self.tools, self._arguments[name]
         before, with_id, after = tools.after_arguments.partition(ID)
-        closing = [_text(before), {"type": "regex", "pattern": "[A-Za-z0-9]{9}"}, _text(after)]
-        rest = [arguments, *(closing if with_id else [_text(before)])]
+        closing = [const(before), {"type": "regex", "pattern": "[A-Za-z0-9]{9}"}, const(after)]
+        rest = [arguments, *(closing if with_id else [const(before)])]
         if tools.numbered:
             number = {"type": "regex", "pattern": "0|[1-9][0-9]{0,2}"}
-            return _tag(f"{opening}functions.{name}:", _sequence(number, _text(tools.before_arguments), *rest))
-        return _tag(opening + name + tools.before_arguments, _sequence(*rest))
+            return tag(f"{opening}functions.{name}:", sequence(number, const(tools.before_arguments), *rest))
+        return tag(opening + name + tools.before_arguments, sequence(*rest))
 
 
 def _reply(form: ReplyForm, content: Format | None, calls: _Calls | None = None) -> Format:
@@ -205,23 +205,23 @@ def _reply(form: ReplyForm, content: Format | None, calls: _Calls | None = None)
     if reasoning is None or form.reasoned:
         return rest
     free = content is not None and content["type"] == "any_text"
-    after = rest if free else _sequence(_white(), rest)
+    after = rest if free else sequence(_white(), rest)
     if form.in_reasoning:
-        return _sequence(_tag("", _any_text(), reasoning.end), after)
-    thought = _sequence(_white(), _tag(reasoning.start, _any_text(), reasoning.end), after)
-    return _either([thought, _rest(content, calls, [reasoning.start])])
+        return sequence(tag("", any_text(), reasoning.end), after)
+    thought = sequence(_white(), tag(reasoning.start, any_text(), reasoning.end), after)
+    return either([thought, _rest(content, calls, [reasoning.start])])
 
 
 def _rest(content: Format | None, calls: _Calls | None, not_first: Sequence[str]) -> Format:
     """Content or calls; free content does not begin with any of `not_first`."""
     if calls is None:
-        return {**(content or _any_text()), **({"not_first": [*not_first]} if content == _any_text() else {})}
-    if content != _any_text():
-        called = _sequence(_white(), _either(calls.first()), calls.then())
-        return called if content is None else _either([called, content])
+        return {**(content or any_text()), **({"not_first": [*not_first]} if content == any_text() else {})}
+    if content != any_text():
+        called = sequence(_white(), either(calls.first()), calls.then())
+        return called if content is None else either([called, content])
     if calls.tools.anchored:
-        called = _sequence(_either(calls.first()), calls.then())
-        return _either([called, {**content, "not_first": [*not_first, calls.tools.trigger]}])
+        called = sequence(either(calls.first()), calls.then())
+        return either([called, {**content, "not_first": [*not_first, calls.tools.trigger]}])
     return {
         "type": "triggered_tags",
         "triggers": [calls.tools.trigger],
@@ -239,16 +239,16 @@ def _messages(form: ReplyForm, content: Format | None, calls: _Calls | None) -> 
         raise RuntimeError("messages without a syntax for them")
     last: list[Format] = []
     if content is not None:
-        last.append(_tag(headed.starts[0], content))
+        last.append(tag(headed.starts[0], content))
     if calls is not None:
-        last.append(_sequence(_either(calls.first()), calls.then()))
-    glue, end = headed.glue, _either(last)
+        last.append(sequence(either(calls.first()), calls.then()))
+    glue, end = headed.glue, either(last)
     if calls is not None:
-        preambles = [_tag(start, _any_text(), headed.end + glue) for start in headed.starts[1:]]
-        end = _either([end, *[_sequence(preamble, end) for preamble in preambles]])
+        preambles = [tag(start, any_text(), headed.end + glue) for start in headed.starts[1:]]
+        end = either([end, *[sequence(preamble, end) for preamble in preambles]])
     if form.in_reasoning:
-        return _sequence(_tag("", _any_text(), reasoning.end + glue), end)
-    return _either([end, _sequence(_tag(reasoning.start, _any_text(), reasoning.end + glue), end)])
+        return sequence(tag("", any_text(), reasoning.end + glue), end)
+    return either([end, sequence(tag(reasoning.start, any_text(), reasoning.end + glue), end)])
 
 
 def _content(wanted: StructuredOutputsParams) -> Format:
@@ -263,7 +263,7 @@ def _content(wanted: StructuredOutputsParams) -> Format:
         case "regex":
             return {"type": "regex", "pattern": wanted.regex}
         case "choice":
-            return _either([_text(one) for one in wanted.choice or ()])
+            return either([const(one) for one in wanted.choice or ()])
         case "grammar":
             return {"type": "grammar", "grammar": wanted.grammar}
     format = root_format(str(wanted.structural_tag))
@@ -291,7 +291,7 @@ def _arguments(
         if schema["type"] != "object":
             raise SamplingParamsError(f"its type is {str(schema['type'])[:80]!r}; arguments are an object")
         if tools.parameters is not None:
-            return _parameters(tools.parameters, schema)
+            return parameters_format(tools.parameters, schema)
         return {"type": "json_schema", "json_schema": schema}, frozenset()
     except SamplingParamsError as error:
         if function.get("strict"):
@@ -299,116 +299,12 @@ def _arguments(
         loosened[name] = str(error)
     if tools.parameters is None:
         return {"type": "json_schema", "json_schema": {"type": "object"}}, frozenset()
+    if tools.parameters.quote:
+        return QuotedValues(tools.parameters.quote, {}).any_members(), frozenset()
     named = schema.get("properties")
-    may_stand = PYTHON_NAME.fullmatch if tools.parameters.python else _may_stand
-    known: dict[str, Any] = {key: {} for key in named if may_stand(key)} if isinstance(named, dict) else {}
-    return _parameters(tools.parameters, {"type": "object", "properties": known})
-
-
-def _parameters(syntax: ParameterSyntax, schema: Mapping[str, Any]) -> tuple[Format, frozenset[str]]:
-    """Arguments that are written one by one, in the order of the schema."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    odd = schema.keys() - {"type", "properties", "required", "additionalProperties", *shared} - ANNOTATIONS
-    if odd:
-        raise SamplingParamsError(f"{sorted(odd)[0]!r} cannot be enforced where parameters are written one by one")
-    properties, required = dict(schema.get("properties", {})), schema.get("required", [])
-    properties |= {key: schema.get("additionalProperties", {}) for key in required if key not in properties}
-    formats: list[Format] = []
-    texts = set()
-    for key in properties:
-        if not (PYTHON_NAME.fullmatch(key) if syntax.python else _may_stand(key)):
-            raise SamplingParamsError(f"the parameter {key[:80]!r} cannot be written in this model's syntax")
-    if syntax.python:
-        named = [_tag(key + syntax.before_value, _python_value(each, shared)) for key, each in properties.items()]
-        return _listed(named, [key in required for key in properties]), frozenset()
-    for key, each in properties.items():
-        if _is_text(each):
-            texts.add(key)
-        one = _tag(syntax.before_name + key + syntax.before_value, _value(each, shared), syntax.after_value)
-        formats.append(one if key in required else _optional(one))
-    return _sequence(*formats), frozenset(texts)
-
-
-PYTHON_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-
-
-def _listed(formats: Sequence[Format], required: Sequence[bool]) -> Format:
-    """These in their order, a comma between two; those that are not required may be left out."""
-    following, listed = _sequence(), _sequence()  # what may come behind another one, and at first
-    for one, must in zip(reversed(formats), reversed(required), strict=True):
-        first, then = _sequence(one, following), _sequence(_text(", "), one)
-        listed = first if must else _either([first, listed]) if listed != _sequence() else _optional(first)
-        following = _sequence(then if must else _optional(then), following)
-    return listed
-
-
-def _optional(content: Format) -> Format:
-    return {"type": "optional", "content": content}
-
-
-def _python_value(schema: Any, shared: Mapping[str, Any]) -> Format:
-    """As JSON, but for a truth value, which has Python's names."""
-    if isinstance(schema, dict) and schema.get("type") == "boolean" and not {"enum", "const"} & schema.keys():
-        return _either([_text("True"), _text("False")])
-    return {"type": "json_schema", "json_schema": {**schema, **shared} if isinstance(schema, dict) else schema}
-
-
-def _may_stand(key: str) -> bool:
-    return bool(re.fullmatch(r"[\w.$@ -]{1,128}", key))
-
-
-def _is_text(schema: Any) -> bool:
-    if not isinstance(schema, dict):
-        return False
-    if "type" in schema:
-        return bool(schema["type"] == "string")
-    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else []
-    return bool(values) and all(isinstance(value, str) for value in values)
-
-
-def _value(schema: Any, shared: Mapping[str, Any]) -> Format:
-    if not _is_text(schema):
-        return {"type": "json_schema", "json_schema": {**schema, **shared} if isinstance(schema, dict) else schema}
-    odd = schema.keys() - {"type", "enum", "const", "pattern", "minLength", "maxLength"} - ANNOTATIONS
-    bounds = {"pattern", "minLength", "maxLength"} & schema.keys()
-    if odd or ("enum" in schema) + ("const" in schema) + bool(bounds) > 1:
-        what = sorted(odd or bounds)[0]
-        raise SamplingParamsError(f"{what!r} of a text cannot be enforced where parameters are written one by one")
-    if "enum" in schema or "const" in schema:
-        return _either([_text(one) for one in schema.get("enum", [schema.get("const")]) if isinstance(one, str)])
-    if "pattern" in bounds and len(bounds) > 1:
-        raise SamplingParamsError(
-            "'pattern' beside a length cannot be enforced where parameters are written one by one"
-        )
-    if "pattern" in bounds:
-        return {"type": "regex", "pattern": _whole(schema["pattern"])}
-    if bounds:
-        most = int(schema["maxLength"]) if "maxLength" in schema else ""
-        return {"type": "regex", "pattern": f"(?s:.{{{int(schema.get('minLength', 0))},{most}}})"}
-    return _any_text()
-
-
-ASCII = {"d": "0-9", "w": "0-9A-Za-z_"}
-"""What digits and letters are to JSON Schema's regular expressions, those of ECMA-262; to Rust's they are Unicode's."""
-
-
-def _whole(pattern: str) -> str:
-    """What JSON Schema finds anywhere in a text, as a regular expression of the whole text."""
-    begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", pattern) is not None
-    made, in_class = [], False
-    for part in re.findall(r"\\?.", pattern[begins : len(pattern) - ends], re.DOTALL):
-        characters = ASCII.get(part[1:].lower()) if len(part) > 1 else None
-        if characters is not None and in_class and part[1].isupper():
-            raise SamplingParamsError(
-                f"{part} between brackets cannot be enforced where parameters are written one by one"
-            )
-        if characters is not None:
-            part = characters if in_class else f"[{'^' if part[1].isupper() else ''}{characters}]"
-        elif part == "[" or part == "]":
-            in_class = part == "["
-        made.append(part)
-    anything = "(?s:.*)"
-    return f"{'' if begins else anything}(?:{''.join(made)}){'' if ends else anything}"
+    names = parameter_names(tools.parameters)
+    known: dict[str, Any] = {key: {} for key in named if names.fullmatch(key)} if isinstance(named, dict) else {}
+    return parameters_format(tools.parameters, {"type": "object", "properties": known})
 
 
 # -- formats -------------------------------------------------------------------------------------------------------
@@ -418,26 +314,6 @@ def _structured(format: Format) -> StructuredOutputsParams:
     return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": format})
 
 
-def _any_text() -> Format:
-    return {"type": "any_text"}
-
-
-def _text(value: str) -> Format:
-    return {"type": "const_string", "value": value}
-
-
-def _tag(begin: str, content: Format, end: str = "") -> Format:
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
-
-
-def _sequence(*elements: Format) -> Format:
-    return {"type": "sequence", "elements": [one for one in elements if one != _text("")]}
-
-
-def _either(elements: Sequence[Format]) -> Format:
-    return elements[0] if len(elements) == 1 else {"type": "or", "elements": [*elements]}
-
-
 def _white() -> Format:
     """What templates have between reasoning and what follows."""
-    return {"type": "optional", "content": _either([_text("\n\n"), _text("\n")])}
+    return {"type": "optional", "content": either([const("\n\n"), const("\n")])}

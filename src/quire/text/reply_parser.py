@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 
-from quire.text.python_literals import PythonScanner, as_json
+from quire.text import python_literals, quoted_values
 from quire.text.reply import ContentText, ReasoningText, ReplyEvent, ToolCallArguments, ToolCallBegin
 from quire.text.reply_syntax import ID, ParameterSyntax, ReplyForm, ReplySyntax, ToolSyntax
 
@@ -56,7 +56,8 @@ class ReplyParser:
         self._fresh = True  # nothing of the reasoning was given out
         self._calls = 0
         self._texts: frozenset[str] = frozenset()  # parameters of the call at hand that are texts
-        self._json, self._python = _JsonScanner(), PythonScanner()
+        self._json = _JsonScanner()
+        self._scanner: python_literals.PythonScanner | quoted_values.QuotedScanner = python_literals.PythonScanner()
         self._step: Callable[[bool], bool] = self._begin
         if form.in_reasoning and form.syntax.reasoning is not None:
             self._step = self._reasoning
@@ -193,7 +194,7 @@ class ReplyParser:
         self._json = _JsonScanner()
         if tools.parameters is None:
             self._step = self._object
-        elif tools.parameters.python:
+        elif tools.parameters.python or tools.parameters.quote:
             self._fresh, self._step = True, self._named
         else:
             self._fresh, self._step = True, self._parameter
@@ -231,10 +232,11 @@ class ReplyParser:
         return True
 
     def _text_value(self, final: bool) -> bool:
-        text, found = self._take_until(self._marker(self._parameters().after_value), final=False)
+        syntax = self._parameters()
+        text, found = self._take_until(self._marker(syntax.quote or syntax.after_value), final=False)
         self._argument(json.dumps(text, ensure_ascii=False)[1:-1] + ('"' if found else ""))
         if found:
-            self._step = self._parameter
+            self._step = self._named if syntax.quote else self._parameter
         return found
 
     def _json_value(self, final: bool) -> bool:
@@ -247,26 +249,40 @@ class ReplyParser:
         return found
 
     def _named(self, final: bool) -> bool:
-        """The name of an argument that is written as Python's are, or the end of them."""
+        """The name of an argument that is written as Python's are, or between quotes; or the end of them."""
         text = self._buffer.lstrip()
         if text.startswith(self._marker(self._syntax().after_arguments)):
             self._argument("{}" if self._fresh else "}")
             self._buffer, self._step = text, self._closing
             return True
-        name, found, after = text.partition("=")
+        name, found, after = text.partition(self._parameters().before_value)
         if not found:
             return False
         name = name.removeprefix("," if not self._fresh else "").strip()
         self._argument(("{" if self._fresh else ", ") + json.dumps(name) + ": ")
-        self._buffer, self._fresh, self._python, self._step = after, False, PythonScanner(), self._python_value
+        self._buffer, self._fresh, self._step = after, False, self._begin_value
         return True
 
-    def _python_value(self, final: bool) -> bool:
+    def _begin_value(self, final: bool) -> bool:
+        """A text between quotes is given out as it comes."""
+        quote = self._marker(self._parameters().quote)
+        if quote and self._buffer.startswith(quote):
+            self._argument('"')
+            self._buffer, self._step = self._buffer[len(quote) :], self._text_value
+            return True
+        if quote.startswith(self._buffer) and quote:
+            return False
+        self._scanner = quoted_values.QuotedScanner(quote) if quote else python_literals.PythonScanner()
+        self._step = self._whole_value
+        return True
+
+    def _whole_value(self, final: bool) -> bool:
         """It is given out as a whole, as JSON."""
-        end = self._python.end(self._buffer)
+        end = self._scanner.end(self._buffer)
         if end < 0:
             return False
-        self._argument(as_json(self._buffer[:end]))
+        value, quote = self._buffer[:end], self._marker(self._parameters().quote)
+        self._argument(quoted_values.as_json(value, quote) if quote else python_literals.as_json(value))
         self._buffer, self._step = self._buffer[end:], self._named
         return True
 

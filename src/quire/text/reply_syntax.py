@@ -37,12 +37,15 @@ class ParameterSyntax(msgspec.Struct, frozen=True):
 
     Attributes:
         python: they are written as Python's named ones, `a="b", c=True` (LFM2): texts in quotes, a comma between two.
+        quote: stands before and after a text, at every depth; names stand as they are, a comma between two, and
+            everything else is JSON (Gemma 4).
     """
 
     before_name: str
     before_value: str
     after_value: str
     python: bool = False
+    quote: str = ""
 
 
 class ToolSyntax(msgspec.Struct, frozen=True):

@@ -1,0 +1,314 @@
+"""The grammar of a call's arguments where they are no JSON object: see `ParameterSyntax`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.errors import SamplingParamsError
+from quire.grammar.json_schema import ANNOTATIONS
+from quire.grammar.structural_tag import MAX_TIMES
+from quire.text import quoted_values
+from quire.text.reply_syntax import ParameterSyntax
+from quire.text.tag_formats import Format, any_text, const, either, optional, sequence, tag
+
+
+def parameters_format(syntax: ParameterSyntax, schema: Mapping[str, Any]) -> tuple[Format, frozenset[str]]:
+    """Arguments that are written one by one, in the order of the schema."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    odd = schema.keys() - {"type", "properties", "required", "additionalProperties", *shared} - ANNOTATIONS
+    if odd:
+        raise SamplingParamsError(f"{sorted(odd)[0]!r} cannot be enforced where parameters are written one by one")
+    properties, required = dict(schema.get("properties", {})), schema.get("required", [])
+    properties |= {key: schema.get("additionalProperties", {}) for key in required if key not in properties}
+    formats: list[Format] = []
+    texts = set()
+    for key in properties:
+        if not parameter_names(syntax).fullmatch(key):
+            raise SamplingParamsError(f"the parameter {key[:80]!r} cannot be written in this model's syntax")
+    if syntax.quote:
+        return QuotedValues(syntax.quote, shared).arguments(properties, required), frozenset()
+    if syntax.python:
+        named = [tag(key + syntax.before_value, _python_value(each, shared)) for key, each in properties.items()]
+        return _listed(named, [key in required for key in properties], ", "), frozenset()
+    for key, each in properties.items():
+        if _is_text(each):
+            texts.add(key)
+        one = tag(syntax.before_name + key + syntax.before_value, _value(each, shared), syntax.after_value)
+        formats.append(one if key in required else optional(one))
+    return sequence(*formats), frozenset(texts)
+
+
+def _python_value(schema: Any, shared: Mapping[str, Any]) -> Format:
+    """As JSON, but for a truth value, which has Python's names."""
+    if isinstance(schema, dict) and schema.get("type") == "boolean" and not {"enum", "const"} & schema.keys():
+        return either([const("True"), const("False")])
+    return {"type": "json_schema", "json_schema": {**schema, **shared} if isinstance(schema, dict) else schema}
+
+
+NAME = re.compile(r"[\w.$@ -]{1,128}")
+BARE_NAME = re.compile(r"[\w.$@-]{1,128}")
+PYTHON_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+
+
+def parameter_names(syntax: ParameterSyntax) -> re.Pattern[str]:
+    """What a parameter may be called."""
+    return PYTHON_NAME if syntax.python else BARE_NAME if syntax.quote else NAME
+
+
+def _is_text(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    if "type" in schema:
+        return bool(schema["type"] == "string")
+    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else []
+    return bool(values) and all(isinstance(value, str) for value in values)
+
+
+def _value(schema: Any, shared: Mapping[str, Any]) -> Format:
+    if not _is_text(schema):
+        return {"type": "json_schema", "json_schema": {**schema, **shared} if isinstance(schema, dict) else schema}
+    odd = schema.keys() - {"type", "enum", "const", "pattern", "minLength", "maxLength"} - ANNOTATIONS
+    bounds = {"pattern", "minLength", "maxLength"} & schema.keys()
+    if odd or ("enum" in schema) + ("const" in schema) + bool(bounds) > 1:
+        what = sorted(odd or bounds)[0]
+        raise SamplingParamsError(f"{what!r} of a text cannot be enforced where parameters are written one by one")
+    if "enum" in schema or "const" in schema:
+        return either([const(one) for one in schema.get("enum", [schema.get("const")]) if isinstance(one, str)])
+    if "pattern" in bounds and len(bounds) > 1:
+        raise SamplingParamsError(
+            "'pattern' beside a length cannot be enforced where parameters are written one by one"
+        )
+    if "pattern" in bounds:
+        return {"type": "regex", "pattern": _whole(schema["pattern"])}
+    if bounds:
+        most = int(schema["maxLength"]) if "maxLength" in schema else ""
+        return {"type": "regex", "pattern": f"(?s:.{{{int(schema.get('minLength', 0))},{most}}})"}
+    return any_text()
+
+
+ASCII = {"d": "0-9", "w": "0-9A-Za-z_"}
+"""What digits and letters are to JSON Schema's regular expressions, those of ECMA-262; to Rust's they are Unicode's."""
+
+
+def _whole(pattern: str) -> str:
+    """What JSON Schema finds anywhere in a text, as a regular expression of the whole text."""
+    begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", pattern) is not None
+    made, in_class = [], False
+    for part in re.findall(r"\\?.", pattern[begins : len(pattern) - ends], re.DOTALL):
+        characters = ASCII.get(part[1:].lower()) if len(part) > 1 else None
+        if characters is not None and in_class and part[1].isupper():
+            raise SamplingParamsError(
+                f"{part} between brackets cannot be enforced where parameters are written one by one"
+            )
+        if characters is not None:
+            part = characters if in_class else f"[{'^' if part[1].isupper() else ''}{characters}]"
+        elif part == "[" or part == "]":
+            in_class = part == "["
+        made.append(part)
+    anything = "(?s:.*)"
+    return f"{'' if begins else anything}(?:{''.join(made)}){'' if ends else anything}"
+
+
+# -- values whose texts stand between quotes of their own -----------------------------------------------------------
+
+
+MAX_LEVELS, ANY_LEVELS = 9, 3
+"""Of values within values: by a schema, and where anything may come."""
+
+MAX_PARTS = 5_000
+"""Of a tool's arguments; where no member is required, each may be the first, and all of the rest stand behind it."""
+
+OF_TYPE = {
+    "string": {"pattern", "minLength", "maxLength", "format"},
+    "array": {"items", "minItems", "maxItems", "prefixItems", "additionalItems"},
+    "object": {
+        *("properties", "required", "additionalProperties", "minProperties", "maxProperties", "patternProperties"),
+    },
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+}
+"""Keywords that say something of values of one type alone."""
+
+
+class QuotedValues:
+    """Formats of values as `quoted_values.py` reads them; members come in the order of their names, as templates print
+    them.
+
+    Args:
+        shared: `$defs` and `definitions` of the schema.
+    """
+
+    def __init__(self, quote: str, shared: Mapping[str, Any]) -> None:
+        self._quote, self._shared, self._parts = quote, shared, 0
+
+    def arguments(self, properties: Mapping[str, Any], required: Sequence[str]) -> Format:
+        made = self._members(properties, required, 0)
+        if _size(made, {}) > MAX_PARTS:
+            raise self._too_large()
+        return made
+
+    def any_members(self, level: int = 0) -> Format:
+        return self._map(True, level)
+
+    def _members(self, properties: Mapping[str, Any], required: Sequence[str], level: int) -> Format:
+        if not all(BARE_NAME.fullmatch(name) for name in properties):
+            odd = next(name for name in properties if not BARE_NAME.fullmatch(name))
+            raise SamplingParamsError(f"the member {odd[:80]!r} cannot be written in this model's syntax")
+        names = sorted(properties, key=str.lower)
+        members = [tag(name + ":", self._value(properties[name], level + 1)) for name in names]
+        return _listed(members, [name in required for name in names], ",")
+
+    def _map(self, schema: Any, level: int) -> Format:
+        """Members of any name."""
+        return self._separated(self._named(self._value(schema, level + 1)))
+
+    def _separated(self, one: Format) -> Format:
+        return {"type": "tags_with_separator", "tags": [tag("", one)], "separator": ","}
+
+    def _value(self, schema: Any, level: int) -> Format:
+        self._parts += 1
+        if self._parts > MAX_PARTS or level > MAX_LEVELS:
+            raise self._too_large()
+        if schema is True:
+            return self._any(min(ANY_LEVELS, MAX_LEVELS - level))
+        if schema is False:
+            raise SamplingParamsError("a schema that nothing meets cannot be enforced in this model's syntax")
+        told = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+        if not told:
+            return self._value(True, level)
+        if "$ref" in told:
+            return self._value(self._target(self._only(told, "$ref")), level)
+        if "anyOf" in told:
+            return either([self._value(one, level) for one in self._only(told, "anyOf")])
+        types = told.pop("type", [])
+        types = [types] if isinstance(types, str) else types
+        if "const" in told:
+            return self._constants([self._only(told, "const")], types)
+        if "enum" in told:
+            return self._constants(self._only(told, "enum"), types)
+        if not types:
+            raise SamplingParamsError(f"{sorted(told)[0]!r} without a type cannot be enforced in this model's syntax")
+        return either([self._typed(one, told, level) for one in types])
+
+    def _typed(self, type: str, told: Mapping[str, Any], level: int) -> Format:
+        of = "number" if type == "integer" else type
+        others = {key for other, keys in OF_TYPE.items() if other != of for key in keys}
+        own = {key: value for key, value in told.items() if key not in others}
+        match type:
+            case "string":
+                return tag(self._quote, _value({"type": "string", **own}, {}), self._quote)
+            case "array":
+                self._check(own, {"items", "minItems", "maxItems"})
+                return self._list(own.get("items", True), own.get("minItems", 0), own.get("maxItems"), level)
+            case "object":
+                self._check(own, {"properties", "required", "additionalProperties"})
+                return sequence(const("{"), self._object(own, level), const("}"))
+            case _:
+                return {"type": "json_schema", "json_schema": {"type": type, **own}}
+
+    def _object(self, told: Mapping[str, Any], level: int) -> Format:
+        """What stands between the braces."""
+        more, required = told.get("additionalProperties", True), told.get("required", [])
+        properties = {**told.get("properties", {})}
+        properties |= {name: more for name in required if name not in properties}
+        if properties or more is False:
+            return self._members(properties, required, level)
+        return self._map(more, level)
+
+    def _list(self, items: Any, least: int, most: int | None, level: int) -> Format:
+        if most == 0:
+            return const("[]")
+        if max(least, most or 0) > MAX_TIMES:
+            raise self._too_large()
+        one = self._value(items, level + 1)
+        if most is None and least <= 1:
+            return sequence(const("["), {**self._separated(one), "at_least_one": least == 1}, const("]"))
+        behind = -1 if most is None else int(most) - 1
+        more = {"type": "repeat", "min": max(int(least) - 1, 0), "max": behind, "content": sequence(const(","), one)}
+        listed = sequence(one, *([] if behind == 0 else [more]))
+        return sequence(const("["), listed if least else optional(listed), const("]"))
+
+    def _constants(self, values: Sequence[Any], types: Sequence[str]) -> Format:
+        fitting = [one for one in values if not types or _is_of(one, types)]
+        texts = [quoted_values.written(one, self._quote) for one in fitting]
+        if not texts or [_read(text, self._quote) for text in texts] != fitting:
+            raise SamplingParamsError("'enum' or 'const' has nothing, or what this model's syntax cannot write")
+        return either([const(text) for text in texts])
+
+    def _any(self, levels: int) -> Format:
+        plain = {"type": "json_schema", "json_schema": {"type": ["number", "boolean", "null"]}}
+        options = [tag(self._quote, any_text(), self._quote), plain]
+        if levels > 0:
+            one = self._any(levels - 1)
+            options.append(sequence(const("["), self._separated(one), const("]")))
+            options.append(sequence(const("{"), self._separated(self._named(one)), const("}")))
+        return either(options)
+
+    def _named(self, one: Format) -> Format:
+        return sequence({"type": "regex", "pattern": BARE_NAME.pattern}, const(":"), one)
+
+    def _target(self, reference: str) -> Any:
+        found = re.fullmatch(r"#/(\$defs|definitions)/([\w.-]+)", reference)
+        if found is None or found[2] not in self._shared.get(found[1], {}):
+            raise SamplingParamsError(f"the reference {reference[:80]!r} cannot be followed in this model's syntax")
+        return self._shared[found[1]][found[2]]
+
+    def _only(self, told: Mapping[str, Any], key: str) -> Any:
+        """Its value; what else is told is refused."""
+        self._check(told, {key})
+        return told[key]
+
+    @staticmethod
+    def _check(told: Mapping[str, Any], may: set[str]) -> None:
+        if odd := told.keys() - may:
+            raise SamplingParamsError(f"{sorted(odd)[0]!r} cannot be enforced there in this model's syntax")
+
+    @staticmethod
+    def _too_large() -> SamplingParamsError:
+        return SamplingParamsError(
+            f"this model's syntax is enforced to {MAX_LEVELS} levels and {MAX_PARTS} parts, and without recursion"
+        )
+
+
+def _listed(formats: Sequence[Format], required: Sequence[bool], comma: str) -> Format:
+    """These in their order, a comma between two; those that are not required may be left out."""
+    behind = [sequence(const(comma), one) for one in formats]
+    behind = [one if must else optional(one) for one, must in zip(behind, required, strict=True)]
+    firsts = required.index(True) + 1 if True in required else len(formats)
+    options = [sequence(formats[index], *behind[index + 1 :]) for index in range(firsts)]
+    if True in required:
+        return either(options)
+    return optional(either(options)) if options else sequence()
+
+
+def _size(format: Format, known: dict[int, int]) -> int:
+    """How many formats it is when written out."""
+    if id(format) not in known:
+        inner = [
+            *format.get("elements", ()),
+            *format.get("tags", ()),
+            *([format["content"]] if "content" in format else []),
+        ]
+        known[id(format)] = 1 + sum(_size(one, known) for one in inner)
+    return known[id(format)]
+
+
+def _is_of(value: Any, types: Sequence[str]) -> bool:
+    named: dict[str, type] = {"string": str, "array": list, "object": dict, "null": type(None), "boolean": bool}
+    return any(
+        isinstance(value, named[one])
+        if one in named
+        else isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (one == "number" or isinstance(value, int) or value.is_integer())
+        for one in types
+    )
+
+
+def _read(text: str, quote: str) -> Any:
+    try:
+        return json.loads(quoted_values.as_json(text, quote))
+    except ValueError:
+        return None
