@@ -106,6 +106,28 @@ DEEPSEEK_V31 = _DEEPSEEK.replace("OPEN", "</think>").replace(
 {{- '<｜tool▁call▁end｜>' }}""",
 )
 
+DEEPSEEK_V32 = (
+    _DEEPSEEK.replace("OPEN", "<think>")
+    .replace("<｜tool▁calls▁begin｜>", "\\n\\n<｜DSML｜function_calls>\\n")
+    .replace("<｜tool▁calls▁end｜>", "</｜DSML｜function_calls>")
+    .replace(
+        "CALL",
+        """{{- '<｜DSML｜invoke name="' + c.function.name + '">\\n' }}
+{%- for k, v in c.function.arguments | items %}
+{{- '<｜DSML｜parameter name="' + k + '" string="' + ('true' if v is string else 'false') + '">' }}
+{{- (v if v is string else v | tojson) + '</｜DSML｜parameter>\\n' }}
+{%- endfor %}{{- '</｜DSML｜invoke>\\n' }}""",
+    )
+)
+
+MINIMAX_M2 = _CHATML.replace(
+    "CALL",
+    """{{- '\\n<minimax:tool_call>\\n' if loop.first else '' }}{{- '<invoke name="' + c.function.name + '">\\n' }}
+{%- for k, v in c.function.arguments | items %}
+{{- '<parameter name="' + k + '">' + (v if v is string else v | tojson) + '</parameter>\\n' }}
+{%- endfor %}{{- '</invoke>\\n' + ('</minimax:tool_call>' if loop.last else '') }}""",
+)
+
 KIMI_K2 = """
 {%- for m in messages %}
 {{- '<|im_' + m.role + '|>' + m.role + '<|im_middle|>' }}
@@ -179,6 +201,8 @@ FORMATS = {
     "derived": MISTRAL_ARGS,
     "deepseek_v3": DEEPSEEK_R1,
     "deepseek_v31": DEEPSEEK_V31,
+    "deepseek_v32": DEEPSEEK_V32,
+    "minimax_m2": MINIMAX_M2,
     "kimi_k2": KIMI_K2,
     "lfm2": LFM2,
     "gemma4": GEMMA4,

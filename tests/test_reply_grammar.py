@@ -183,10 +183,12 @@ def _written(tools: ToolSyntax, number: int, name: str, arguments: dict[str, Any
     elif one is not None and one.quote:
         body = quoted_values.written(arguments, one.quote)[1:-1]
     elif one is not None:
-        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
-        body = "".join(
-            one.before_name + key + one.before_value + text + one.after_value for key, text in values.items()
-        )
+        for_json = one.before_json or one.before_value
+        values = {
+            key: one.before_value + value if isinstance(value, str) else for_json + json.dumps(value)
+            for key, value in arguments.items()
+        }
+        body = "".join(one.before_name + key + text + one.after_value for key, text in values.items())
     name = f"functions.{name}:{number}" if tools.numbered else name
     opening = (tools.between if number else tools.begin) + tools.before_name
     return opening + name + tools.before_arguments + body + tools.after_arguments.replace(ID, "abcDEF123")
@@ -244,7 +246,9 @@ def test_a_template_that_knows_no_tools_shows_no_way_to_call_them() -> None:
     assert reply_grammar(form, ReplyRequest(tools=TOOLS, tool_choice="none")).structured is None
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "deepseek_v3", "mistral", "lfm2", "gemma4"])
+@pytest.mark.parametrize(
+    "name", ["hermes", "qwen3_coder", "glm45", "deepseek_v3", "mistral", "lfm2", "gemma4", "deepseek_v32"]
+)
 def test_every_way_to_cut_a_reply_gives_the_same(name: str) -> None:
     syntax = KNOWN[name]
     assert syntax.tools is not None
@@ -286,7 +290,9 @@ def _tokens(tokenizer: Tokenizer, text: str, luck: random.Random) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "deepseek_v3", "mistral", "kimi_k2", "gemma4"])
+@pytest.mark.parametrize(
+    "name", ["hermes", "qwen3_coder", "glm45", "deepseek_v3", "mistral", "kimi_k2", "gemma4", "deepseek_v32"]
+)
 def test_every_way_to_cut_a_reply_into_tokens_and_chunks_gives_the_same(name: str, marked: bool) -> None:
     """As clients see it: what the deltas of a stream add up to."""
     syntax = KNOWN[name]
@@ -473,6 +479,27 @@ def test_a_name_that_python_would_not_take_is_refused_where_it_is_strict() -> No
     assert "'a-b' cannot be written" in python_calls(odd, strict=False).loosened["f"]
     with pytest.raises(SamplingParamsError, match="'a-b' cannot be written"):
         python_calls(odd)
+
+
+# -- parameters that say whether they are texts ---
+
+
+@pytest.mark.parametrize(
+    ("told", "value", "allowed"),
+    [("true", "3", True), ("false", "3", False), ("false", '"3"', False), ("maybe", "3", False)],
+)
+def test_a_text_says_that_it_is_one_and_no_other_value_does(told: str, value: str, allowed: bool) -> None:
+    form = ReplyForm(template("deepseek_v32").reply_syntax, reasoned=True)
+    made = reply_grammar(form, ReplyRequest(tools=TOOLS, tool_choice={"name": "weather"}))
+    days = {"true": "false", "false": "true"}.get(told, told)
+    text = f'''<｜DSML｜function_calls>
+<｜DSML｜invoke name="weather">
+<｜DSML｜parameter name="city" string="{told}">{value}</｜DSML｜parameter>
+<｜DSML｜parameter name="days" string="{days}">3</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜function_calls>'''
+    assert may_come(marked_tokenizer(), made, text) == allowed
+    assert not may_come(marked_tokenizer(), made, text.replace(f'days" string="{days}', f'days" string="{told}'))
 
 
 # -- texts between quotes of their own ---

@@ -243,6 +243,8 @@ class EngineConfig:
         "deepseek_v3",
         "deepseek_v31",
         "glm45",
+        "deepseek_v32",
+        "minimax_m2",
         "kimi_k2",
         "lfm2",
         "gemma4",

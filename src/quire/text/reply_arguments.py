@@ -36,7 +36,8 @@ def parameters_format(syntax: ParameterSyntax, schema: Mapping[str, Any]) -> tup
     for key, each in properties.items():
         if _is_text(each):
             texts.add(key)
-        one = tag(syntax.before_name + key + syntax.before_value, _value(each, shared), syntax.after_value)
+        before = syntax.before_value if key in texts else syntax.before_json or syntax.before_value
+        one = tag(syntax.before_name + key + before, _value(each, shared), syntax.after_value)
         formats.append(one if key in required else optional(one))
     return sequence(*formats), frozenset(texts)
 

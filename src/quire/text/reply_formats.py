@@ -122,6 +122,34 @@ KNOWN: dict[str, ReplySyntax] = {
         ),
         reasoning=_THINK,
     ),
+    "deepseek_v32": ReplySyntax(
+        "deepseek_v32",
+        tools=ToolSyntax(
+            trigger="<｜DSML｜function_calls>",
+            begin="<｜DSML｜function_calls>",
+            before_name='\n<｜DSML｜invoke name="',
+            before_arguments='">\n',
+            after_arguments="</｜DSML｜invoke>",
+            end="\n</｜DSML｜function_calls>",
+            parameters=ParameterSyntax(
+                '<｜DSML｜parameter name="', '" string="true">', "</｜DSML｜parameter>\n", '" string="false">'
+            ),
+        ),
+        reasoning=_THINK,
+    ),
+    "minimax_m2": ReplySyntax(
+        "minimax_m2",
+        tools=ToolSyntax(
+            trigger="<minimax:tool_call>",
+            begin="<minimax:tool_call>",
+            before_name='\n<invoke name="',
+            before_arguments='">\n',
+            after_arguments="</invoke>",
+            end="\n</minimax:tool_call>",
+            parameters=ParameterSyntax('<parameter name="', '">', "</parameter>\n"),
+        ),
+        reasoning=_THINK,
+    ),
     "kimi_k2": ReplySyntax(
         "kimi_k2",
         tools=ToolSyntax(
@@ -334,7 +362,8 @@ def _cut_parameters(rest: str) -> tuple[str, ParameterSyntax, str] | None:
     before_name = middle.removeprefix(after_value)
     if not (after_value and before_value and before_name and opening.endswith(before_name)):
         return None
-    syntax = ParameterSyntax(before_name, before_value, after_value)
+    other = before_value.replace('string="true"', 'string="false"')  # DeepSeek V3.2 says so of each value
+    syntax = ParameterSyntax(before_name, before_value, after_value, other if other != before_value else "")
     return opening.removesuffix(before_name), syntax, rest.removeprefix(after_value)
 
 

@@ -213,11 +213,14 @@ class ReplyParser:
         tools, syntax = self._syntax(), self._parameters()
         before = self._marker(syntax.before_name)
         if self._buffer.startswith(before):
-            name, found, after = self._buffer[len(before) :].partition(self._marker(syntax.before_value))
-            if not found:
+            rest = self._buffer[len(before) :]
+            markers = [self._marker(one) for one in (syntax.before_value, syntax.before_json) if one]
+            places = [(at, marker) for marker in markers if (at := rest.find(marker)) >= 0]
+            if not places:
                 return False
-            self._buffer = after
-            is_text = name in self._texts
+            at, marker = min(places)
+            name, self._buffer = rest[:at], rest[at + len(marker) :]
+            is_text = marker == markers[0] if syntax.before_json else name in self._texts
             self._argument(("{" if self._fresh else ", ") + json.dumps(name) + ": " + ('"' if is_text else ""))
             self._fresh, self._json = False, _JsonScanner()
             self._step = self._text_value if is_text else self._json_value

@@ -36,6 +36,7 @@ class ParameterSyntax(msgspec.Struct, frozen=True):
     """Arguments one by one; a text stands there as it is, other values as JSON.
 
     Attributes:
+        before_json: in place of `before_value`, before what is no text (DeepSeek V3.2).
         python: they are written as Python's named ones, `a="b", c=True` (LFM2): texts in quotes, a comma between two.
         quote: stands before and after a text, at every depth; names stand as they are, a comma between two, and
             everything else is JSON (Gemma 4).
@@ -44,6 +45,7 @@ class ParameterSyntax(msgspec.Struct, frozen=True):
     before_name: str
     before_value: str
     after_value: str
+    before_json: str = ""
     python: bool = False
     quote: str = ""
 
