@@ -53,6 +53,7 @@ def rehearse(out: Path, *options: str) -> tuple[int, Path, str]:
 # -- the rehearsal -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_workload_can_be_rehearsed_by_itself(tmp_path: Path) -> None:
     code, out, printed = rehearse(tmp_path, "--only", "A")
     records = read(out / NAME)

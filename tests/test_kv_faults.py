@@ -158,8 +158,15 @@ def expected() -> list[Outcome]:
     return outcomes
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "socket"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("number", "transport"),
+    [
+        (signal.SIGKILL, "shared_memory"),
+        pytest.param(signal.SIGKILL, "socket", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, "shared_memory", marks=pytest.mark.slow),
+        (signal.SIGSTOP, "socket"),
+    ],
+)
 async def test_a_prefill_process_that_dies_or_hangs_costs_time_and_no_token(
     number: signal.Signals, transport: str, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +236,8 @@ async def chaos_of_processes(
         return decoder.read
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
 async def test_whatever_happens_to_the_prefill_process_every_request_ends_right(
     seed: int, expected: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

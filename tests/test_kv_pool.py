@@ -728,7 +728,7 @@ def settled(kv: Any) -> bool:
 TEXTS = [prompt(length, first) for first, length in enumerate((60, 100, 140, 170))]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_whatever_happens_to_a_pool_every_request_ends_right(
     seed: int, options: dict[str, Any], store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

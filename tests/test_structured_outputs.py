@@ -244,7 +244,7 @@ def outcome(llm: LLM, jobs: list[tuple[Any, float, int]], seed: int) -> list[Any
     return [each and next(outputs).outputs[0] for each in params]
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[*HealthCheck])
+@settings(max_examples=3, deadline=None, suppress_health_check=[*HealthCheck])
 @given(schemas=st.lists(SCHEMAS, min_size=16, max_size=16), seed=st.integers(0, 99), cut=st.integers(1, 30))
 def test_whatever_the_schema_a_finished_reply_meets_it(llm: LLM, schemas: list[Any], seed: int, cut: int) -> None:
     jobs = [(schema, (0.0, 0.7, 1.3, 2.0)[index % 4], 150) for index, schema in enumerate(schemas)]

@@ -146,6 +146,7 @@ def test_plain_requests_beside_constrained_ones_get_the_tokens_that_they_get_alo
         assert all(persons)
 
 
+@pytest.mark.slow
 def test_requests_with_a_schema_survive_the_engine(server):
     """It kills the engine under a stream, which goes on where it was."""
     fields = {"structured_outputs": {"regex": "([a-z]{5} ){60}"}, "temperature": 1, "max_tokens": 600}

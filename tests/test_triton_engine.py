@@ -246,6 +246,7 @@ def test_the_self_test_of_the_doctor_passes(monkeypatch):
         assert check.passed, check
 
 
+@pytest.mark.slow
 def test_whole_prompts_that_see_both_ways_are_pooled_as_each_alone(tmp_path: Path) -> None:
     folder, whole = str(embedding_gemma(tmp_path, window=10)), {"max_num_batched_tokens": 40}
     engine = start(folder, {}, cuda_graphs="off", **whole)

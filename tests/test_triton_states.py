@@ -120,7 +120,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "moe_latent_size": 32},
 }
-QUICK = ("qwen3_5_text", "granitemoehybrid")
+QUICK = ("granitemoehybrid",)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def test_every_number_of_rows_that_is_computed_is_tried(monkeypatch: pytest.Monk
 def test_what_was_refused_is_computed_by_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VendorProduct, "matmul", lambda self, x, out_dtype=None: other_at(3)(x))
     monkeypatch.setattr(linear_vendor, "WIDE", 40)
+    monkeypatch.setattr(linear_vendor, "MOST_ROWS", 64)
     library = Library()
     weight = WEIGHT.half()
     product = library.product(weight, None)
