@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,11 +82,12 @@ def test_sums_and_messages_reach_all_ranks_and_other_tokens_are_found_out() -> N
 def test_a_lost_rank_is_waited_for_by_nobody() -> None:
     with device_ranks(2, timeout=60.0) as groups:
         all_of(groups, lambda group: group.all_gather(torch.ones(1, 1), [range(1), range(1, 2)]))
-        waiting = threading.Thread(target=all_of, args=(groups[:1], lambda group: group.check(1)))
-        waiting.start()
-        groups[0].lose(1)
-        waiting.join(20)
-        assert not waiting.is_alive() and groups[0].lost == 1
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(groups[0].check, 1)
+            groups[0].lose(1)
+            with pytest.raises(RankLostError, match="rank 1 died, or has not answered"):
+                waiting.result(20)
+        assert groups[0].lost == 1
         with pytest.raises(RankLostError, match="start again together"):
             groups[1].begin_anew(3)
 

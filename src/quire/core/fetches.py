@@ -168,11 +168,10 @@ class SlotFetch:
     node = ""
     wanted: Sequence[bytes] = ()
 
-    def __init__(
-        self, source: str, hashes: list[bytes], filling: list[int], pinned: list[int], now: float, patience: float
-    ) -> None:
+    def __init__(self, source: str, hashes: list[bytes], filling: list[int], pinned: list[int], now: float) -> None:
         self.source, self.hashes, self.filling, self.pinned = source, hashes, filling, pinned
-        self.begin, self.patience, self.deadline = now, patience, now + patience
+        self.begin, self.patience = now, PATIENCE[source]
+        self.deadline = now + self.patience
         self.late = False
 
     def wait_for(self, seconds: float) -> None:
@@ -494,7 +493,7 @@ class Fetches:
             else:
                 break
         chain = list(hashes[: len(blocks) + len(pinned)])
-        fetch = SlotFetch(source, chain, [slot for slot, _ in blocks], pinned, now, PATIENCE[source])
+        fetch = SlotFetch(source, chain, [slot for slot, _ in blocks], pinned, now)
         if not blocks:
             self._release(fetch)
             return None, ()

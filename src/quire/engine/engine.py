@@ -278,9 +278,8 @@ class Engine:
         how = config.tensor_parallel_size, config.redundant_experts, stages, config.data_parallel_size
         widest, vocabulary = check_ranks(self.path, *how)
         matrix = max(widest * config.max_num_batched_tokens, vocabulary) * torch.float32.itemsize
-        if self.device.asynchronous:  # matrices stay there
-            matrix = MESSAGE_BYTES
-        return Ranks(config, self.path, self.device, matrix, report)
+        room = MESSAGE_BYTES if self.device.asynchronous else matrix  # there, matrices stay on the devices
+        return Ranks(config, self.path, self.device, room, report)
 
     def _make_timeline(self, trace: TraceFile) -> Timeline:
         kernels = KernelProfile(trace.path) if self.device.asynchronous else None

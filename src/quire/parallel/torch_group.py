@@ -38,8 +38,8 @@ class TorchGroup:
     def __init__(self, host: Group, store: int, device: torch.device, timeout: float) -> None:
         self.rank, self.size, self.shared_bytes = host.rank, host.size, host.shared_bytes
         self.address: int | None = None  # kernels leave gathers to this
-        self.counts: tuple[int, int] | None = None  # what a recorded graph repeats passes by here
-        self.reduced = 0, 0
+        self.counts: tuple[int, int] | None = None  # what a recorded graph repeats passes by here,
+        self.reduced = 0, 0  # sums as well
         self._host, self._device, self._timeout = host, device, timedelta(seconds=timeout)
         self._store, self._connection = os.dup(store), None
         weakref.finalize(self, os.close, self._store)
@@ -61,7 +61,7 @@ class TorchGroup:
 
     def all_gather(self, x: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
         widest = max(map(len, parts))  # all must bring as much
-        x = torch.nn.functional.pad(x, (0, widest - x.shape[1])).contiguous()
+        x = x.contiguous() if x.shape[1] == widest else torch.nn.functional.pad(x, (0, widest - x.shape[1]))
         found = x.new_empty(self.size, len(x), widest)
         with self._taking_part():
             self._connected()._allgather_base(found.view(-1), x.view(-1)).wait()
