@@ -169,12 +169,12 @@ def run(bench: Bench, speedups: Sequence[float], choices: Sequence[str] = POLICI
     result = Result(
         (
             "times divided by",
-            "choice",
+            "policy",
             "cached",
             "first token p50, ms",
             "p99, ms",
             f"within {bench.goal_ms:g} ms",
-            "from other places",
+            "fetched from others",
         )
     )
     pools = (False, True) if shutil.which("redis-server") else (False,)

@@ -175,7 +175,7 @@ def run(trace: str, count: int, speedups: Sequence[float], cores: float = SERVER
     result = Result(
         (
             "times divided by",
-            "choice",
+            "policy",
             "cached",
             "fetched",
             "first token p50, s",
