@@ -209,9 +209,11 @@ class FakeEngineClient:
         assert self.info is not None
         params.check_against(self.info.vocab_size)
         if not token_ids:
-            raise EmptyPromptError("the prompt has no tokens; it needs at least one")
+            raise EmptyPromptError("the prompt is empty; give at least one token")
         if not all(0 <= token < self.info.vocab_size for token in token_ids):
-            raise TokenOutOfRangeError(f"the prompt has token id {max(token_ids)}; allowed are 0 to {VOCAB_SIZE - 1}")
+            raise TokenOutOfRangeError(
+                f"the prompt has the token id {max(token_ids)}; allowed are 0 to {VOCAB_SIZE - 1}"
+            )
         room, asked = self.info.max_model_len - len(token_ids), params.max_tokens
         if room < (0 if asked == 0 else 1):
             raise PromptTooLongError(

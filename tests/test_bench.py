@@ -438,14 +438,14 @@ def test_a_shape_runs_without_a_checkpoint(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no model was named; give a folder, org/name or 'demo', or --random qwen3-0.6b"),
+        ([], "no model was given; give a folder, org/name or 'demo', or --random qwen3-0.6b"),
         (["--json", "demo"], "--json took 'demo' as its file; write --json after the model"),
-        (["demo", "other"], "'other' is one argument too many"),
+        (["demo", "other"], "unexpected argument 'other'"),
         (["demo", "--random", "qwen3-tiny"], "model 'demo' and --random qwen3-tiny were both given"),
-        (["demo", "--workdir", "x"], "--workdir is where --random keeps its checkpoint"),
+        (["demo", "--workdir", "x"], "--workdir needs --random"),
         (["demo", "--repeat", "0"], "--repeat 0 is out of range; allowed: 1 or more"),
         (["demo", "--cells", "decode-3"], "unknown cell 'decode-3'"),
-        (["demo", "--prefix-cache", "radix"], "prefix_cache='radix': the cells are defined with 'off'"),
+        (["demo", "--prefix-cache", "radix"], "prefix_cache='radix': the cells require 'off'"),
         (["--random", "gpt-2"], "unknown shape 'gpt-2'"),
     ],
 )
@@ -460,7 +460,7 @@ def test_bad_arguments_are_refused_before_anything_runs(
 
 def test_what_to_measure_must_be_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "demo"]) == 2
-    assert "say what to measure: 'quire bench offline MODEL'" in capsys.readouterr().err
+    assert "choose what to measure: 'quire bench offline MODEL'" in capsys.readouterr().err
 
 
 def test_a_json_file_that_cannot_be_written_is_refused_first(

@@ -192,7 +192,7 @@ def test_two_batches_do_not_write_one_file(tmp_path):
 @pytest.mark.parametrize("content", ["{}\n", "hello\n", '{"custom_id": 3}\n', json.dumps(request("a")) + "\n"])
 def test_a_file_that_holds_something_else_is_left_alone(tmp_path, content):
     (tmp_path / "out").write_text(content)
-    with pytest.raises(BatchError, match="no answer"):
+    with pytest.raises(BatchError, match="is not a batch response"):
         Answers(tmp_path / "out")
     assert (tmp_path / "out").read_text() == content
 
@@ -204,5 +204,5 @@ def test_answers_of_another_batch_are_not_gone_on_with(tmp_path):
     async def post(url: str, body: bytes) -> Answer:
         raise AssertionError
 
-    with pytest.raises(ConfigError, match="no request of this batch: it belongs to another file of requests"):
+    with pytest.raises(ConfigError, match="not a request of this batch; it seems to belong to another input file"):
         batch([request("a")], tmp_path, post)

@@ -181,7 +181,7 @@ def test_ctrl_c_reports_what_was_done() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no server was named"),
+        ([], "no server was given"),
         (["--url", "localhost:8000"], "not an http or https URL"),
         (["--url", "http://u:p@localhost"], "no user, query or fragment"),
         (["--url", "http://h", "--rate", "1", "--concurrency", "2"], "were both given"),
@@ -198,7 +198,7 @@ def test_ctrl_c_reports_what_was_done() -> None:
         (["--url", "http://h", "--goodput", "speed:1"], "of ttft, tpot, e2e"),
         (["--url", "http://h", "--extra-body", "[1]"], "must be a JSON object"),
         (["--url", "http://h", "--extra-body", '{"stream": false}'], "may not set stream"),
-        (["--url", "http://h", "--details"], "give --json too"),
+        (["--url", "http://h", "--details"], "--details needs --json"),
         (["--url", "http://h", "--plot", "run.pdf"], "must end in .html or .png"),
         (["--url", "http://h", "--api-key", "a\nb"], "no header could carry"),
         (["--url", "http://h", "--concurency", "2"], "did you mean --concurrency?"),

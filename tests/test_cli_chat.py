@@ -104,7 +104,7 @@ def test_a_session_with_drafts_says_what_they_brought(capsys: pytest.CaptureFixt
         ("/set temperature hot", "temperature: 'hot' is not a number"),
         ("/set temprature 1", "did you mean 'temperature'"),
         ("/set temperature", "needs a value"),
-        ("/set n 2", "a chat has one answer at a time"),
+        ("/set n 2", "which has one answer at a time"),
         ("/set min_tokens 7", "min_tokens is 7 but max_tokens is 6"),
         ("/rset", "unknown command '/rset'; did you mean '/reset'"),
     ],
@@ -165,7 +165,7 @@ def test_edit_opens_an_editor_with_the_message(
     chat.take("one\ntwo")
     monkeypatch.delenv("EDITOR", raising=False)
     chat.take("/edit")
-    assert "set $EDITOR to edit a message of several lines" in capsys.readouterr().err
+    assert "a message of several lines needs an editor; set $EDITOR" in capsys.readouterr().err
     monkeypatch.setenv("EDITOR", "sed -i s/two/three/")
     chat.take("/edit")
     assert chat.messages[0]["content"] == "one\nthree"
@@ -219,12 +219,12 @@ def test_a_conversation_can_be_saved_and_loaded(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("hello", "holds no conversation that /save wrote"),
-        ("[]", "holds no conversation that /save wrote"),
+        ("hello", "is not a conversation saved by /save"),
+        ("[]", "is not a conversation saved by /save"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "has the role 'robot'"),
         ('{"messages": [{"role": "user", "content": 5}]}', "has the content 5"),
         ('{"messages": [], "sampling": {"temprature": 1}}', "did you mean 'temperature'"),
-        ('{"messages": [], "sampling": {"n": 2}}', "a chat has one answer at a time"),
+        ('{"messages": [], "sampling": {"n": 2}}', "which has one answer at a time"),
     ],
 )
 def test_a_file_that_holds_no_conversation_changes_nothing_and_is_not_written_over(
@@ -237,12 +237,12 @@ def test_a_file_that_holds_no_conversation_changes_nothing_and_is_not_written_ov
     assert words in capsys.readouterr().err and (chat.messages, chat.fields) == (before, fields)
     if "messages" not in content:
         chat.take(f"/save {file}")
-        assert "is there already" in capsys.readouterr().err and file.read_text() == content
+        assert "exists and is not a conversation" in capsys.readouterr().err and file.read_text() == content
     chat.take("/save")
     chat.take(f"/save {tmp_path}/no/chat.json")
     chat.take(f"/load {tmp_path}/no/chat.json")
     err = capsys.readouterr().err
-    assert "needs the name of a file" in err and "cannot be written: No such file" in err and "cannot be read" in err
+    assert "needs a file name" in err and "cannot be written: No such file" in err and "cannot be read" in err
 
 
 def test_tab_completes_commands_parameters_and_files(
@@ -287,7 +287,7 @@ def test_input_that_ends_within_a_message_is_refused(lines: str, monkeypatch: py
 
 def test_a_quoted_message_may_look_like_a_command(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
     chat.take("/etc/passwd")
-    assert "stands between" in capsys.readouterr().err
+    assert "put a message that begins with /" in capsys.readouterr().err
     assert chat.take("/exit", quoted=True) and chat.messages[0]["content"] == "/exit"
 
 
@@ -326,7 +326,7 @@ def test_an_answer_that_fills_the_context_says_so_and_the_next_one_gives_advice(
     before = list(chat.messages)
     chat.take("one more")
     err = capsys.readouterr().err
-    assert "maximum context length is 128 tokens" in err and "/reset to start anew" in err
+    assert "maximum context length is 128 tokens" in err and "use /reset to start over" in err
     assert chat.messages == before
     chat.take("/reset")
     chat.take("short")

@@ -177,7 +177,7 @@ def test_set_reset_and_stats_work_as_with_a_model_here(
     assert out == "Hello\n"
     assert server.seen[0]["top_k"] == 3 and server.seen[0]["logit_bias"] == {"5": 1.5}
     assert "2 tokens in" in err and "7, of them cached 5" in err and "9 of 64 tokens" in err
-    assert "session: answers" in err and "logprobs is not shown in a chat with a server" in err
+    assert "session: answers" in err and "logprobs is not supported in a chat with a server" in err
     assert chat.fields == {"max_tokens": 6, "top_k": 3, "logit_bias": {5: 1.5}} and chat.messages == []
 
 
@@ -241,7 +241,7 @@ def test_calls_that_are_not_numbered_in_order_are_no_answer(
 ) -> None:
     server.events = [tool_delta(**call), delta(None, "tool_calls"), "[DONE]"]
     chat.take("Hi")
-    assert "no part of an answer: a call numbered" in capsys.readouterr().err and chat.messages == []
+    assert "an invalid chunk: tool call number" in capsys.readouterr().err and chat.messages == []
 
 
 def test_fields_that_the_server_ignores_are_named_once(
@@ -291,7 +291,7 @@ def test_the_wait_for_a_server_has_an_end(
     server.num_loading = 1_000_000
     assert run(server, "", monkeypatch, "--wait", "0.2") == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "not ready after 0.2 s: the model is loading; --wait SECONDS waits longer" in last
+    assert "not ready after 0.2 s: the model is loading; wait longer with --wait SECONDS" in last
 
 
 def test_a_question_to_a_server_that_restarts_waits_too(
@@ -322,7 +322,7 @@ def test_a_missing_key_is_asked_for(
     server.key = "secret-key"
     assert run(server, "", monkeypatch) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert "refuses with status 401: an API key is needed; give the server's key with --api-key" in line
+    assert "answers 401: an API key is needed; give the server's key with --api-key" in line
 
 
 def test_an_unknown_model_is_refused_with_those_there_are(
@@ -351,7 +351,7 @@ def test_a_prompt_that_is_too_long_gives_advice_and_changes_nothing(
 ) -> None:
     server.refusals = [(400, error("the context holds 64", "context_length_exceeded"))]
     chat.take("Hi")
-    assert "the context holds 64; or /reset to start anew" in capsys.readouterr().err
+    assert "the context holds 64; or use /reset to start over" in capsys.readouterr().err
     assert chat.messages == []
 
 
@@ -363,7 +363,7 @@ def test_a_refused_question_says_why_and_changes_nothing(
     server.refusals = [(status, error("not \x1b[31mnow"))]
     chat.take("Hi")
     err = capsys.readouterr().err
-    assert f"refuses with status {status}: not \N{REPLACEMENT CHARACTER}[31mnow" in err
+    assert f"answers {status}: not \N{REPLACEMENT CHARACTER}[31mnow" in err
     assert chat.messages == []
 
 
@@ -373,9 +373,9 @@ def test_a_refused_question_says_why_and_changes_nothing(
         ([delta("Hel"), {"error": {"message": "the engine died"}}, "[DONE]"], "the engine died"),
         ([delta("Hel"), {"error": "plain"}, "[DONE]"], "plain"),
         ([delta("Hel")], "the connection ended before the answer did"),
-        ([delta("Hel"), "no json"], "no part of an answer"),
-        ([delta("Hel"), {"choices": 3}], "no part of an answer"),
-        ([delta("Hel"), "[" * 100_000], "no part of an answer"),
+        ([delta("Hel"), "no json"], "an invalid chunk"),
+        ([delta("Hel"), {"choices": 3}], "an invalid chunk"),
+        ([delta("Hel"), "[" * 100_000], "an invalid chunk"),
         ([delta("Hel"), "x" * (2 << 20)], "failed"),
     ],
 )
@@ -407,17 +407,17 @@ def test_half_a_surrogate_pair_is_refused_here(server: Server, chat: Chat, capsy
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--url", "http://127.0.0.1:1", "--block-size", "32"], "block_size is an option of the engine"),
-        (["--url", "http://127.0.0.1:1", "--preset", "chat"], "preset is an option of the engine"),
+        (["--url", "http://127.0.0.1:1", "--block-size", "32"], "block_size is an engine option"),
+        (["--url", "http://127.0.0.1:1", "--preset", "chat"], "preset is an engine option"),
         (["demo", "--url", "http://127.0.0.1:1"], "use --model demo"),
-        (["--url", "http://127.0.0.1:1", "--logprobs", "1"], "logprobs is not shown"),
-        (["--url", "http://127.0.0.1:1", "--n", "2"], "a chat has one answer at a time"),
+        (["--url", "http://127.0.0.1:1", "--logprobs", "1"], "logprobs is not supported"),
+        (["--url", "http://127.0.0.1:1", "--n", "2"], "which has one answer at a time"),
         (["--url", "http://127.0.0.1:1", "--wait", "nan"], "--wait is nan"),
         (["--url", "http://127.0.0.1:1", "--wait", "-1"], "--wait is -1.0"),
         (["--url", "http://127.0.0.1:1", "--api-key", "a key"], "api_key 1 has a space"),
         (["--url", "http://127.0.0.1:1", "--api-key", ""], "api_key 1 is empty"),
-        (["demo", "--api-key", "x"], "--api-key is about a server; name it with --url"),
-        (["demo", "--wait", "3"], "--wait is about a server; name it with --url"),
+        (["demo", "--api-key", "x"], "--api-key needs a server; add --url"),
+        (["demo", "--wait", "3"], "--wait needs a server; add --url"),
     ],
 )
 def test_options_that_cannot_work_are_refused_by_name(
@@ -445,7 +445,7 @@ def test_a_file_may_hold_the_key_but_only_one(
     assert run(server, "Hi\n", monkeypatch, "--api-key", f"@{path}") == 0
     path.write_text("one\ntwo\n")
     assert run(server, "Hi\n", monkeypatch, "--api-key", f"@{path}") == 2
-    assert "holds 2 keys; a chat sends one" in capsys.readouterr().err
+    assert "has 2 keys; give a file with one" in capsys.readouterr().err
 
 
 def test_the_environment_names_no_proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_the_prompts_are_not_written_over(tmp_path: Path, capsys: pytest.Capture
     source.write_text('{"prompt": "a"}\n')
     link.symlink_to(source)
     assert main(["generate", "demo", "--input", str(source), "--output", str(link)]) == 2
-    assert "is the file that the prompts are read from" in capsys.readouterr().err
+    assert "is also the input file" in capsys.readouterr().err
     with source.open() as stdin:
         done = run_quire("generate", "demo", "--input", "-", "--output", str(source), stdin=stdin)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -152,7 +152,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(
 def test_log_probabilities_that_nobody_will_see_are_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
     for extra, expected in (([], True), (["--output", "-"], False)):
         assert main(["generate", "demo", "x", *FLAGS, "--logprobs", "1", "--threads", "1", *extra]) == 0
-        assert ("only written to JSON lines" in capsys.readouterr().err) is expected
+        assert ("only written as JSON lines" in capsys.readouterr().err) is expected
 
 
 def run_quire(*arguments: str, **streams: Any) -> subprocess.CompletedProcess[str]:
@@ -230,7 +230,7 @@ def test_it_works_without_asserts(expected: dict[str, str]) -> None:
     ("line", "what"),
     [
         ("{", "line 2: not JSON"),
-        ("[1]", "line 2: holds a list"),
+        ("[1]", "line 2: is a list"),
         ("{}", "line 2: has no prompt"),
         ('{"prompt": "a", "messages": []}', "line 2: has prompt and messages"),
         ('{"prompt": 5}', "line 2: prompt: Expected `str`"),
@@ -284,7 +284,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     empty.write_text("\n\n")
     with pytest.raises(RequestError, match="is not text in UTF-8"):
         read_jsonl(str(binary), {}, chat=False)
-    with pytest.raises(RequestError, match="has no lines"):
+    with pytest.raises(RequestError, match="has no prompts"):
         read_jsonl(str(empty), {}, chat=False)
 
 

@@ -233,16 +233,16 @@ def test_vllms_names_are_flags_and_yaml_keys_and_what_is_given_still_wins_in_ord
     assert both.engine == {"model": "demo", "prefix_cache": "radix", "kv_cache_dtype": "int8"}
     assert both.origins["prefix_cache"] == "flag"
     assert given("--config", str(file), "--prefix-cache", "hash").engine["prefix_cache"] == "hash"
-    with pytest.raises(ConfigError, match="decode_context_parallel_size=2 is not supported: of ranks"):
+    with pytest.raises(ConfigError, match="decode_context_parallel_size=2 is not supported: set tensor_parallel_size"):
         given("--decode-context-parallel-size", "2")
-    with pytest.raises(ConfigError, match="prefix_cache and enable_prefix_caching are one option"):
+    with pytest.raises(ConfigError, match="prefix_cache and enable_prefix_caching are the same option"):
         given("--prefix-cache", "hash", "--no-enable-prefix-caching")
 
 
 def test_vllms_short_flags_are_taken() -> None:
     ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 1}
     assert given("-tp", "2", "-pp=1", "-dp", "1").engine == {"model": "demo"} | ranks
-    with pytest.raises(ConfigError, match="decode_context_parallel_size=2 is not supported: of ranks"):
+    with pytest.raises(ConfigError, match="decode_context_parallel_size=2 is not supported: set tensor_parallel_size"):
         given("-dcp", "2")
     assert given("-tp", "2", "-ep").engine["enable_expert_parallel"] is True
 
@@ -330,12 +330,12 @@ def test_a_yaml_file_may_name_a_preset_and_sampling_parameters(tmp_path: Path) -
         ("trust_remote_code: true", "never runs code from a checkpoint"),
         ("preset: fast", "unknown preset 'fast'"),
         ("preset: []", r"unknown preset \[\]"),
-        ("- a\n- b", "must hold 'name: value' lines, but it holds a list"),
-        ("1: 2", "must hold 'name: value' lines"),
+        ("- a\n- b", "must have 'name: value' lines, but it is a list"),
+        ("1: 2", "must have 'name: value' lines"),
         ("a: [", "is not YAML"),
-        ("min_chunk: 1\nmin-chunk: 2", "names min_chunk twice"),
-        ("min_chunk: 1\nmin_chunk: 2", "names min_chunk twice"),
-        ("logit_bias: {7: 1, 7: 2}", "names 7 twice"),
+        ("min_chunk: 1\nmin-chunk: 2", "has min_chunk twice"),
+        ("min_chunk: 1\nmin_chunk: 2", "has min_chunk twice"),
+        ("logit_bias: {7: 1, 7: 2}", "has 7 twice"),
         ("seed: 2020-99-99", "is not YAML"),
         ("[" * 5000, "is not YAML"),
         ("model: !!python/object/apply:os.getcwd []", "is not YAML"),
@@ -364,7 +364,7 @@ def test_a_configuration_file_says_how_to_speculate_in_a_mapping(
         file.write_text(f"speculative_config: {wrong}\n")
         assert main(["generate", "demo", "x", "--config", str(file)]) == 2
         error = capsys.readouterr().err
-        assert "speculative_config=" in error and "it must map names to values" in error and error.count("\n") == 1
+        assert "speculative_config=" in error and "it must be a mapping" in error and error.count("\n") == 1
 
 
 def test_an_empty_configuration_file_sets_nothing(tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_help_describes_every_option(capsys: pytest.CaptureFixture[str]) -> None
     for name in (*ENGINE_VALUES, *ENGINE_SWITCHES, *SAMPLING_VALUES, *SAMPLING_SWITCHES):
         assert f"--{name.replace('_', '-')}" in text
     assert "tokens per KV block (default: 16)" in text
-    assert "0 takes the most likely token" in text
+    assert "from 0, which is greedy decoding" in text
     assert "None" not in text  # a word of Python
 
 
@@ -422,19 +422,19 @@ def test_help_and_version_need_no_torch() -> None:
         (["generate", "demo", "x", "--min-chunk", "5000"], 2, "max_num_batched_tokens=2048 is below"),
         (["generate", "/no/such/folder", "x"], 1, "/no/such/folder"),
         (["generate", "demo", "x", "--input", "f"], 2, "both given"),
-        (["generate", "demo", "x", "--lines"], 2, "--lines is about standard input"),
+        (["generate", "demo", "x", "--lines"], 2, "--lines is for standard input"),
         (["generate", "demo", "--input", ""], 2, "--input is empty"),
         (["generate", "demo", "x", "--output", ""], 2, "--output is empty"),
-        (["generate", "Once upon a time"], 1, "the first argument is the model"),
-        (["generate", "long " * 1000], 1, "the first argument is the model"),
-        (["chat", "demo", "--model", "demo"], 2, "the model is named twice"),
-        (["chat", "demo", "--n", "2"], 2, "n=2 is for 'quire generate'"),
-        (["chat"], 2, "no model was named"),
+        (["generate", "Once upon a time"], 1, "the first argument must be the model"),
+        (["generate", "long " * 1000], 1, "the first argument must be the model"),
+        (["chat", "demo", "--model", "demo"], 2, "two models were given"),
+        (["chat", "demo", "--n", "2"], 2, "n=2 is not possible in a chat"),
+        (["chat"], 2, "no model was given"),
         (["generate", "demo", "x", "--speculative-config", "ngram"], 2, "'ngram' is not a JSON object"),
-        (["generate", "demo", "x", "--speculative-config", "{}"], 2, "names no method; allowed: ngram, draft_model"),
+        (["generate", "demo", "x", "--speculative-config", "{}"], 2, "has no method; give one of ngram, draft_model"),
         (["generate", "demo", "x", "--speculative-config", '{"methd": "ngram"}'], 2, "did you mean 'method'?"),
         (["serve", "demo", "--speculative-config", '{"method": "ngrams"}'], 2, "method is 'ngrams'; allowed: ngram,"),
-        (["chat", "demo", "--speculative-acceptance", "rejection"], 2, "nothing drafts: set speculative_config"),
+        (["chat", "demo", "--speculative-acceptance", "rejection"], 2, "set speculative_config"),
     ],
 )
 def test_a_mistake_is_one_line_and_an_exit_code(
@@ -537,7 +537,10 @@ def test_variables_are_options_of_a_router_too(monkeypatch: pytest.MonkeyPatch, 
 def test_flags_of_llama_cpp_are_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("-ngl", "--n-gpu-layers", "--gpu-layers"):
         assert main(["serve", "demo", flag, "99"]) == 2
-        assert f"unknown option {flag}; llama.cpp's {flag} is --device here: a model is on" in capsys.readouterr().err
+        assert (
+            f"unknown option {flag}; llama.cpp's {flag} is --device here: a model is entirely on"
+            in capsys.readouterr().err
+        )
     assert main(["serve", "demo", "-fa"]) == 2
     assert "llama.cpp's -fa: leave it out" in capsys.readouterr().err
     assert main(["serve", "demo", "--predict", "5"]) == 2  # of 'quire generate' alone
@@ -589,9 +592,9 @@ def test_commands_of_other_engines_are_taken_or_explained(
     assert main(["run", "demo"]) == 0 and asked == ["demo"]
     monkeypatch.undo()
     assert main(["run", "demo", "a prompt"]) == 2
-    assert "one answer is 'quire generate demo --chat PROMPT'" in capsys.readouterr().err
+    assert "for a single answer use 'quire generate demo --chat PROMPT'" in capsys.readouterr().err
     assert main(["pull", "org/name"]) == 2
-    assert "a model is downloaded when it is first used" in capsys.readouterr().err
+    assert "models are downloaded when first used" in capsys.readouterr().err
 
 
 def test_a_variable_that_is_no_option_is_named_with_the_nearest() -> None:

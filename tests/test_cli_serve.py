@@ -110,9 +110,9 @@ def test_it_is_told_where_each_value_came_from(tmp_path: Path) -> None:
 def test_replicas_need_a_gpu_each_where_they_run_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "count_gpus", lambda: 2)
     assert options_of("demo", "-dp", "2", "--device", "cuda").engine.replicas == 2
-    with pytest.raises(ConfigError, match=r"^data_parallel_size=3 needs a GPU for each, and there are 2; lower"):
+    with pytest.raises(ConfigError, match=r"^data_parallel_size=3 needs that many GPUs, but there are 2; lower"):
         options_of("demo", "-dp", "3", "--device", "cuda")
-    with pytest.raises(ConfigError, match=r"^data_parallel_size=2 x 2 ranks needs a GPU for each, and there are 2"):
+    with pytest.raises(ConfigError, match=r"^data_parallel_size=2 x 2 ranks needs that many GPUs, but there are 2"):
         options_of("demo", "-dp", "2", "-tp", "2", "--device", "cuda")
     assert options_of("demo", "-dp", "3", "--device", "cpu").engine.replicas == 3
     assert options_of("demo", "-dp", "3", "-ep", "--device", "cuda").engine.replicas == 1
@@ -132,9 +132,9 @@ def test_a_fault_is_passed_on_and_not_advertised(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ([], "no model was named"),
-        (["demo", "other"], "2 models were named"),
-        (["demo", "--model", "other"], "2 models were named"),
+        ([], "no model was given"),
+        (["demo", "other"], "2 models were given"),
+        (["demo", "--model", "other"], "2 models were given"),
         (["demo", "--prot", "1"], "did you mean --port?"),
         (["demo", "--port", "many"], "'many' is not a whole number"),
         (["demo", "--port", "70000"], "port=70000 is out of range"),
@@ -169,7 +169,7 @@ def test_an_occupied_port_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixt
         port = taken.getsockname()[1]
         assert main(["serve", "demo", "--port", str(port)]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"quire: error: cannot listen on 127.0.0.1 port {port}: another program does")
+    assert line.startswith(f"quire: error: cannot listen on 127.0.0.1 port {port}: another program listens there")
 
 
 def test_the_command_imports_neither_torch_nor_a_web_framework() -> None:

@@ -79,7 +79,7 @@ def test_the_command_shows_the_embedded_model(capsys: pytest.CaptureFixture[str]
         (["--apart", "-1"], "--apart is -1"),
         (["--max-num-batched-tokens", "4"], "max_num_batched_tokens"),
         (["--num-kv-blocks", "1"], "--num-kv-blocks is 1"),
-        (["a"] * 27, "27 prompts are too many to follow"),
+        (["a"] * 27, "27 prompts are too many"),
     ],
 )
 def test_what_is_not_allowed_is_refused_before_the_model_is_loaded(

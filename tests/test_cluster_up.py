@@ -149,10 +149,10 @@ def test_whoever_is_killed_under_load_no_token_is_wrong(cluster: Cluster, expect
 def test_one_command_ends_it_and_leaves_nothing_running(cluster: Cluster) -> None:
     pids = [cluster.pid(member) for member in ("prefill-0", "decode-0", "decode-1", "router")]
     done = cluster.down()
-    assert (done.returncode, done.stderr) == (0, "the cluster has ended\n")
+    assert (done.returncode, done.stderr) == (0, "the cluster has stopped\n")
     assert cluster.process.wait(30) == 0
     assert all(gone(pid) for pid in pids)
-    assert cluster.down().stderr == "this cluster does not run\n"
+    assert cluster.down().stderr == "this cluster is not running\n"
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from quire.vllm_options import VLLM_OPTIONS
         ({"max_num_batched_tokens": 70}, "could starve a prompt"),
         ({"long_prefill_token_threshold": 3}, "below min_chunk"),
         ({"enable_chunked_prefill": False, "long_prefill_token_threshold": 64}, "needs chunked prefill"),
-        ({"enable_chunked_prefill": False, "target_itl_ms": 50.0}, "shrinking prompt chunks"),
+        ({"enable_chunked_prefill": False, "target_itl_ms": 50.0}, "since it shrinks prompt chunks"),
         ({"device": "tpu"}, "allowed: auto, cpu, cuda"),
         ({"cuda_graphs": "always"}, "allowed: lazy, eager, off"),
         ({"cuda_graphs": "eager", "enforce_eager": True}, "leave one out"),
@@ -99,13 +99,12 @@ def test_vllms_names_and_values_are_quires(theirs, ours):
         ({"decode_context_parallel_size": True}, "decode_context_parallel_size=True is not supported"),
         (
             {"decode_context_parallel_size": 2},
-            "of ranks, tensor_parallel_size, pipeline_parallel_size and data_parallel_size are there; leave it out, or "
-            "set it to 1",
+            "set tensor_parallel_size, pipeline_parallel_size or data_parallel_size; leave it out, or set it to 1",
         ),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching='yes' is not supported; allowed: True, False"),
         (
             {"enable_prefix_caching": True, "prefix_cache": "hash"},
-            "are one option, prefix_cache; leave one of them out",
+            "are the same option, prefix_cache; leave one of them out",
         ),
         ({"kv_cache_dtype": "fp8_e5m2"}, "allowed: auto, int8, fp8"),
         ({"disable_log_requests": True}, "unknown option 'disable_log_requests'"),
@@ -134,7 +133,9 @@ def test_replicas_are_engines_of_their_own_unless_they_share_experts():
     ],
 )
 def test_what_replicas_cannot_have_is_refused_by_name(more, message):
-    with pytest.raises(ConfigError, match=f"^data_parallel_size=2 with {message}: not yet; .* so many servers"):
+    with pytest.raises(
+        ConfigError, match=f"^data_parallel_size=2 with {message} is not supported yet; .* start 2 servers"
+    ):
         configured(data_parallel_size=2, **more)
 
 

@@ -84,8 +84,8 @@ def test_what_is_for_gpus_is_told_to_change_nothing_on_a_cpu(tmp_path):
         model=str(save_checkpoint(tmp_path, "qwen3")), device="cpu", gpu_memory_utilization=0.5, cuda_graphs="off"
     )
     notes = Engine(config).notes
-    assert "gpu_memory_utilization=0.5 changes nothing on a CPU" in notes
-    assert "cuda_graphs=off changes nothing on a CPU" in notes
+    assert "gpu_memory_utilization=0.5 has no effect on a CPU" in notes
+    assert "cuda_graphs=off has no effect on a CPU" in notes
 
 
 # -- what is refused ---------------------------------------------------------------------------------------

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import calendar
+import itertools
 import json
 import random
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +21,7 @@ from quire.core.structured_outputs import MAX_GRAMMAR_BYTES, ReasoningBudget, St
 from quire.errors import SamplingParamsError
 from quire.grammar import library
 from quire.grammar.grammars import MAX_GRAMMARS, Grammars, Matcher, _Masks, append, masks
-from quire.grammar.json_schema import ANNOTATIONS, FORMATS, MAX_DEPTH, check_schema
+from quire.grammar.json_schema import ANNOTATIONS, FORMATS, MAX_DEPTH, RFC_3339, check_schema
 from quire.grammar.vocabulary import MAX_FORCED, Vocabulary
 from quire.models.hub import ASSETS
 from quire.text.tokenizer import Tokenizer
@@ -183,6 +186,48 @@ def test_what_the_drafts_do_not_know_is_refused(grammars: Grammars) -> None:
 def test_each_format_that_is_taken_is_enforced(grammars: Grammars, tokenizer: Tokenizer, name: str) -> None:
     form = StructuredOutputsParams(json={"type": "string", "format": name})
     assert not accepts(grammars, tokenizer, form, '"  ? "')
+
+
+DATES = {
+    "date": (
+        ["0000-01-01", "0000-02-29", "9999-12-31", "2024-02-29", "2000-02-29", "1900-02-28"],
+        ["10000-01-01", "999-01-01", "2023-02-29", "1900-02-29", "2023-04-31", "2023-1-1", "2023-00-10"],
+    ),
+    "time": (
+        ["23:59:59Z", "00:00:00.25z", "12:00:00+23:59", "23:59:60Z", "23:59:60.5-00:00"],
+        ["24:00:00Z", "00:00:00", "12:00:60Z", "22:59:60Z", "00:60:00Z", "12:00:00+24:00", "12:00Z", "12:00:00.Z"],
+    ),
+    "date-time": (
+        ["0000-01-01T00:00:00Z", "2024-02-29t12:00:00-08:00", "1998-12-31T23:59:60Z"],
+        ["10000-01-01T00:00:00Z", "2023-02-29T00:00:00Z", "2024-01-01 00:00:00Z", "2024-01-01T00:00:00", "2024-01-01"],
+    ),
+}  # fmt: skip
+"""Texts that are of a format as RFC 3339 has it, and texts that are not."""
+
+
+@pytest.mark.parametrize("name", DATES)
+def test_dates_and_times_are_those_of_rfc_3339(grammars: Grammars, tokenizer: Tokenizer, name: str) -> None:
+    good, bad = DATES[name]
+    form = StructuredOutputsParams(json={"type": ["string", "null"], "format": name})
+    for text, valid in [*((text, True) for text in good), *((text, False) for text in bad)]:
+        assert accepts(grammars, tokenizer, form, json.dumps(text, ensure_ascii=False)) == valid, text
+
+
+def test_every_day_of_the_calendar_is_a_date_and_no_other() -> None:
+    years = {0, 1, 4, 100, 400, 1582, 1900, 1999, 2000, 2023, 2024, 2100, 9996, 9999}
+    for year, month, day in itertools.product(years, range(14), range(33)):
+        real = 1 <= month <= 12 and 1 <= day <= (29 if month == 2 and calendar.isleap(year) else calendar.mdays[month])
+        assert bool(re.search(RFC_3339["date"], f"{year:04}-{month:02}-{day:02}")) == real, (year, month, day)
+
+
+def test_a_date_may_have_a_pattern_and_stand_anywhere(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    day = {"type": "string", "format": "date", "pattern": "^2024", "allOf": [{"pattern": "-02-"}]}
+    schema = {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/day"}, {"const": {"format": "date"}}]}}
+    form = StructuredOutputsParams(json={**schema, "$defs": {"day": day}}, disable_any_whitespace=True)
+    assert accepts(grammars, tokenizer, form, '["2024-02-29",{"format":"date"}]')
+    assert not accepts(grammars, tokenizer, form, '["2023-02-28"]') and not accepts(
+        grammars, tokenizer, form, '["2024-02-30"]'
+    )
 
 
 BAD_SCHEMAS: list[tuple[Any, str]] = [

@@ -353,7 +353,7 @@ def test_what_was_stored_before_kill_9_is_found_after_it(folder: Path, expected:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"disk_kv_path": "x"}, "set host_kv_memory too"),
+        ({"disk_kv_path": "x"}, "needs host_kv_memory"),
         ({"disk_kv_memory": "1GiB"}, "set disk_kv_path too"),
         ({"host_kv_memory": "1GiB", "disk_kv_path": "x", "disk_kv_memory": "lots"}, "not a size"),
     ],

@@ -283,8 +283,11 @@ def test_a_rank_that_dies_ends_the_engine(folder: Callable[[str], Path]) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 4}, r"^tensor_parallel_size=4 takes a GPU for each rank, and 2 found here; lower it"),
-        ({"pipeline_parallel_size": 2}, r"^pipeline_parallel_size=2 with device=cuda: on GPUs ranks of one machine"),
+        ({"tensor_parallel_size": 4}, r"^tensor_parallel_size=4 needs one GPU per rank, but there are 2; lower it"),
+        (
+            {"pipeline_parallel_size": 2},
+            r"^pipeline_parallel_size=2 with device=cuda: on GPUs only ranks that share each layer",
+        ),
         (
             {"data_parallel_size": 2, "enable_expert_parallel": True},
             r"^data_parallel_size=2 with enable_expert_parallel with device=cuda",

@@ -272,7 +272,7 @@ def test_the_textbook_form_adds_twice_a_layer(ranks: int) -> None:
         counted = {name: after[name] - before[name] for name in ("gathers", "all_reduces", "all_reduced_bytes")}
         summed = 2 * model.num_layers * len(prompt) * model.config.layer.hidden_size * model.dtype.itemsize
         assert counted["all_reduces"] == 2 * model.num_layers and counted["all_reduced_bytes"] == summed
-        assert any("deterministic=False: ranks add up" in note for note in llm.notes)
+        assert any("deterministic=False: ranks add partial sums" in note for note in llm.notes)
 
 
 @pytest.mark.parametrize(

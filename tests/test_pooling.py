@@ -330,7 +330,7 @@ def test_a_model_that_embeds_alone_refuses_everything_else_by_name(gemma):
     with pytest.raises(ConfigError, match="max_num_batched_tokens"):
         LLM(str(gemma), threads=1, max_num_batched_tokens=128, max_num_seqs=4)
     with LLM(str(gemma), threads=1) as llm:
-        assert any("embeds texts alone" in note for note in llm.notes)
+        assert any("an embedding model" in note for note in llm.notes)
         for params in (SamplingParams(), SamplingParams(max_tokens=0, prompt_logprobs=1)):
             with pytest.raises(EmbeddingModelError, match=r"LLM\.embed"):
                 llm.generate([1, 2, 3], params)

@@ -275,7 +275,7 @@ def test_masks_that_contradict_the_bound_end_the_request_with_an_error(llm: LLM)
 
 def test_a_bound_means_a_chat_whose_template_reasons(llm: LLM) -> None:
     params = SamplingParams(thinking_token_budget=5)
-    with pytest.raises(SamplingParamsError, match="this is no chat") as found:
+    with pytest.raises(SamplingParamsError, match="this is not a chat") as found:
         llm.generate("Once", params)
     assert found.value.param == "thinking_token_budget"
     with LLM("demo") as plain, pytest.raises(SamplingParamsError, match="shows no reasoning"):

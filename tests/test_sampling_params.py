@@ -76,13 +76,15 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(name: str, value: Any) 
 
 
 def test_the_message_says_value_range_and_hint() -> None:
-    with pytest.raises(SamplingParamsError, match=r"top_k is -2; it must be an integer from -1 .*\(0 and -1 are off\)"):
+    with pytest.raises(
+        SamplingParamsError, match=r"top_k is -2; it must be an integer from -1 .*\(0 and -1 turn it off\)"
+    ):
         SamplingParams(top_k=-2)
     with pytest.raises(SamplingParamsError, match=r"top_p is 0; it must be a number above 0 and at most 1 "):
         SamplingParams(top_p=0)
-    with pytest.raises(SamplingParamsError, match=r"min_p is -1; it must be a number of at least 0 and at most 1 "):
+    with pytest.raises(SamplingParamsError, match=r"min_p is -1; it must be a number from 0 to 1 "):
         SamplingParams(min_p=-1)
-    with pytest.raises(SamplingParamsError, match="the whole vocabulary, vLLM's -1, are not offered"):
+    with pytest.raises(SamplingParamsError, match="the whole vocabulary, vLLM's -1, is not supported"):
         SamplingParams(logprobs=-1)
 
 

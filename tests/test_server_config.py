@@ -132,9 +132,9 @@ def test_a_key_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     for path, reason in (
         (tmp_path / "none", "No such file"),
         (tmp_path, "directory"),
-        (empty, "holds no key"),
+        (empty, "has no keys"),
         (binary, "cannot be read"),
-        (large, "is it a file of keys"),
+        (large, "is it a file with keys"),
     ):
         with pytest.raises(ConfigError, match=reason):
             ServerConfig.from_options({"api_key": [f"@{path}"]})

@@ -309,13 +309,13 @@ def test_what_a_killed_server_left_is_replaced_and_nothing_else(tmp_path: Path) 
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))
     with listening(place):
-        with pytest.raises(ServerError, match="another program does; stop it"), listening(place):
+        with pytest.raises(ServerError, match="another program listens there; stop it"), listening(place):
             pass
         assert path.exists()
         path.unlink()  # somebody else takes the place
         path.write_text("mine")
     assert path.read_text() == "mine"
-    with pytest.raises(ServerError, match="there is something else of that name"), listening(place):
+    with pytest.raises(ServerError, match="a file of that name exists"), listening(place):
         pass
     with pytest.raises(ServerError, match="No such file"), listening(ServerConfig(uds=str(tmp_path / "no" / "q"))):
         pass
@@ -323,15 +323,15 @@ def test_what_a_killed_server_left_is_replaced_and_nothing_else(tmp_path: Path) 
 
 def test_a_unix_socket_is_the_only_place(tmp_path: Path) -> None:
     path = str(tmp_path / "q.sock")
-    with pytest.raises(ConfigError, match="uds and port are two places"):
+    with pytest.raises(ConfigError, match="uds and port cannot be combined"):
         ServerConfig.from_options({"uds": path, "port": 8000})
-    with pytest.raises(ConfigError, match="uds and host and port are two places"):
+    with pytest.raises(ConfigError, match="uds and host and port cannot be combined"):
         RouterConfig.from_options({"server": ["http://127.0.0.1:1"], "uds": path, "port": 8080, "host": "127.0.0.1"})
     with pytest.raises(ConfigError, match="join needs a port"):
         ServerConfig(uds=path, join="http://127.0.0.1:1", api_key=("k",))
-    with pytest.raises(ConfigError, match="do not go together"):
+    with pytest.raises(ConfigError, match="cannot be combined"):
         ServerConfig(uds=path, ssl_certfile="cert.pem")
-    with pytest.raises(ConfigError, match="has 120 bytes; the system takes paths of 1 to 107"):
+    with pytest.raises(ConfigError, match="has 120 bytes; paths of Unix sockets may have 1 to 107"):
         ServerConfig(uds="/" + 119 * "x")
     with pytest.raises(RemoteError, match="no server answers at unix:"):
         RemoteTalker(f"unix:{path}")
@@ -480,7 +480,7 @@ def test_the_pages_load_everything_from_below_the_prefix(below: httpx2.Client) -
 
 @pytest.mark.parametrize("root_path", ["llm", "/llm/", "/", "", "/a//b", "/a/../b", "/a b", "https://x/llm"])
 def test_what_is_no_prefix_is_refused(root_path: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"root_path={root_path!r} is not a path")):
+    with pytest.raises(ConfigError, match=re.escape(f"root_path={root_path!r} is not a valid path")):
         ServerConfig(root_path=root_path)
 
 

@@ -718,6 +718,17 @@ def test_the_field_to_blame_is_told() -> None:
     assert api_error(SamplingParamsError("stop is bad", param="stop").at(1)).param == "stop"
 
 
+def test_a_variable_that_the_template_does_not_use_is_blamed_on_the_field_that_gave_it() -> None:
+    for name, field in (
+        ("reasoning_effort", "reasoning_effort"),
+        ("enable_thinking", "enable_thinking"),
+        ("mood", "chat_template_kwargs"),
+        (None, "chat_template_kwargs"),
+    ):
+        told = api_error(UnknownTemplateVariableError("the chat template does not use it", param=name))
+        assert (told.param, told.code) == (field, "unknown_template_variable")
+
+
 def test_of_a_templates_failures_only_our_words_and_its_own_are_told() -> None:
     told = api_error(ChatTemplateError("the chat template refuses these messages: roles must alternate"))
     assert told.message.endswith("roles must alternate") and told.param == "messages"

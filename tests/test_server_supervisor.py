@@ -678,7 +678,7 @@ def test_two_servers_live_side_by_side(folder: Path) -> None:
 def test_an_occupied_port_is_refused_with_what_to_do() -> None:
     with listen("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
-        with pytest.raises(ServerError, match=f"port {port}: another program does.*choose another --port"):
+        with pytest.raises(ServerError, match=f"port {port}: another program listens there.*choose another --port"):
             listen("127.0.0.1", port)
 
 

@@ -531,7 +531,7 @@ def test_a_closed_engine_frees_what_drafted(plain):
     ("given", "message"),
     [
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be an integer from 1"),
-        ({"method": "eagle", "prompt_lookup_max": 3}, "prompt_lookup_max is for ngram, and method is eagle"),
+        ({"method": "eagle", "prompt_lookup_max": 3}, "prompt_lookup_max is for method ngram, but method is eagle"),
         ({"method": "eagle", "tree_depth": 3}, "tree_depth is for trees"),
     ],
 )

@@ -212,7 +212,7 @@ def test_the_demo_has_its_own_and_drafts_well(method):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({}, "names no method; allowed: ngram, draft_model, eagle, eagle3, mtp"),
+        ({}, "has no method; give one of ngram, draft_model, eagle, eagle3, mtp"),
         ({"method": "medusa"}, "method is 'medusa'; allowed: ngram"),
         ({"method": ["ngram"]}, r"method is \['ngram'\]; allowed: ngram"),
         ({"method": "ngram", "num_speculative_token": 3}, "unknown key 'num_speculative_token'; did you mean"),
@@ -221,8 +221,8 @@ def test_the_demo_has_its_own_and_drafts_well(method):
         ({"method": "ngram", "num_speculative_tokens": 2.0}, "num_speculative_tokens is 2.0"),
         ({"method": "ngram", "prompt_lookup_min": 6}, "prompt_lookup_min=6 is above prompt_lookup_max=5"),
         ({"method": "ngram", "adaptive": 1}, "adaptive is 1; it must be true or false"),
-        ({"method": "ngram", "tree_width": 2}, "n-grams grow no trees"),
-        ({"method": "ngram", "model": "x"}, "method ngram reads no other model"),
+        ({"method": "ngram", "tree_width": 2}, "ngram cannot draft trees"),
+        ({"method": "ngram", "model": "x"}, "method ngram needs no other model"),
         ({"method": "draft_model"}, "needs 'model', the folder of a smaller checkpoint"),
         ({"method": "eagle3"}, "needs 'model', the folder of a head made for this model"),
         ({"method": "eagle", "model": 3}, "model is 3; it must be a folder"),
@@ -267,6 +267,6 @@ def test_what_cannot_draft_for_a_model_is_refused_before_anything_runs(folders, 
         start(folders["target"], method="mtp")
     with pytest.raises(ConfigError, match="cannot draft: it holds no tensor 'fc"):
         start(folders["target"], method="eagle", model=folders["draft_model"])
-    with pytest.raises(ConfigError, match="num_speculative_tokens=8 leaves no room in a context of 8 tokens"):
+    with pytest.raises(ConfigError, match="num_speculative_tokens=8 does not fit in a context of 8 tokens"):
         Engine(EngineConfig(model=folders["target"], max_model_len=8, speculative_config={"method": "ngram"}))
     assert resolve("demo-draft").name == "demo-draft"

@@ -97,7 +97,9 @@ def test_it_accepts_oftener_than_equal_tokens_do_and_says_what_it_gives_up(folde
     outputs(classic, 300)
     outputs(exact, 300)
     assert classic.stats.accepted / classic.stats.drafted > exact.stats.accepted / exact.stats.drafted
-    assert any("keep the distribution of what is sampled, not the tokens" in note for note in classic.notes)
+    assert any(
+        "the distribution of sampled tokens is kept, but the tokens themselves" in note for note in classic.notes
+    )
 
 
 def test_greedy_requests_get_the_very_tokens(folders):
@@ -120,7 +122,7 @@ def test_drafts_that_are_certain_keep_the_distribution_too(folders):
 
 
 def test_what_it_cannot_do_is_refused(folders):
-    with pytest.raises(ConfigError, match="drafts that follow one another; leave tree_width out"):
+    with pytest.raises(ConfigError, match="cannot verify trees of drafts; leave tree_width out"):
         engine_of(folders, True, tree_width=2)
-    with pytest.raises(ConfigError, match="nothing drafts: set speculative_config"):
+    with pytest.raises(ConfigError, match="needs speculative decoding; set speculative_config"):
         EngineConfig(model="m", speculative_acceptance="rejection")

@@ -448,7 +448,7 @@ def test_a_checkpoint_without_a_tokenizer_or_an_end_has_no_forms(llm: LLM) -> No
             frontend.check(None, [1], SamplingParams(structured_outputs={"regex": "a"}), [])
         patch.undo()
         patch.setattr(frontend, "_eos", frozenset())
-        with pytest.raises(SamplingParamsError, match="give stop_token_ids"):
+        with pytest.raises(SamplingParamsError, match="set stop_token_ids"):
             frontend.check(None, [1], SamplingParams(structured_outputs={"regex": "a"}), [])
 
 

@@ -170,6 +170,7 @@ async def test_errors_keep_their_class_and_their_words(start: Any, folder: Path)
         with pytest.raises(kind) as there:
             same()
         assert type(here.value) is type(there.value) and str(here.value) == str(there.value)
+        assert getattr(here.value, "param", None) == getattr(there.value, "param", None)
 
 
 @pytest.mark.parametrize(

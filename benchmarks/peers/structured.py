@@ -16,9 +16,11 @@ checkpoints are those of `python -m benchmarks.peers`; transformers has no struc
 from __future__ import annotations
 
 import argparse
+import calendar
 import contextlib
 import json
 import os
+import re
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -63,6 +65,20 @@ def ending(number: int) -> str:
     return json.dumps({**TOOL, "properties": properties, "required": [*properties]})
 
 
+CHECKER = jsonschema.FormatChecker()
+"""Formats as `jsonschema` checks them, but for dates: Python's `datetime` has no year 0."""
+
+
+@CHECKER.checks("date")
+def is_date(text: object) -> bool:
+    """Whether a string is a full-date of RFC 3339; whatever else is none of its business."""
+    match = re.fullmatch(r"(\d{4})-(0[1-9]|1[0-2])-(\d{2})", text, re.ASCII) if isinstance(text, str) else None
+    if match is None:
+        return not isinstance(text, str)
+    year, month, day = map(int, match.groups())
+    return 1 <= day <= calendar.mdays[month] + (month == 2 and calendar.isleap(year))
+
+
 def valid(schemas: Sequence[str], texts: Sequence[str | None]) -> int:
     """How many of the texts that have ended meet their schemas."""
     good = 0
@@ -70,7 +86,7 @@ def valid(schemas: Sequence[str], texts: Sequence[str | None]) -> int:
         if text is None:
             continue
         try:
-            jsonschema.validate(json.loads(text), json.loads(schema), format_checker=jsonschema.FormatChecker())
+            jsonschema.validate(json.loads(text), json.loads(schema), format_checker=CHECKER)
         except (ValueError, jsonschema.ValidationError) as error:
             tell(f"not valid: {str(error).splitlines()[0]}: {text[:200]!r}")
         else:

@@ -25,9 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncLLM(LocalEngine):
-    """An engine for many concurrent callers on one event loop. It steps in a thread of its own.
+    """An engine for many concurrent callers on an event loop; its steps run in a separate thread.
 
-    Arguments as for `LLM`. Make it anywhere; use it from one event loop at a time.
+    Create it anywhere; use it from one event loop at a time. Close it with `close()` or an `async with` block.
+    Arguments and errors are those of `LLM`.
+
+    Example:
+        >>> async def main():
+        ...     async with AsyncLLM("demo") as llm:
+        ...         async for output in llm.generate("def fib(n):", SamplingParams(max_tokens=64)):
+        ...             print(output.outputs[0].delta, end="")
     """
 
     __doc__ = with_options_text(__doc__)
@@ -58,19 +65,21 @@ class AsyncLLM(LocalEngine):
         request_id: str | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Complete one prompt, handing out its output whenever it has grown.
+        """Complete one prompt, yielding its output whenever it has grown.
 
-        It is the same object each time; `outputs[i].delta` is the text that is new since it was last handed
-        out. Cancelling the task, or leaving the loop early, aborts the request.
+        It is the same object each time; `outputs[i].delta` is the new text since the last one. Cancelling the task, or
+        leaving the loop early, aborts the request.
 
         Args:
-            request_id: names it for `abort`; in use until its last output was handed out.
-            timeout: seconds until the request is aborted, tokenizing included.
+            prompt: a string, a list of token ids, or a dictionary with `prompt` or `prompt_token_ids`.
+            sampling_params: None: the checkpoint's defaults.
+            request_id: a name for `abort`, in use until the last output; None: a new one.
+            timeout: seconds, including tokenization, after which the request is aborted; None: no limit.
 
         Raises:
-            RequestError: the prompt or its parameters are not valid.
-            TimeoutError: the request was not finished in time; it was aborted.
-            EngineClosedError: the engine was closed, or failed, before the request had finished.
+            RequestError: the prompt or its parameters are invalid, or the id is in use.
+            TimeoutError: the request did not finish in time and was aborted.
+            EngineClosedError: the engine was closed, or failed, before the request finished.
         """
         self._check_running()
         self._loop = asyncio.get_running_loop()
@@ -88,11 +97,11 @@ class AsyncLLM(LocalEngine):
                 yield grown
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its iterator hands out the last output. One that is not there is ignored."""
+        """End a request; its iterator yields a last output. An unknown id is ignored."""
         self._frontend.abort(request_id)
 
     def close(self) -> None:
-        """Stop the thread and free the model. Requests that still run raise EngineClosedError."""
+        """Stop the engine and free the model. Running requests raise EngineClosedError."""
         if self._closed:
             return
         self._closed = True
@@ -104,7 +113,7 @@ class AsyncLLM(LocalEngine):
     def _check_running(self) -> None:
         self._check_open()
         if self._failure is not None:
-            raise EngineClosedError(f"the engine failed ({self._failure!r}); make a new one") from self._failure
+            raise EngineClosedError(f"the engine failed ({self._failure!r}); create a new one") from self._failure
 
     def _drive(self) -> None:
         """The engine's thread, until it is closed. What stops it otherwise is told to everybody who waits."""

@@ -64,174 +64,172 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]*)\s*", text)
     if not match or match[2].lower() not in _SIZE_UNITS:
-        raise ConfigError(f"{text!r} is not a size; write a number of bytes or one with a unit, such as '4GiB'")
+        raise ConfigError(f"{text!r} is not a size; give a number of bytes, or a number with a unit such as '4GiB'")
     return int(float(match[1]) * _SIZE_UNITS[match[2].lower()])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Options of one engine.
+    """The options of one engine, immutable. `EngineConfig.from_options` also accepts vLLM's names.
 
     Raises:
         ConfigError: an option has the wrong type, is out of range, or contradicts another one.
     """
 
     model: str = dataclasses.field(
-        metadata={"help": "folder of a Hugging Face checkpoint, org/name to download, or 'demo'"}
+        metadata={"help": "folder of a Hugging Face checkpoint, org/name on the Hub, or 'demo'"}
     )
     revision: str | None = option(None, "branch, tag or commit of a downloaded model")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto", "data type of weights and KV; auto is the checkpoint's"
+        "auto", "data type of weights and KV cache; auto: the checkpoint's"
     )
     quantization: Literal["int8", "int4"] | None = option(
-        None, "quantize the linear layers' weights while loading; int4 keeps the head in int8; default: as stored"
+        None, "quantize the weights of linear layers while loading (int4: the head in int8); default: as stored"
     )
     quantization_group_size: Literal[32, 64, 128] | None = option(
-        None, "int4: inputs that share a scale, default 64; fewer are more accurate and take more memory"
+        None, "int4: inputs per scale; smaller groups are more accurate and take more memory; default: 64"
     )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs; auto: a GPU if there is one")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs; auto: on a GPU if there is one")
     cpu_kernels: Literal["auto", "torch", "sse2", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_dot"] = option(
-        "auto", "instruction set of the compiled kernels, or torch for none; auto: the fastest that runs here"
+        "auto", "instruction set of the compiled kernels, or torch for none of them; auto: the fastest on this machine"
     )
     threads: int | None = option(
-        None, "threads of each rank; default: one per core, divided among the ranks", low=1, high=1024
+        None, "threads per rank; default: one per core, divided among the ranks", low=1, high=1024
     )
     tensor_parallel_size: int = option(
         1,
-        "ranks (processes) that share each layer; the tokens do not depend on it",
+        "ranks (processes) that share each layer; tokens do not depend on it",
         low=1,
         high=256,
         short="-tp",
     )
     pipeline_parallel_size: int = option(
         1,
-        "ranks (processes) that hold some of the layers each; as many steps are in flight at once",
+        "pipeline stages (ranks), each with some of the layers; as many steps are in flight at once",
         low=1,
         high=256,
         short="-pp",
     )
     data_parallel_size: int = option(
         1,
-        "engines of a server, each with the whole model; with expert parallelism: replicas of attention in one engine, "
-        "each with its own requests and KV, that share the experts",
+        "engines of a server, each with the whole model; with expert parallelism: data-parallel attention in one "
+        "engine, whose replicas have their own requests and KV and share the experts",
         low=1,
         high=256,
         short="-dp",
     )
     enable_expert_parallel: bool = option(
-        False, "each rank computes some of a layer's experts whole, instead of a part of every expert", short="-ep"
+        False, "each rank holds some of a layer's experts, instead of a part of every expert", short="-ep"
     )
     num_redundant_experts: int = option(
         0,
-        "with expert parallelism: how many experts of each layer, the busiest ones, are on more than one rank",
+        "with expert parallelism: how many of each layer's experts, the busiest, are on more than one rank",
         low=0,
         high=65536,
     )
     eplb_interval: int = option(
-        3000, "with expert parallelism: steps between moves of experts that even out the ranks' work; 0: never", low=0
+        3000, "with expert parallelism: steps between rebalancing experts across ranks; 0: never", low=0
     )
     distributed_executor_backend: Literal["mp", "ray", "external_launcher"] = option(
-        "mp", "who starts the ranks: Quire (on other machines 'quire rank'), Ray, or torchrun (one process per rank)"
+        "mp", "what starts the ranks: Quire (on other machines, 'quire rank'), Ray, or torchrun (one process per rank)"
     )
     nnodes: int = option(
-        1, "machines over which the ranks are spread; the others join with 'quire rank --join'", low=1, high=256
+        1, "number of machines for the ranks; the others join with 'quire rank --join'", low=1, high=256
     )
-    master_addr: str = option("127.0.0.1", "address of the first machine, this one, at which the others join")
+    master_addr: str = option("127.0.0.1", "address of the first machine (this one), where the others join")
     master_port: int = option(29501, "port at that address", low=1, high=65535)
     token_file: str | None = option(
-        None, "with several machines: file with a secret of at least 16 bytes, the same on all of them"
+        None, "with several machines: a file with a secret of at least 16 bytes, the same on all of them"
     )
-    join_timeout_s: float = option(
-        600.0, "seconds that the first machine waits for the others to join", low=0.1, high=86400.0
-    )
+    join_timeout_s: float = option(600.0, "seconds to wait for the other machines to join", low=0.1, high=86400.0)
     collective_timeout_s: float = option(
         30.0,
-        "seconds after which a rank that does not answer is given up, and the engine with it",
+        "seconds after which a rank that does not answer counts as lost, which ends the engine",
         low=0.1,
         high=86400.0,
     )
     max_model_len: int | None = option(
-        None, "longest context in tokens; default: the model's, or what the KV memory holds", low=1, high=2**40
+        None, "longest context in tokens; default: the model's, or what fits in the KV cache", low=1, high=2**40
     )
     block_size: Literal[16, 32, 64, 128, 256] = option(16, "tokens per KV block")
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = option(
-        "auto", "how KV is stored: in the model's data type, or in 8 bits with a scale per token and head (fp8: e4m3)"
+        "auto", "data type of the KV cache: the model's, or 8 bits with a scale per token and head (fp8: e4m3)"
     )
     num_kv_blocks: int | None = option(
         None, "number of KV blocks, overriding the memory plan; with several KV groups, of the first", low=2, high=2**40
     )
     kv_cache_memory: str | None = option(
-        None, "memory for KV on each rank, e.g. 4GiB; default: a share of what is free"
+        None, "memory for the KV cache on each rank, e.g. 4GiB; default: a share of the free memory"
     )
     host_kv_memory: str | None = option(
-        None, "host memory for KV blocks that the KV memory has no room for, of all ranks, e.g. 16GiB; default: none"
+        None, "host memory for KV blocks evicted from the KV cache, for all ranks together, e.g. 16GiB; default: none"
     )
     disk_kv_path: str | None = option(
-        None, "folder for KV blocks of the host memory that should outlive the engine; default: none"
+        None, "folder for KV blocks that should survive a restart; needs host_kv_memory; default: none"
     )
-    disk_kv_memory: str | None = option(None, "most that this folder may hold, e.g. 100GiB; default: 16GiB")
+    disk_kv_memory: str | None = option(None, "size limit of that folder, e.g. 100GiB; default: 16GiB")
     kv_role: Literal["prefill", "decode", "both"] | None = option(
         None,
-        "prefill: compute prompts for other engines; decode: have long prompts computed by another engine; both",
+        "prefill: compute prompts for other engines; decode: let another engine compute long prompts; both",
         short="--role",
     )
     prefill_url: str | None = option(
         None,
-        "servers that compute prompts, separated by commas, or HOST:KV_PORT of their engines; default: "
+        "servers that compute prompts, comma-separated, or HOST:KV_PORT of their engines; default: "
         "http://127.0.0.1:8000",
     )
     prefill_min_tokens: int = option(
         256,
-        "another engine computes prompts of at least so many tokens that are not cached",
+        "smallest number of uncached prompt tokens for which another engine computes the prompt",
         low=1,
         high=2**40,
     )
     kv_directory: str | None = option(
         None,
-        "where engines that share KV record who holds which blocks, such as redis://HOST:6379/0; needs kv_role",
+        "where engines that share KV publish which blocks they have, e.g. redis://HOST:6379/0; needs kv_role",
     )
     kv_transport: Literal["shared_memory", "socket", "mooncake", "nixl"] | None = option(
-        None, "how KV comes from another engine; default: shared_memory on one machine, else socket"
+        None, "how KV is transferred from another engine; default: shared_memory on one machine, otherwise socket"
     )
-    kv_host: str = option(
-        "127.0.0.1", "address at which other engines reach this one, where it has KV to offer (kv_role)"
+    kv_host: str = option("127.0.0.1", "address where other engines fetch KV from this one (kv_role)")
+    kv_port: int = option(
+        0, "port at that address; 0: any free port, which is reported to the others", low=0, high=65535
     )
-    kv_port: int = option(0, "port at that address; 0: any free one, which others are told", low=0, high=65535)
     cluster_key_file: str | None = option(
         None,
-        "file with a secret of at least 16 bytes, the same for all engines that share KV; default: one of this user's",
+        "file with a secret of at least 16 bytes, the same for all engines that share KV; default: one per user",
     )
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that Quire may use", low=0.01, high=1.0)
     prefix_cache: Literal["radix", "hash", "off"] = option(
-        "radix", "reuse the KV of shared prefixes: to the token, by whole blocks, or not at all"
+        "radix", "prefix caching: token by token (radix), in whole blocks (hash), or off"
     )
-    max_num_seqs: int = option(64, "most requests that run at once; default on a GPU: 256", low=1, high=65536)
+    max_num_seqs: int = option(64, "most requests running at once; default on a GPU: 256", low=1, high=65536)
     max_num_batched_tokens: int = option(
         2048, "most tokens computed in a step; default on a GPU: 8192", low=1, high=2**20
     )
-    min_chunk: int = option(16, "tokens per step that the oldest partial prefill always gets", low=1)
-    enable_chunked_prefill: bool = option(True, "let a prompt be computed over several steps")
-    max_num_partial_prefills: int = option(1, "most prompts that are partly computed at a time", low=1)
+    min_chunk: int = option(16, "smallest number of tokens per step for the oldest partial prefill", low=1)
+    enable_chunked_prefill: bool = option(True, "allow computing a prompt over several steps")
+    max_num_partial_prefills: int = option(1, "most partially computed prompts at a time", low=1)
     long_prefill_token_threshold: int = option(0, "most tokens of one prompt per step; 0: no limit", low=0)
     scheduling_policy: Literal["fcfs", "priority"] = option(
-        "fcfs", "order of requests: by arrival, or by priority (lower first) and arrival"
+        "fcfs", "order of requests: by arrival (fcfs), or by priority (lower first), then arrival"
     )
     target_itl_ms: float | None = option(
-        None, "aim for so many milliseconds between tokens, by shrinking prefill chunks", low=1.0, high=600_000.0
+        None, "target inter-token latency in milliseconds, reached by shrinking prefill chunks", low=1.0, high=600_000.0
     )
     async_scheduling: bool = option(
-        True, "schedule the next step while the device runs one; default on a CPU: off, since all cores compute"
+        True, "schedule the next step while the current one runs; default on a CPU: off, since all cores compute"
     )
     cuda_graphs: Literal["lazy", "eager", "off"] = option(
         "lazy",
-        "record steps as CUDA graphs: decodes at start and others as they come (lazy), all at start, or none",
+        "capture CUDA graphs: decodes at start and other steps when first needed (lazy), all at start (eager), or none",
     )
     enforce_eager: bool = option(False, "the same as cuda_graphs=off")
     deterministic: bool = option(
-        True, "a request's tokens depend on nothing but the request; default on a GPU: off, since it costs speed"
+        True, "a request's tokens do not depend on other requests; default on a GPU: off, since it costs speed"
     )
     generation_config: Literal["auto", "off"] = option(
-        "auto", "sampling defaults: the checkpoint's generation_config.json, or neutral ones"
+        "auto", "sampling defaults: the checkpoint's generation_config.json (auto), or neutral values (off)"
     )
     tool_format: Literal[
         "auto",
@@ -249,17 +247,16 @@ class EngineConfig:
         "lfm2",
         "gemma4",
         "harmony",
-    ] = option(
-        "auto", "how the model writes tool calls: as its chat template shows, not at all (off), or in a known format"
-    )
+    ] = option("auto", "format of tool calls: detected from the chat template (auto), none (off), or a known format")
     speculative_config: Mapping[str, Any] | None = option(
         None,
-        "draft tokens and verify several per step; JSON: method (ngram, draft_model, eagle, eagle3, mtp), model, ...",
+        "speculative decoding; JSON with method (ngram, draft_model, eagle, eagle3, mtp), model, ...",
     )
     speculative_acceptance: Literal["exact", "rejection"] = option(
-        "exact", "accept drafts that equal the sampled tokens, or by rejection sampling, which keeps the distribution"
+        "exact",
+        "accept drafts that equal the sampled tokens, or by rejection sampling, which keeps only the distribution",
     )
-    profile: str | None = option(None, "folder to write a timeline of the steps to, for Perfetto")
+    profile: str | None = option(None, "folder for a timeline of the steps, for Perfetto")
     check_invariants: bool = option(False, "check the scheduler's bookkeeping after every step (slow; for debugging)")
 
     def __post_init__(self) -> None:
@@ -274,15 +271,16 @@ class EngineConfig:
         if self.quantization == "int8" and self.quantization_group_size is not None:
             raise ConfigError(
                 f"quantization_group_size={self.quantization_group_size} is for int4, but quantization=int8 has one "
-                "scale an output; leave the group size out, or choose int4"
+                "scale per output; leave the group size out, or use int4"
             )
         if self.enforce_eager and self.cuda_graphs == "eager":
             raise ConfigError(
-                "enforce_eager=True records no CUDA graphs, but cuda_graphs=eager records all at start; leave one out"
+                "enforce_eager=True turns CUDA graphs off, but cuda_graphs=eager captures all of them at start; leave "
+                "one out"
             )
         if self.num_redundant_experts and not self.enable_expert_parallel:
             raise ConfigError(
-                f"num_redundant_experts={self.num_redundant_experts} is for expert parallelism; set "
+                f"num_redundant_experts={self.num_redundant_experts} needs expert parallelism; set "
                 "enable_expert_parallel, or leave it out"
             )
         self._check_replicas()
@@ -301,27 +299,27 @@ class EngineConfig:
         }
         if self.replicas > 1 and (found := [name for name, there in beside.items() if there]):
             raise ConfigError(
-                f"data_parallel_size={self.replicas} with {found[0]}: not yet; leave one of them out, or start so many "
-                "servers in place of the replicas"
+                f"data_parallel_size={self.replicas} with {found[0]} is not supported yet; leave one of them out, or "
+                f"start {self.replicas} servers instead of replicas"
             )
 
     def _check_machines(self) -> None:
         if self.nnodes > self.num_ranks:
             raise ConfigError(
-                f"nnodes={self.nnodes} machines for {self.num_ranks} ranks, and each has one at least; lower it, or "
-                "raise tensor_parallel_size or pipeline_parallel_size"
+                f"nnodes={self.nnodes} is more than the number of ranks, {self.num_ranks}, and each machine needs at "
+                "least one; lower it, or raise tensor_parallel_size or pipeline_parallel_size"
             )
         launched = self.distributed_executor_backend == "external_launcher" and self.num_ranks > 1
         several = "distributed_executor_backend=external_launcher" if launched else f"nnodes={self.nnodes}"
         ray = self.distributed_executor_backend == "ray"
         if ray and self.nnodes == 1:
             raise ConfigError(
-                "distributed_executor_backend=ray starts ranks on other machines, and nnodes=1; set nnodes to all "
-                "machines, or leave Ray out: ranks of one machine are started without it"
+                "distributed_executor_backend=ray starts ranks on other machines, but nnodes=1; set nnodes to the "
+                "number of machines, or leave Ray out: on one machine, ranks are started without it"
             )
         if (self.nnodes > 1 or launched) and not (self.token_file or ray):
             raise ConfigError(
-                f"{several} needs token_file, a file with a secret that all machines have; make one with "
+                f"{several} needs token_file, a file with a secret that is the same on all machines; create one with "
                 "'openssl rand -hex 32'"
             )
         if self.nnodes == 1 and not launched and self.token_file:
@@ -332,18 +330,20 @@ class EngineConfig:
         if stages > 1 and self.data_parallel_size > self.replicas:
             raise ConfigError(
                 f"pipeline_parallel_size={stages} with enable_expert_parallel and data_parallel_size="
-                f"{self.data_parallel_size}: not yet; leave one of them out"
+                f"{self.data_parallel_size} is not supported yet; leave one of them out"
             )
 
     def _check_tiers(self) -> None:
         if self.disk_kv_memory is not None and self.disk_kv_path is None:
-            raise ConfigError(f"disk_kv_memory={self.disk_kv_memory} names no folder; set disk_kv_path too")
+            raise ConfigError(
+                f"disk_kv_memory={self.disk_kv_memory} limits a folder, but there is none; set disk_kv_path too"
+            )
         self._check_role()
         if not self.host_kv_bytes:
             if self.disk_kv_path is not None:
                 raise ConfigError(
-                    f"disk_kv_path={self.disk_kv_path}: blocks go to a disk and come back through host memory; set "
-                    "host_kv_memory too, such as host_kv_memory=1GiB"
+                    f"disk_kv_path={self.disk_kv_path} needs host_kv_memory, since blocks go to disk and back through "
+                    "host memory; set it too, such as host_kv_memory=1GiB"
                 )
             return
         beside = {
@@ -352,40 +352,40 @@ class EngineConfig:
         }
         if found := [name for name, there in beside.items() if there]:
             raise ConfigError(
-                f"{self._tier_option} with {found[0]}: not yet, as its slots are memory of one machine; leave one of "
-                "them out"
+                f"{self._tier_option} with {found[0]} is not supported yet, since the host tier is memory of one "
+                "machine; leave one of them out"
             )
         behind = "disk_kv_path" if self.disk_kv_path is not None else self.kv_role and f"kv_role={self.kv_role}"
         if self.data_parallel_size > self.replicas and behind:
             raise ConfigError(
-                f"{behind} with data_parallel_size={self.data_parallel_size}: not yet, as one scheduler alone asks for "
-                "what it does; leave one of them out (replicas may have host_kv_memory)"
+                f"{behind} with enable_expert_parallel and data_parallel_size={self.data_parallel_size} is not "
+                "supported yet, since it needs a single scheduler; leave one of them out (host_kv_memory is supported)"
             )
         if self.prefix_cache == "off":
             raise ConfigError(
-                f"{self._tier_option} with prefix_cache=off: blocks come back through the prefix cache; leave one of "
-                "them out"
+                f"{self._tier_option} needs the prefix cache, through which blocks are loaded, but prefix_cache=off; "
+                "leave one of them out"
             )
 
     def _check_role(self) -> None:
         if self.prefill_url is not None and not self.decodes:
             raise ConfigError(
-                f"prefill_url={self.prefill_url} is for an engine that has prompts computed elsewhere; set "
+                f"prefill_url={self.prefill_url} is for an engine whose prompts are computed elsewhere; set "
                 "kv_role=decode (--role decode), or leave it out"
             )
         if self.decodes and not self.prefill_urls and (self.prefill_url is not None or self.kv_directory is None):
             raise ConfigError(
-                f"prefill_url={self.prefill_url!r} names no server; give it one, such as http://10.0.0.1:8000"
+                f"prefill_url={self.prefill_url!r} names no server; give its URL, such as http://10.0.0.1:8000"
             )
         if self.kv_role == "both" and self.prefill_url is None and self.kv_directory is None:
             raise ConfigError(
-                "kv_role=both needs kv_directory, where engines find one another's blocks, or prefill_url, the other "
-                "servers that compute prompts for this one"
+                "kv_role=both needs kv_directory, where engines find each other's blocks, or prefill_url, the servers "
+                "that compute prompts for this one; set one of them"
             )
         if self.kv_directory is not None and self.kv_role is None:
             raise ConfigError(
-                "kv_directory is for engines that share KV; set kv_role=both, or prefill where other engines only "
-                "read here, or decode where they do not"
+                "kv_directory needs kv_role, since it is for engines that share KV; set kv_role=both, or prefill if "
+                "this engine only provides blocks, or decode if it only fetches them"
             )
         if self.cluster_key_file is not None and self.kv_role is None and self.disk_kv_path is None:
             raise ConfigError("cluster_key_file is for engines that share KV; set kv_role or disk_kv_path")
@@ -394,15 +394,15 @@ class EngineConfig:
         spec = self.speculation
         if spec is None and self.speculative_acceptance != "exact":
             raise ConfigError(
-                f"speculative_acceptance={self.speculative_acceptance} is for drafts, and nothing drafts: set "
+                f"speculative_acceptance={self.speculative_acceptance} needs speculative decoding; set "
                 "speculative_config, or leave it out"
             )
         if spec is not None and spec.model is not None:  # found for the demo: a path in its place must not lose it
             object.__setattr__(self, "speculative_config", {**(self.speculative_config or {}), "model": spec.model})
         if spec is not None and spec.tree_width > 1 and self.speculative_acceptance == "rejection":
             raise ConfigError(
-                "speculative_acceptance=rejection verifies drafts that follow one another; leave tree_width out, or "
-                "accept exactly"
+                "speculative_acceptance=rejection cannot verify trees of drafts; leave tree_width out, or use "
+                "speculative_acceptance=exact"
             )
 
     def _check_budgets(self) -> None:
@@ -425,8 +425,8 @@ class EngineConfig:
             )
         if not self.enable_chunked_prefill and self.target_itl_ms is not None:
             raise ConfigError(
-                f"target_itl_ms={self.target_itl_ms} works by shrinking prompt chunks; leave "
-                "enable_chunked_prefill on, or drop the target"
+                f"target_itl_ms={self.target_itl_ms} needs chunked prefill, since it shrinks prompt chunks; leave "
+                "enable_chunked_prefill on, or leave the target out"
             )
 
     @functools.cached_property
@@ -488,13 +488,16 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], preset: str | None = None) -> EngineConfig:
-        """A configuration from named options, as keyword arguments or YAML keys give them.
+        """A configuration from options by name, as in keyword arguments or a YAML file.
 
-        Names and values may be vLLM's. None is the same as not given. The device is found if it is left to "auto",
-        and what is not set gets that device's defaults.
+        Device "auto" is resolved, and options that are not set get that device's defaults.
+
+        Args:
+            options: by Quire's or vLLM's names and values; None is the same as not given.
+            preset: "chat", "batch" or "long-context"; `options` override it.
 
         Raises:
-            ConfigError: an option or the preset is unknown (the message names the nearest one), or invalid.
+            ConfigError: an option or the preset is unknown (the message suggests the nearest one) or invalid.
         """
         if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
             raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
@@ -508,7 +511,7 @@ class EngineConfig:
             name: value for name, value in given.items() if value is not None or type(None) in get_args(hints[name])
         }
         if "model" not in given:
-            raise ConfigError("no model was named; give a folder, org/name, or 'demo'")
+            raise ConfigError("no model was given; give a folder, org/name, or 'demo'")
         for name in SIZES:
             if type(given.get(name)) is int:  # YAML reads a plain number of bytes as one
                 given[name] = str(given[name])
@@ -540,7 +543,9 @@ def check_field(field: dataclasses.Field[Any], hint: Any, value: Any) -> None:
         return
     if get_origin(hint) is Mapping:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{field.name}={value!r} is of type {type(value).__name__}; it must map names to values")
+            raise ConfigError(
+                f"{field.name}={value!r} is of type {type(value).__name__}; it must be a mapping (a JSON object)"
+            )
         return
     accepted = (int, float) if hint is float else hint
     if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):

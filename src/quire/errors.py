@@ -105,7 +105,14 @@ class ChatTemplateError(QuireError, ValueError):
 
 
 class UnknownTemplateVariableError(ChatTemplateError):
-    """A variable was given that the chat template does not read, or the template prints one that was not given."""
+    """A variable was given that the chat template does not use, or the template uses one that was not given.
+
+    `param` is the variable that was given; None if one is missing.
+    """
+
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class RequestError(QuireError, ValueError):

@@ -1,4 +1,4 @@
-"""`LLM`, what a Python program uses: an engine in the calling thread, which makes a step when it is asked for one."""
+"""`LLM`, the Python interface: an engine in the calling thread, which runs a step when asked to."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Message = Mapping[str, Any]
 
 
 class LocalEngine:
-    """An engine in this process with its frontend, and what may be asked about them: `LLM`, or `AsyncLLM`."""
+    """An engine in this process with its frontend, and their properties: the base of `LLM` and `AsyncLLM`."""
 
     def __init__(self, model: str, preset: str | None, on_load: OnLoad | None, options: Mapping[str, Any]) -> None:
         self.config = EngineConfig.from_options({"model": model, **options}, preset)
@@ -79,7 +79,7 @@ class LocalEngine:
 
     @property
     def default_params(self) -> SamplingParams:
-        """What unset sampling parameters mean: the checkpoint's `generation_config.json`, or neutral values."""
+        """The values of unset sampling parameters: from the checkpoint's `generation_config.json`, or neutral ones."""
         return self._frontend.default_params
 
     @property
@@ -99,7 +99,7 @@ class LocalEngine:
         return self._engine.stats
 
     def get_tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's tokenizer; None where it has none."""
+        """The checkpoint's tokenizer; None if it has none."""
         return self.tokenizer
 
     def __repr__(self) -> str:
@@ -107,10 +107,14 @@ class LocalEngine:
         return f"<{type(self).__name__} {self.config.model!r}: {what}, context {self.max_model_len:,}>"
 
     def render_chat(self, messages: Sequence[Message], **template_variables: Any) -> list[int]:
-        """Token ids of a chat, rendered with the model's own template, ready for the assistant's answer.
+        """Token ids of a chat, rendered with the model's chat template, ending where the assistant's reply begins.
+
+        Args:
+            messages: each with `role` and `content`, as in OpenAI's API.
+            template_variables: variables of the template, such as `enable_thinking`.
 
         Raises:
-            ChatTemplateError: there is no template, or it does not take these messages or variables.
+            ChatTemplateError: the checkpoint has no chat template, or it does not accept these messages or variables.
         """
         return self._render(messages, template_variables).token_ids
 
@@ -118,10 +122,14 @@ class LocalEngine:
         self, messages: Sequence[Message], template_variables: Mapping[str, Any], reply: ReplyRequest | None = None
     ) -> RenderedChat:
         if self.tokenizer is None:
-            raise ChatTemplateError("this checkpoint has no tokenizer, so no chat template; give token ids")
+            raise ChatTemplateError(
+                "this checkpoint has no tokenizer and so no chat template; use generate with token ids"
+            )
         chat = self.tokenizer.apply_chat_template(messages, reply=reply, variables=template_variables)
         for name, why in chat.loosened.items():
-            logger.warning("arguments of the tool %s are any JSON object: %s; strict refuses it instead", name, why)
+            logger.warning(
+                "arguments of the tool %s may be any JSON object, since %s; strict: true refuses such tools", name, why
+            )
         return chat
 
     def _add(self, request: Request) -> None:
@@ -132,7 +140,7 @@ class LocalEngine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineClosedError("this engine was closed; make a new one")
+            raise EngineClosedError("this engine was closed; create a new one")
 
 
 P = ParamSpec("P")
@@ -151,18 +159,21 @@ def _one_thread(method: Callable[Concatenate[LLM, P], R]) -> Callable[Concatenat
 
 
 class LLM(LocalEngine):
-    """An engine for offline use, in the calling thread. Threads may use it one after the other; a call that comes
-    while another thread is in one raises ConcurrentUseError.
+    """An engine for offline inference, which runs in the calling thread.
+
+    Several threads may use it in turn; a call while another thread is inside one raises ConcurrentUseError. `AsyncLLM`
+    is for concurrent callers. Close it with `close()` or a `with` block.
 
     Args:
-        model: folder of a Hugging Face checkpoint, `org/name` to download, or "demo" for the embedded model.
-        preset: "chat", "batch" or "long-context" sets a few options; those given by hand win.
-        on_load: told (phase, share done) while starting; default: a notebook shows it in its cell.
-        options: fields of `EngineConfig`.
+        model: folder of a Hugging Face checkpoint, `org/name` on the Hub, or "demo" for the embedded model.
+        preset: "chat" (low latency), "batch" (throughput) or "long-context"; sets a few options, which explicit ones
+            override.
+        on_load: called with (phase, fraction done) while loading; default: progress in the cell of a notebook.
+        options: fields of `EngineConfig`, listed below; vLLM's names are accepted too.
 
     Raises:
-        ConfigError: an option is unknown or not valid.
-        CheckpointError: the checkpoint cannot be used.
+        ConfigError: an option is unknown or invalid.
+        CheckpointError: the checkpoint is missing, damaged or not supported.
 
     Example:
         >>> with LLM("demo") as llm:
@@ -198,17 +209,18 @@ class LLM(LocalEngine):
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Complete prompts; returns one output a prompt, in their order.
+        """Complete prompts. Returns one output per prompt, in the order of the prompts.
 
         Args:
-            prompts: a string, a list of token ids, or a list of such; a dictionary with `prompt` or `prompt_token_ids`,
-                as vLLM has it, is one, too.
-            sampling_params: one for all prompts, or one a prompt; None is the checkpoint's defaults.
+            prompts: one prompt or a list of them. A prompt is a string, a list of token ids, or a dictionary with
+                `prompt` or `prompt_token_ids`, as in vLLM.
+            sampling_params: one for all prompts, or a list with one per prompt; None: the checkpoint's defaults.
             progress: show a progress bar.
 
         Raises:
-            RequestError: a prompt or its parameters are not valid; `index` says which. All are checked before
-                anything runs; what goes wrong later ends that request alone, with `finish_reason="error"`, and warns.
+            RequestError: a prompt or its parameters are invalid; `index` says which. All prompts are checked before
+                anything runs. A later failure ends only that request, with `finish_reason="error"` and a warning.
+            EngineClosedError: the engine was closed.
         """
         self._check_open()
         many = _prompt_list(prompts)
@@ -237,17 +249,19 @@ class LLM(LocalEngine):
         prompt_name: str | None = None,
         progress: bool = False,
     ) -> list[EmbeddingOutput]:
-        """Embed prompts as the checkpoint says (see `PoolingConfig`); one output a prompt, in their order.
+        """Embed prompts, with the pooling that the checkpoint's Sentence Transformers files specify. Returns one output
+        per prompt, in the order of the prompts.
 
         Args:
-            prompts: as of `generate`.
-            dimensions: cut embeddings to so many, as those of Matryoshka models may be.
-            prompt_name: which of the checkpoint's prompts stands before each text, such as "query"; None: its default
-                one, if it has one. Token ids are taken as they are.
+            prompts: as for `generate`.
+            dimensions: truncate embeddings to this many components and normalize them again, for Matryoshka models.
+            prompt_name: the checkpoint's prompt to put before each text, such as "query"; None: its default prompt, if
+                it has one. Token ids never get a prompt.
+            progress: show a progress bar.
 
         Raises:
-            RequestError: a prompt or `dimensions` is not valid, or a prompt could not be embedded.
-            ModelConfigError: the checkpoint's embeddings are made in a way that is not supported.
+            RequestError: a prompt, `prompt_name` or `dimensions` is invalid, or a prompt could not be embedded.
+            ModelConfigError: the checkpoint uses an unsupported kind of pooling.
         """
         self._check_open()
         many, pooling = _prompt_list(prompts), PoolingConfig.read(self._engine.path)
@@ -275,20 +289,24 @@ class LLM(LocalEngine):
         progress: bool = False,
         **template_variables: Any,
     ) -> list[RequestOutput]:
-        """Answer one chat, or a list of them, rendered with the model's own template; else like `generate`.
+        """Reply to one chat, or to a list of chats, rendered with the model's chat template; otherwise like `generate`.
 
-        `outputs[i].reply` has the answer's parts: reasoning, content and tool calls. `structured_outputs` means the
+        `outputs[i].reply` is the parsed reply: reasoning, content and tool calls. `structured_outputs` applies to the
         content.
 
         Args:
-            tools: functions that may be called, as OpenAI spells them.
-            tool_choice: "auto" (what None means), "none", "required", or one of them, as OpenAI spells it.
-            parallel_tool_calls: several calls may come in one answer.
-            template_variables: of the template, such as `enable_thinking`.
+            messages: one chat, or a list of them; messages have `role` and `content`, as in OpenAI's API.
+            sampling_params: one for all chats, or a list with one per chat; None: the checkpoint's defaults.
+            tools: the functions that may be called, in OpenAI's format.
+            tool_choice: "auto" (the default), "none", "required", or a function, in OpenAI's format.
+            parallel_tool_calls: allow several calls in one reply.
+            progress: show a progress bar.
+            template_variables: variables of the template, such as `enable_thinking`.
 
         Raises:
-            ChatTemplateError: the template is missing, or does not take these messages or variables.
-            SamplingParamsError: tools are not valid, or the template shows no way to call them.
+            ChatTemplateError: the checkpoint has no chat template, or it does not accept these messages or variables.
+            SamplingParamsError: the tools are invalid, or the template does not show how the model calls them.
+            RequestError: as for `generate`.
         """
         one = not isinstance(messages, list | tuple) or not messages or isinstance(messages[0], Mapping)
         chats: Any = [messages] if one else messages
@@ -324,10 +342,12 @@ class LLM(LocalEngine):
         return _warn_of_errors(self._run_all(self._prepare_chats(rendered), progress))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt, handing out its output whenever it has grown.
+        """Complete one prompt, yielding its output whenever it has grown.
 
-        It is the same object each time; `outputs[i].delta` is the text that is new. Leaving the loop early
-        aborts the request.
+        It is the same object each time; `outputs[i].delta` is the new text. Leaving the loop early aborts the request.
+
+        Raises:
+            RequestError: the prompt or its parameters are invalid; raised by the call, before the first output.
         """
         self._check_open()
         return self._stream(self._frontend.prepare(prompt, sampling_params))
@@ -382,9 +402,12 @@ class LLM(LocalEngine):
     def add_request(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
-        """Queue a prompt; `step` makes it run. Returns its id: the given one, or a new one.
+        """Queue a prompt, to be run by `step`. Returns its request id: the given one, or a new one.
 
         An id is in use until `step` or `abort` has returned the request's last output.
+
+        Raises:
+            RequestError: the prompt or its parameters are invalid, or the id is in use.
         """
         self._check_open()
         prepared = self._frontend.prepare(prompt, sampling_params)
@@ -394,7 +417,7 @@ class LLM(LocalEngine):
     def add_chat(
         self,
         messages: Sequence[Message],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -402,12 +425,12 @@ class LLM(LocalEngine):
         parallel_tool_calls: bool = True,
         **template_variables: Any,
     ) -> str:
-        """Queue one chat; `step` makes it run. Arguments and errors are those of `chat`, the id that of `add_request`.
+        """Queue one chat, to be run by `step`. Arguments and errors are those of `chat`; the id is as in `add_request`.
 
-        `outputs[0].events` grows as the reply does: reasoning, content and tool calls, in the order in which they come.
+        `outputs[0].events` grows with the reply: reasoning, content and tool calls, in order.
         """
         wanted = reply_request(tools, tool_choice, parallel_tool_calls)
-        return self._add_chat(self._render_chats([messages], [params], wanted, template_variables), request_id)
+        return self._add_chat(self._render_chats([messages], [sampling_params], wanted, template_variables), request_id)
 
     @_one_thread
     def _add_chat(self, rendered: Sequence[tuple[RenderedChat, SamplingParams]], request_id: str | None) -> str:
@@ -417,15 +440,15 @@ class LLM(LocalEngine):
 
     @_one_thread
     def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs that changed, each once. A finished one comes a last time."""
+        """Run one step. Returns the outputs that changed, each once; a finished output is returned a last time."""
         self._advance()
         ready = [request_id for request_id in self._changed if request_id not in self._streaming]
         return [self._frontend.hand_out(self._changed.pop(request_id)) for request_id in ready]
 
     @_one_thread
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request. Returns its last output; nothing where the id is not in use, or belongs to a `stream`,
-        which then ends with it.
+        """End a request. Returns its last output in a list; an empty list if the id is not in use, or belongs to a
+        `stream`, which then ends with that output.
         """
         self._check_open()
         with self._interrupts.held():
@@ -446,12 +469,12 @@ class LLM(LocalEngine):
 
     @property
     def idle(self) -> bool:
-        """Nothing is queued or running, and `step` has handed out all there was."""
+        """Whether nothing is queued or running, and `step` has returned all outputs."""
         return self._frontend.idle and self._changed.keys() <= self._streaming
 
     @_one_thread
     def close(self) -> None:
-        """Free the model and its memory. What needs them raises EngineClosedError from now on."""
+        """Free the model and its memory. Later calls that need them raise EngineClosedError."""
         self._closed = True
         self._engine.close()
 
@@ -492,8 +515,8 @@ def _load_engine(config: EngineConfig, on_load: OnLoad | None) -> Engine:
     """
     if config.prefills:
         raise ConfigError(
-            f"kv_role={config.kv_role}: prompts of other engines are computed by a server; start one with 'quire serve "
-            f"{config.model} --role {config.kv_role}', or set kv_role=decode"
+            f"kv_role={config.kv_role} needs a server, which computes prompts for other engines; start one with 'quire "
+            f"serve {config.model} --role {config.kv_role}', or set kv_role=decode"
         )
     if on_load is not None:
         on_load("finding the checkpoint", 0.0)
@@ -515,7 +538,7 @@ def _warn_of_errors(outputs: list[RequestOutput]) -> list[RequestOutput]:
         return outputs
     [first, *_] = [one.error for one in outputs[failed[0]].outputs if one.error]
     warnings.warn(
-        f"{len(failed)} of {len(outputs)} requests ended with an error; the first is outputs[{failed[0]}]: {first}",
+        f"{len(failed)} of {len(outputs)} requests failed; the first is outputs[{failed[0]}]: {first}",
         RuntimeWarning,
         stacklevel=_levels_to_the_caller(),
     )
@@ -571,7 +594,7 @@ def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count
         )
     if len(params) != count:
         raise RequestError(
-            f"{count} prompts came with {len(params)} sampling_params; give one for all, or one a prompt"
+            f"{count} prompts came with {len(params)} sampling_params; give one for all prompts, or one per prompt"
         )
     for index, each in enumerate(params):
         if each is not None and not isinstance(each, SamplingParams):

@@ -30,10 +30,10 @@ class OtherOption:
 
 LLAMA_CPP, OLLAMA = "llama.cpp", "Ollama"
 _UNBOUNDED = {"-1": "none", "-2": "none"}
-_ONE_DEVICE = "a model is on one device as a whole: cuda or cpu"
-_BATCH = "the tokens of one step, of all requests together"
+_ONE_DEVICE = "a model is entirely on one device, cuda or cpu"
+_BATCH = "the tokens of one step, for all requests together"
 _DRAFTS = """a JSON object, as in '{"model": "org/name", "num_speculative_tokens": 4}'"""
-_ALWAYS = "leave it out, it is always so"
+_ALWAYS = "leave it out, it is always on"
 
 OTHER_OPTIONS: dict[str, OtherOption] = {
     # the same
@@ -54,28 +54,28 @@ OTHER_OPTIONS: dict[str, OtherOption] = {
     "api_key_file": OtherOption(LLAMA_CPP, "api_key", "with @ before the file's name"),
     "batch_size": OtherOption(LLAMA_CPP, "max_num_batched_tokens", _BATCH, short=("-b",)),
     "ubatch_size": OtherOption(LLAMA_CPP, "max_num_batched_tokens", _BATCH, short=("-ub",)),
-    "cache_type_k": OtherOption(LLAMA_CPP, "kv_cache_dtype", "int8 or fp8, of keys and values", short=("-ctk",)),
-    "cache_type_v": OtherOption(LLAMA_CPP, "kv_cache_dtype", "int8 or fp8, of keys and values", short=("-ctv",)),
+    "cache_type_k": OtherOption(LLAMA_CPP, "kv_cache_dtype", "int8 or fp8, for keys and values", short=("-ctk",)),
+    "cache_type_v": OtherOption(LLAMA_CPP, "kv_cache_dtype", "int8 or fp8, for keys and values", short=("-ctv",)),
     "draft_max": OtherOption(LLAMA_CPP, "speculative_config", _DRAFTS, short=("--draft",)),
     "model_draft": OtherOption(LLAMA_CPP, "speculative_config", _DRAFTS, short=("-md",)),
     "format": OtherOption(OLLAMA, "structured_outputs", """'{"json_object": true}' for JSON"""),
     "gpu_layers": OtherOption(LLAMA_CPP, "device", _ONE_DEVICE, short=("-ngl",)),
     "n_gpu_layers": OtherOption(LLAMA_CPP, "device", _ONE_DEVICE),
     "num_gpu": OtherOption(OLLAMA, "device", _ONE_DEVICE),
-    "repeat_penalty": OtherOption(LLAMA_CPP, "repetition_penalty", "it counts all of prompt and output"),
+    "repeat_penalty": OtherOption(LLAMA_CPP, "repetition_penalty", "it covers the whole prompt and output"),
     # nothing of the kind
     "cont_batching": OtherOption(LLAMA_CPP, None, _ALWAYS, short=("-cb",)),
-    "conversation": OtherOption(LLAMA_CPP, None, "'quire chat' is one, 'quire generate' is none", short=("-cnv",)),
+    "conversation": OtherOption(
+        LLAMA_CPP, None, "use 'quire chat' for a conversation, 'quire generate' for a completion", short=("-cnv",)
+    ),
     "file": OtherOption(LLAMA_CPP, None, "pipe the prompt in, as in 'quire generate MODEL < FILE'", short=("-f",)),
-    "flash_attn": OtherOption(LLAMA_CPP, None, "leave it out, attention never stores its scores", short=("-fa",)),
+    "flash_attn": OtherOption(LLAMA_CPP, None, "leave it out, attention always works that way", short=("-fa",)),
     "hf_repo": OtherOption(LLAMA_CPP, None, "give org/name as the model", short=("-hf", "-hfr")),
     "jinja": OtherOption(LLAMA_CPP, None, _ALWAYS),
-    "keepalive": OtherOption(OLLAMA, None, "leave it out, a model stays until its command ends"),
-    "lora": OtherOption(LLAMA_CPP, None, "adapters are not read; merge them into the checkpoint"),
-    "mlock": OtherOption(LLAMA_CPP, None, "leave it out, packed weights are in memory of the process"),
-    "prompt": OtherOption(
-        LLAMA_CPP, None, "prompts stand behind the model: quire generate MODEL PROMPT", short=("-p",)
-    ),
+    "keepalive": OtherOption(OLLAMA, None, "leave it out, the model stays loaded until the command ends"),
+    "lora": OtherOption(LLAMA_CPP, None, "adapters are not supported; merge them into the checkpoint"),
+    "mlock": OtherOption(LLAMA_CPP, None, "leave it out, weights are in the memory of the process"),
+    "prompt": OtherOption(LLAMA_CPP, None, "put prompts after the model: quire generate MODEL PROMPT", short=("-p",)),
 }
 
 OTHER_COMMANDS = {
@@ -83,9 +83,9 @@ OTHER_COMMANDS = {
     "complete": "use 'quire generate MODEL PROMPT'",
     "run-batch": "use 'quire batch IN.jsonl OUT.jsonl'",
     "show": "use 'quire inspect MODEL'",
-    "pull": "it is not needed: a model is downloaded when it is first used, or by 'hf download org/name'",
-    "list": "use 'hf cache ls': models lie in the hub's cache",
-    "rm": "use 'hf cache rm': models lie in the hub's cache",
+    "pull": "not needed: models are downloaded when first used, or by 'hf download org/name'",
+    "list": "use 'hf cache ls': models are in the Hub cache",
+    "rm": "use 'hf cache rm': models are in the Hub cache",
     "collect-env": "use 'quire doctor'",
 }
 """Commands of Ollama and vLLM, and what to do here."""

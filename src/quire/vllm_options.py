@@ -37,7 +37,7 @@ def _one(*short: str) -> VllmOption:
     return VllmOption(
         kind=int,
         same=(1,),
-        why="of ranks, tensor_parallel_size, pipeline_parallel_size and data_parallel_size are there",
+        why="set tensor_parallel_size, pipeline_parallel_size or data_parallel_size",
         short=short,
     )
 
@@ -54,9 +54,9 @@ def _any(kind: Any) -> VllmOption:
     return VllmOption(kind=kind, same=None)
 
 
-_OWN = "a checkpoint's own is used"
-_NO_SWAP = "a request that gave way is computed again, or comes back from host_kv_memory, where that is set"
-_NO_LORA = "adapters are not there yet"
+_OWN = "the checkpoint's is used"
+_NO_SWAP = "preempted requests are recomputed, or loaded from host_kv_memory if that is set"
+_NO_LORA = "LoRA adapters are not supported yet"
 
 VLLM_OPTIONS: dict[str, VllmOption] = {
     # the same under another name or value
@@ -74,7 +74,7 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "data_parallel_size_local": _one("-dpl"),
     "decode_context_parallel_size": _one("-dcp"),
     "prefill_context_parallel_size": _one("-pcp"),
-    "worker_use_ray": _off("Quire starts its ranks without Ray: see 'quire rank --help'"),
+    "worker_use_ray": _off("ranks are started without Ray; see 'quire rank --help'"),
     # what changes nothing here
     "disable_custom_all_reduce": _any(bool),
     "disable_log_stats": _any(bool),
@@ -87,32 +87,32 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     # what is not there
     "calculate_kv_scales": _off("an 8-bit cache has a scale for each token and head"),
     "code_revision": _only(str, why="Quire never runs code from a checkpoint"),
-    "compilation_config": _only(Mapping[str, Any], {}, why="nothing is compiled that could be set; see cuda_graphs"),
-    "cpu_offload_gb": _only(float, 0, why="weights are not moved out of the device's memory"),
-    "download_dir": _only(str, why="downloads lie where huggingface_hub has them; set HF_HOME"),
+    "compilation_config": _only(Mapping[str, Any], {}, why="models are not compiled; see cuda_graphs"),
+    "cpu_offload_gb": _only(float, 0, why="weights cannot be offloaded"),
+    "download_dir": _only(str, why="downloads go to the cache of huggingface_hub; set HF_HOME"),
     "enable_lora": _off(_NO_LORA),
-    "enable_sleep_mode": _off("an engine cannot give its memory back and go on"),
+    "enable_sleep_mode": _off("an engine cannot release its memory and resume"),
     "hf_overrides": _only(Mapping[str, Any], {}, why="a checkpoint is used as it is; change its config.json"),
     "kv_transfer_config": _only(
-        Mapping[str, Any], {}, why="engines that compute prompts for others have kv_role, prefill_url and kv_transport"
+        Mapping[str, Any], {}, why="for disaggregated prefill set kv_role, prefill_url and kv_transport"
     ),
-    "limit_mm_per_prompt": _only(Mapping[str, Any], {}, why="models of text alone are there"),
+    "limit_mm_per_prompt": _only(Mapping[str, Any], {}, why="only text models are supported"),
     "load_format": _only(str, "auto", "safetensors", why="checkpoints are read from safetensors files"),
     "lora_modules": _only(str, why=_NO_LORA),
-    "max_logprobs": _only(int, 20, why="at most 20 can be asked for"),
+    "max_logprobs": _only(int, 20, why="the limit is 20"),
     "max_long_partial_prefills": _only(int, 1, why="see max_num_partial_prefills"),
-    "num_scheduler_steps": _only(int, 1, why="every step is scheduled; async_scheduling hides what that takes"),
-    "override_generation_config": _only(Mapping[str, Any], {}, why="set what is to be sampled with each request"),
+    "num_scheduler_steps": _only(int, 1, why="every step is scheduled; async_scheduling hides the cost"),
+    "override_generation_config": _only(Mapping[str, Any], {}, why="set sampling parameters in each request"),
     "preemption_mode": _only(str, "recompute", why=_NO_SWAP),
     "rope_scaling": _only(Mapping[str, Any], {}, why=_OWN),
     "rope_theta": _only(float, why=_OWN),
-    "runner": _only(str, "auto", "generate", why="models that generate text are there"),
-    "seed": _only(int, 0, why="a seed is given with each request: SamplingParams(seed=...), or the field of that name"),
-    "skip_tokenizer_init": _off("a checkpoint without a tokenizer takes token ids"),
-    "ssl_ca_certs": _only(str, why="clients are known by their API keys, and not by certificates"),
-    "ssl_cert_reqs": _only(int, 0, why="clients are known by their API keys, and not by certificates"),
+    "runner": _only(str, "auto", "generate", why="the task is detected from the model"),
+    "seed": _only(int, 0, why="each request has its own seed: SamplingParams(seed=...), or the field seed"),
+    "skip_tokenizer_init": _off("it is not needed: token ids are always accepted as prompts"),
+    "ssl_ca_certs": _only(str, why="clients are authenticated by API keys, not by certificates"),
+    "ssl_cert_reqs": _only(int, 0, why="clients are authenticated by API keys, not by certificates"),
     "swap_space": _only(float, 0, why=_NO_SWAP),
-    "task": _only(str, "auto", "generate", why="models that generate text are there"),
+    "task": _only(str, "auto", "generate", why="the task is detected from the model"),
     "tokenizer": _only(str, why=_OWN),
     "tokenizer_mode": _only(str, "auto", "hf", why="tokenizers are read from tokenizer.json"),
     "tokenizer_revision": _only(str, why=_OWN),
@@ -148,7 +148,7 @@ def translated(
             _refuse_other(name, option, value)
             continue
         if ours in spelt:
-            raise ConfigError(f"{spelt[ours]} and {name} are one option, {ours}; leave one of them out")
+            raise ConfigError(f"{spelt[ours]} and {name} are the same option, {ours}; leave one of them out")
         result[ours], spelt[ours] = value, name
     return result
 

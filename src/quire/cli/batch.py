@@ -1,14 +1,14 @@
-"""Answer a file of requests, in OpenAI's batch format: one JSON object per line, with custom_id, method, url and body.
+"""Process a file of requests in OpenAI's batch format: one JSON object per line, with custom_id, method, url and body.
 
   quire batch requests.jsonl answers.jsonl                         the model that the first request names
   quire batch requests.jsonl answers.jsonl --model ./qwen3 -- --max-num-seqs 64
   quire batch requests.jsonl answers.jsonl --url http://127.0.0.1:8000
 
-Without --url a server is started for the batch; what follows -- are options of 'quire serve'. Answers come in the order
-in which they are made. A batch that was interrupted, by kill -9 too, goes on where it was when the command is repeated.
+Without --url a server is started for the batch, with the options of 'quire serve' that follow --. Answers are written
+in the order of completion. Repeat the command to resume a batch that was interrupted, even by kill -9.
 
-Exit codes: 0 every request got a 200; 1 some did not (their lines say why), or the batch cannot go on; 2 an option or
-the file of requests is not valid; 130 Ctrl-C."""
+Exit codes: 0 every request got a 200; 1 some did not (their lines say why), or the batch cannot continue; 2 an option
+or the request file is invalid; 130 Ctrl-C."""
 
 from __future__ import annotations
 
@@ -52,15 +52,21 @@ class _FirstBody(msgspec.Struct):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire batch`."""
     parser.usage = "quire batch IN.jsonl OUT.jsonl [--url URL | --model MODEL] [options] [-- options of quire serve]"
-    parser.add_argument("words", nargs="*", metavar="FILE", help="the file of requests, and the file of answers")
-    parser.add_argument("--url", help="a server that is there already, such as http://127.0.0.1:8000")
-    parser.add_argument("--api-key", metavar="KEY", help="its key, or @FILE")
+    parser.add_argument("words", nargs="*", metavar="FILE", help="the request file and the answer file")
+    parser.add_argument("--url", help="use this running server, such as http://127.0.0.1:8000")
+    parser.add_argument("--api-key", metavar="KEY", help="its API key, or @FILE to read it from a file")
     parser.add_argument("--cacert", metavar="FILE", help=CACERT)
     parser.add_argument(
-        "--model", metavar="MODEL", help="a folder, org/name, or 'demo' (default: what the first request names)"
+        "--model",
+        metavar="MODEL",
+        help="folder, org/name on the Hub, or 'demo' (default: the model of the first request)",
     )
     parser.add_argument(
-        "--concurrency", type=int, metavar="N", default=CONCURRENCY, help=f"requests at a time (default: {CONCURRENCY})"
+        "--concurrency",
+        type=int,
+        metavar="N",
+        default=CONCURRENCY,
+        help=f"concurrent requests (default: {CONCURRENCY})",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -68,16 +74,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer all requests; see the module's docstring for the exit codes."""
     if len(args.words) < 2:
-        raise ConfigError("a batch needs two files: that of the requests, and that of the answers")
+        raise ConfigError("a batch needs two files; give IN.jsonl with the requests and OUT.jsonl for the answers")
     source, target, *options = args.words
     if args.url and (args.model or options):
         raise ConfigError(
-            "--url names a server that is there already; --model and what follows -- are for one to start"
+            "--url uses a running server, but --model and options after -- start one; leave one of them out"
         )
     if not 1 <= args.concurrency <= 4096:
         raise ConfigError(f"--concurrency is {args.concurrency}; it must be from 1 to 4096")
     if os.path.exists(target) and os.path.samefile(source, target):
-        raise ConfigError("the file of answers is that of the requests; give it another name")
+        raise ConfigError("the request file and the answer file are the same; give another answer file")
     requests = _requests(Path(source))
     answers = Answers(Path(target))
     try:
@@ -114,7 +120,7 @@ async def _run(args: argparse.Namespace, options: list[str], requests: Requests,
                 return await run_batch(requests, answers, asker.post, args.concurrency, tell)
             except* BatchError as errors:
                 first = next(iter(errors.exceptions))
-                raise BatchError(f"{first}; repeat the command to go on from there") from None
+                raise BatchError(f"{first}; repeat the command to resume") from None
 
 
 async def _nobody(url: str, body: bytes) -> Answer:
@@ -131,7 +137,9 @@ def _first_model(requests: Requests) -> str:
             if model:
                 return model
             break
-    raise ConfigError("no model was named; say --model MODEL, or --url URL of a server")
+    raise ConfigError(
+        "no model was given, and the first request names none; add --model MODEL, or --url URL of a server"
+    )
 
 
 @contextlib.contextmanager
@@ -160,7 +168,7 @@ class _Body:
     def body(self, data: bytes, at: float) -> None:
         self.data += data
         if len(self.data) > MAX_ANSWER_BYTES:
-            raise BatchError(f"the server's answer has more than {MAX_ANSWER_BYTES} bytes")
+            raise BatchError(f"the server's answer is larger than {MAX_ANSWER_BYTES} bytes")
 
 
 class _Asker:
@@ -194,14 +202,14 @@ class _Asker:
                 trouble = str(error)
             else:
                 if found.status in (401, 403):
-                    raise BatchError(f"the server refuses the API key ({found.status}); say --api-key")
+                    raise BatchError(f"the server refuses the API key ({found.status}); give its key with --api-key")
                 if found.status not in BUSY:
                     return Answer(found.status, found.headers.get("x-request-id", ""), _json(bytes(found.data)))
                 trouble = f"the server answers {found.status}"
                 with contextlib.suppress(ValueError):
                     wait = min(LONGEST_WAIT, max(wait, float(found.headers.get("retry-after", ""))))
             await asyncio.sleep(wait * random.uniform(0.75, 1.25))
-        raise BatchError(f"{trouble}, {ATTEMPTS} times")
+        raise BatchError(f"{trouble}, after {ATTEMPTS} attempts")
 
 
 def _json(body: bytes) -> bytes:

@@ -1,12 +1,11 @@
-"""Measure how fast a model runs on this machine (offline), a server answers (serve), or KV blocks move (transfer), and
-from which length on a prefix is better loaded than computed (kv).
+"""Benchmark a model on this machine (offline), a running server (serve), KV transfer between processes (transfer), or
+loading a prefix against computing it (kv).
 
-`offline` runs workload cells, each a batch of greedy requests with random prompts and the prefix cache off, and
-prints tokens per second and the share of the machine's ceiling that they are: the least time that memory and
-matrix units would take for the same work, measured first. Figures are only worth something on a quiet machine.
+`offline` runs workload cells, each a batch of greedy requests with random prompts and no prefix cache, and prints
+tokens per second, also as a share of the machine's ceiling: its measured memory bandwidth and matrix throughput.
+Figures are only meaningful on an idle machine.
 
-`serve` sends load to a running server, `transfer` moves blocks between two processes, `kv` times first tokens of
-prompts whose beginnings lie here or there. They have options of their own; see 'quire bench serve --help'."""
+`serve`, `transfer` and `kv` have their own options; see, for example, 'quire bench serve --help'."""
 
 from __future__ import annotations
 
@@ -43,23 +42,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "       quire bench serve --url URL [options]\n       quire bench transfer"
     )
     parser.add_argument(
-        "words", nargs="*", metavar="offline MODEL", help="what to measure; folder, org/name to download, or 'demo'"
+        "words", nargs="*", metavar="offline MODEL", help="the model: folder, org/name on the Hub, or 'demo'"
     )
     parser.add_argument(
         "--cells",
         metavar="CELL,...",
-        help="which to run: decode-1, decode-8, decode-32, prefill-1k (default: all), or BATCHxPROMPT+OUTPUT",
+        help="cells to run: decode-1, decode-8, decode-32, prefill-1k (default: all), or BATCHxPROMPT+OUTPUT",
     )
     parser.add_argument(
         "--json",
         nargs="?",
         const="-",
         metavar="FILE",
-        help="one JSON line per cell, to FILE, or instead of the table to standard output",
+        help="write one JSON line per cell to FILE, or to standard output instead of the table",
     )
-    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="time each run N times; the best counts")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="repeat each run N times; the best counts")
     parser.add_argument(
-        "--random", metavar="SHAPE", help="in place of MODEL: random weights of this shape, e.g. qwen3-0.6b"
+        "--random", metavar="SHAPE", help="use random weights of this shape instead of MODEL, e.g. qwen3-0.6b"
     )
     parser.add_argument("--workdir", metavar="DIR", help="keep --random's checkpoint here (default: a temporary one)")
     add_engine_options(parser)
@@ -93,25 +92,25 @@ def _given(args: argparse.Namespace) -> Given:
     words = list(args.words)
     if not words or words[0] != "offline":
         raise ConfigError(
-            f"{' '.join(['quire bench', *words[:1]])}: say what to measure: 'quire bench offline MODEL', "
+            f"{' '.join(['quire bench', *words[:1]])}: choose what to measure: 'quire bench offline MODEL', "
             "'quire bench kv MODEL', 'quire bench serve --url URL', or 'quire bench transfer'"
         )
     if args.repeat < 1:
         raise ConfigError(f"--repeat {args.repeat} is out of range; allowed: 1 or more")
     if args.workdir and not args.random:
-        raise ConfigError("--workdir is where --random keeps its checkpoint; give --random too, or leave it out")
+        raise ConfigError("--workdir needs --random, whose checkpoint it keeps; add --random, or leave it out")
     model = words[1] if len(words) > 1 else None
     if len(words) > 2:
-        raise ConfigError(f"{' '.join(words[2:])!r} is one argument too many; give one model")
+        raise ConfigError(f"unexpected argument {' '.join(words[2:])!r}; give one model")
     given = given_options(args, model)
     if args.random and "model" in given.engine:
-        raise ConfigError(f"model {given.engine['model']!r} and --random {args.random} were both given; give one")
+        raise ConfigError(f"model {given.engine['model']!r} and --random {args.random} were both given; remove one")
     if not args.random and "model" not in given.engine:
         hint = f" (--json took {args.json!r} as its file; write --json after the model)" if args.json else ""
-        raise ConfigError(f"no model was named{hint}; give a folder, org/name or 'demo', or --random qwen3-0.6b")
+        raise ConfigError(f"no model was given{hint}; give a folder, org/name or 'demo', or --random qwen3-0.6b")
     for name, value in FORCED.items():
         if given.engine.setdefault(name, value) != value:
-            raise ConfigError(f"{name}={given.engine[name]!r}: the cells are defined with {value!r}; drop the option")
+            raise ConfigError(f"{name}={given.engine[name]!r}: the cells require {value!r}; leave the option out")
     return given
 
 

@@ -1,20 +1,20 @@
-"""Measure from which length on a prefix is better loaded than computed, for this model on this machine.
+"""Find the prefix length from which loading KV beats computing it, for this model on this machine.
 
   quire bench kv MODEL
   quire bench kv MODEL --from pool,disk --disk-kv-path /mnt/nvme/kv --prefixes 256,1024,4096
   quire bench kv MODEL --seconds 1800 --json kv.json --plot kv.svg
 
-what is measured: the time to the first token of a prompt of so many tokens and one more, the median of --repeat
-  computed        by prompts that share nothing
-  pool            the prefix lies in the KV pool
-  host            it lies in the host's memory, and the pool is empty
-  disk            it lies in a folder (a temporary one, or --disk-kv-path), and the system has cached nothing of it
-  shared_memory,  it lies in the host tier of another engine, a process that this command starts
+what is measured: time to first token of a prompt with a prefix of each length and one more token, median of --repeat
+  computed        prompts that share nothing
+  pool            the prefix is in the KV pool
+  host            it is in host memory, and the pool is empty
+  disk            it is in a folder (a temporary one, or --disk-kv-path), and not in the page cache
+  shared_memory,  it is in the host tier of another engine, a process that this command starts
   socket
 
-Options of the engine apply to both engines. "-": the prefix was computed all the same, as one block alone is.
-Figures are only worth something on a quiet machine.
-Exit codes: 0 done; 1 it failed; 2 an option is not valid, or the model cannot be measured; 130 Ctrl-C."""
+Engine options apply to both engines. "-" means that the prefix was computed anyway, as a single block always is.
+Figures are only meaningful on an idle machine.
+Exit codes: 0 done; 1 failed; 2 an option is invalid, or the model cannot be measured; 130 Ctrl-C."""
 
 from __future__ import annotations
 
@@ -57,31 +57,35 @@ HOST_SHARE = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire bench kv`."""
     parser.usage = "quire bench kv MODEL [options]"
-    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="folder, org/name to download, or 'demo'")
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="folder, org/name on the Hub, or 'demo'")
     parser.add_argument(
         "--from", dest="sources", metavar="WHERE,...", help=f"some of {', '.join(SOURCES)} (default: all)"
     )
     parser.add_argument(
-        "--prefixes", metavar="N,...", help="tokens of the prefixes (default: 16, 32, and so on up to 32768)"
+        "--prefixes", metavar="N,...", help="prefix lengths in tokens (default: 16, 32, and so on up to 32768)"
     )
     parser.add_argument(
         "--repeat",
         type=int,
         default=3,
         metavar="N",
-        help="measurements of each, of which the median counts (default: 3)",
+        help="measurements of each; the median counts (default: 3)",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=300.0,
         metavar="N",
-        help="most seconds to measure for (default: 300)",
+        help="stop measuring after this many seconds (default: 300)",
     )
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="one JSON line per prefix, as well as the table or instead"
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write one JSON line per prefix to FILE, or to standard output instead of the table",
     )
-    parser.add_argument("--plot", metavar="FILE.svg", help="a picture")
+    parser.add_argument("--plot", metavar="FILE.svg", help="plot the results")
     add_engine_options(parser)
 
 
@@ -100,8 +104,8 @@ def run(args: argparse.Namespace) -> int:
         too_long = [each for each in lengths if each > most]
         if len(too_long) == len(lengths):
             raise ConfigError(
-                f"--prefixes: the shortest has {lengths[0]:,} tokens, and context, pool and tiers have room for "
-                f"{most:,}; raise --kv-cache-memory or --host-kv-memory, or choose shorter ones"
+                f"--prefixes: the shortest has {lengths[0]:,} tokens, but context, pool and tiers have room for only "
+                f"{most:,}; raise --kv-cache-memory or --host-kv-memory, or give shorter ones"
             )
         print(_line(["tokens", *(_name(each) for each in ("computed", *sources))]), file=to, flush=True)
         rows, left = _measure(timer, [each for each in lengths if each <= most], sources, args, to, lines)
@@ -118,9 +122,9 @@ def run(args: argparse.Namespace) -> int:
 def _given(args: argparse.Namespace) -> Given:
     given = given_options(args, args.model_name)
     if "model" not in given.engine:
-        raise ConfigError("no model was named; give a folder, org/name or 'demo'")
+        raise ConfigError("no model was given; give a folder, org/name or 'demo'")
     if given.engine.get("prefix_cache") == "off":
-        raise ConfigError("prefix_cache=off: what is measured comes through the prefix cache; leave it out")
+        raise ConfigError("prefix_cache=off: this benchmark measures the prefix cache; leave the option out")
     for name in SET_HERE:
         if name in given.engine:
             raise ConfigError(f"{name} is set by this command, which starts the other engine itself; leave it out")
@@ -132,7 +136,7 @@ def _sources(text: str | None) -> list[str]:
     names = list(SOURCES) if text is None else list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in SOURCES:
-            raise ConfigError(f"--from {name!r}: unknown; known: {', '.join(SOURCES)}")
+            raise ConfigError(f"--from {name!r} is unknown; known: {', '.join(SOURCES)}")
     return names
 
 
@@ -142,7 +146,9 @@ def _lengths(text: str | None) -> list[int]:
     try:
         lengths = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        raise ConfigError(f"--prefixes {text!r} is not a list of numbers of tokens, as in 64,256,1024") from None
+        raise ConfigError(
+            f"--prefixes {text!r} is not a list of token counts; give, for example, 64,256,1024"
+        ) from None
     if lengths[0] < 1:
         raise ConfigError(f"--prefixes {text!r}: {lengths[0]} is out of range; allowed: 1 or more")
     return lengths
@@ -150,7 +156,7 @@ def _lengths(text: str | None) -> list[int]:
 
 def _check_plot(path: str) -> None:
     if not path.endswith(".svg"):
-        raise ConfigError(f"--plot {path}: its name must end in .svg")
+        raise ConfigError(f"--plot {path}: the name must end in .svg")
     if not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"--plot {path}: the folder {Path(path).parent} does not exist; make it first")
 
@@ -199,8 +205,8 @@ def _check_windows(given: Given) -> None:
     checkpoint = Checkpoint(resolve(given.engine["model"], given.engine.get("revision")))
     if any(read_config(checkpoint.config, checkpoint.generation).windows):
         raise ConfigError(
-            f"{given.engine['model']} has layers with a sliding window, whose KV moves to no tier yet; choose another "
-            "model"
+            f"{given.engine['model']} has layers with a sliding window, whose KV cannot be moved to a tier yet; choose "
+            "another model"
         )
 
 

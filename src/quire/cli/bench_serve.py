@@ -1,6 +1,6 @@
-"""Send load to a server of OpenAI's interface, and report what its clients see.
+"""Load-test an OpenAI-compatible server, and report latency and throughput as its clients see them.
 
-Any such server will do: Quire's own, vLLM, SGLang, llama.cpp's.
+Any such server works: Quire, vLLM, SGLang, llama.cpp.
 
   quire bench serve --url http://127.0.0.1:8000
   quire bench serve --url ... --rate 4 --num-requests 200 --goodput ttft:500 --goodput tpot:50
@@ -9,24 +9,24 @@ Any such server will do: Quire's own, vLLM, SGLang, llama.cpp's.
 
 workloads:
   random         prompts that share nothing
-  shared-prefix  one of --groups prefixes (of --prefix-len tokens), then a part of the prompt's own (--input-len)
-  multi-turn     conversations: each turn's prompt holds all that was said before
-  trace          a trace's lengths and shared prefixes, at its times
+  shared-prefix  one of --groups prefixes (of --prefix-len tokens), then a unique part (--input-len)
+  multi-turn     conversations: each turn's prompt has all previous turns
+  trace          lengths, shared prefixes and arrival times of a trace
 
 loads:
-  closed loop    --concurrency requests at a time, each followed by the next one
-  open loop      --rate new requests a second, at random times, whatever is still running
+  closed loop    --concurrency requests at a time; when one ends, the next one is sent
+  open loop      --rate new requests per second, at random times, regardless of those still running
 
 what is measured, as this client sees it:
   time to first token    from sending a request to the first chunk with tokens
-  inter-token latency    the gap between chunks with tokens; one of k tokens counts k times, with a k-th of it each
+  inter-token latency    the gap between chunks with tokens; for a chunk of k tokens, k times 1/k of its gap
   end to end             from sending a request to the end of its stream
-  time per output token  (end to end - time to first token) / (tokens - 1), one figure a request
-  throughput             of what succeeded, from the first sending to the last end
-  goodput                requests a second that met every --goodput target
+  time per output token  (end to end - time to first token) / (tokens - 1), one value per request
+  throughput             of successful requests, from the first start to the last end
+  goodput                requests per second that met every --goodput target
 
-Exit codes: 0 done; 1 no request succeeded, or the server went away; 2 an option is not valid; 130 Ctrl-C (the
-report then covers what was done)."""
+Exit codes: 0 done; 1 no request succeeded, or the server went away; 2 an option is invalid; 130 Ctrl-C (the report
+then covers the requests so far)."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ def _config(args: argparse.Namespace) -> LoadConfig:
         ConfigError: see LoadConfig; also no URL.
     """
     if args.details and args.json is None:
-        raise ConfigError("--details adds every request to the JSON document; give --json too")
+        raise ConfigError("--details needs --json, to which it adds every request; add --json")
     given = vars(args)
     options = {field.name: given[field.name] for field in dataclasses.fields(LoadConfig) if field.name in given}
     if "url" not in options:
-        raise ConfigError("no server was named; give its URL, as in --url http://127.0.0.1:8000")
+        raise ConfigError("no server was given; give its URL, as in --url http://127.0.0.1:8000")
     if options.get("api_key", "").startswith("@"):
         from quire.server.config import read_keys
 

@@ -1,15 +1,15 @@
-"""Measure how fast KV blocks pass between two processes of this machine, by each transport that is installed.
+"""Measure how fast KV blocks move between two processes on this machine, with each installed transport.
 
   quire bench transfer
   quire bench transfer --transport socket --host 10.0.0.1
 
 what is measured, for blocks of each size:
-  one        from asking for one block until it is there: the median
-  coalesced  many blocks that lie side by side, asked for as one range: the best of three
-  scattered  as many that lie anywhere, here and there: the best of three
+  one        latency of one block: the median
+  coalesced  many adjacent blocks, requested as one range: the best of three
+  scattered  as many blocks at random places on both sides: the best of three
 
-Every byte of the scattered blocks is compared. What else runs on the machine makes figures smaller.
-Exit codes: 0 done; 1 a transport that was asked for failed, or none did its work; 2 an option is not valid."""
+Every byte of the scattered blocks is compared. Figures are only meaningful on an idle machine.
+Exit codes: 0 done; 1 a transport given with --transport failed, or none worked; 2 an option is invalid."""
 
 from __future__ import annotations
 

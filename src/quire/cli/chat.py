@@ -1,6 +1,6 @@
-"""Talk with a model, here or on a server. The answer streams; Ctrl-C stops it, and Ctrl-D leaves.
+"""Chat with a model, local or on a server. Ctrl-C stops an answer, Ctrl-D exits.
 
-/help shows the commands: /retry, /edit, /save and others."""
+/help lists the commands, such as /retry, /edit and /save."""
 
 from __future__ import annotations
 
@@ -26,26 +26,29 @@ WAIT_SECONDS, MAX_WAIT_SECONDS = 120.0, 86_400.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire chat`."""
     parser.usage = "quire chat MODEL [options]\n       quire chat --url URL [--api-key KEY] [--model NAME] [options]"
-    parser.add_argument("words", nargs="*", metavar="MODEL", help="folder, org/name to download, or 'demo'")
+    parser.add_argument("words", nargs="*", metavar="MODEL", help="folder, org/name on the Hub, or 'demo'")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_detail_options(parser, "no notes")
     group = parser.add_argument_group("tools")
     group.add_argument("--tools", metavar="FILE.py", help="the model may call the functions in this Python file")
-    group.add_argument("--yes", action="store_true", help="run them without asking")
+    group.add_argument("--yes", action="store_true", help="call them without asking")
     group.add_argument(
         "--tool-choice",
         choices=("auto", "required"),
         default="auto",
-        help="required: the first answer to a message makes one call (default: auto, the model decides)",
+        help="required: the first answer to a message must be a call; auto: the model decides (default: auto)",
     )
     group = parser.add_argument_group("a model on a server")
     group.add_argument(
-        "--url", metavar="URL", help="talk to the server at this URL, such as http://127.0.0.1:8000 or unix:PATH"
+        "--url", metavar="URL", help="chat with the server at this URL, such as http://127.0.0.1:8000 or unix:PATH"
     )
-    group.add_argument("--api-key", metavar="KEY", help="the server's key, or @FILE that holds it")
+    group.add_argument("--api-key", metavar="KEY", help="the server's API key, or @FILE to read it from a file")
     group.add_argument("--cacert", metavar="FILE", help=CACERT)
     group.add_argument(
-        "--wait", metavar="SECONDS", type=float, help=f"wait for a server that is loading (default: {WAIT_SECONDS:g})"
+        "--wait",
+        metavar="SECONDS",
+        type=float,
+        help=f"how long to wait for a server that is loading (default: {WAIT_SECONDS:g})",
     )
     add_engine_options(parser)
     add_sampling_options(parser)
@@ -55,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
     """Chat until the user leaves."""
     name, *prompts = args.words or [None]
     if name and hasattr(args, "model"):
-        raise ConfigError(f"the model is named twice, {name!r} and --model {args.model!r}; give one of them")
+        raise ConfigError(f"two models were given, {name!r} and --model {args.model!r}; remove one")
     if prompts:
         raise ConfigError(
-            f"a chat reads messages from the terminal, but {prompts[0]!r} was given, too; one answer is "
+            f"unexpected argument {prompts[0]!r}: a chat reads messages from the terminal; for a single answer use "
             f"'quire generate {name} --chat PROMPT'"
         )
     given = given_options(args, name, sampling=True)
@@ -90,7 +93,7 @@ def _tools(args: argparse.Namespace) -> list[Tool]:
     if args.tools is None:
         for flag, given in (("--yes", args.yes), ("--tool-choice", args.tool_choice != "auto")):
             if given:
-                raise ConfigError(f"{flag} is about tools; name them with --tools FILE.py, or leave {flag} out")
+                raise ConfigError(f"{flag} needs tools; add --tools FILE.py, or leave {flag} out")
         return []
     from quire.cli.terminal import note
     from quire.cli.tools import read_tools
@@ -107,7 +110,7 @@ def _talker(args: argparse.Namespace, given: Given, tools: list[Tool]) -> Iterat
     if args.url is None:
         for flag, value in (("--api-key", args.api_key), ("--cacert", args.cacert), ("--wait", args.wait)):
             if value is not None:
-                raise ConfigError(f"{flag} is about a server; name it with --url, or leave {flag} out")
+                raise ConfigError(f"{flag} needs a server; add --url URL, or leave {flag} out")
         with _local(args, given, tools) as local:
             yield local
     else:
@@ -140,10 +143,12 @@ def _local(args: argparse.Namespace, given: Given, tools: list[Tool]) -> Iterato
 def _remote(args: argparse.Namespace, given: Given) -> Iterator[Talker]:
     if args.words:
         name = args.words[0]
-        raise ConfigError(f"{name!r} names a model to load here, but --url a server; use --model {name}")
+        raise ConfigError(
+            f"{name!r} is a model to load here, but --url is a server; use --model {name} to choose a model there"
+        )
     for name in [*(["preset"] if given.preset else []), *given.engine]:
         if name != "model":
-            raise ConfigError(f"{name} is an option of the engine, which with --url is the server's; set it there")
+            raise ConfigError(f"{name} is an engine option, and with --url the engine is the server's; set it there")
     wait = WAIT_SECONDS if args.wait is None else args.wait
     if not (math.isfinite(wait) and 0 <= wait <= MAX_WAIT_SECONDS):
         raise ConfigError(f"--wait is {wait}; it must be from 0 to {MAX_WAIT_SECONDS:g} seconds")
@@ -156,7 +161,7 @@ def _remote(args: argparse.Namespace, given: Given) -> Iterator[Talker]:
     check_fields(given.sampling, RemoteTalker.refused)
     keys = ServerConfig(api_key=read_keys((args.api_key,) if args.api_key is not None else ())).api_key
     if len(keys) > 1:
-        raise ConfigError(f"--api-key {args.api_key} holds {len(keys)} keys; a chat sends one")
+        raise ConfigError(f"--api-key {args.api_key} has {len(keys)} keys; give a file with one")
     talker = RemoteTalker(args.url, keys[0] if keys else None, given.engine.get("model"), wait, args.cacert)
     try:
         if not args.quiet:

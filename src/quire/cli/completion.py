@@ -1,6 +1,6 @@
-"""Print a script that completes quire's commands and options in a shell.
+"""Print a shell script that completes quire's commands and options.
 
-source <(quire completion bash)                                    # in ~/.bashrc; zsh, too, with: zsh
+source <(quire completion bash)                                    # in ~/.bashrc; for zsh: zsh
 quire completion fish > ~/.config/fish/completions/quire.fish"""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MODELS = "demo"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `quire completion`."""
     parser.usage = "quire completion bash|zsh|fish"
-    parser.add_argument("shell", choices=SHELLS, help="whose script to print")
+    parser.add_argument("shell", choices=SHELLS, help="the shell")
 
 
 def run(args: argparse.Namespace) -> int:

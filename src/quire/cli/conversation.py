@@ -145,7 +145,7 @@ class Chat:
                 self.commands[word](rest.strip())
             else:
                 hint = unknown_option(word, [*self.commands, "/exit"]).replace("option", "command")
-                raise ConfigError(f'{hint}; a message that begins with / stands between """ and """')
+                raise ConfigError(f'{hint}; put a message that begins with / between """ and """')
         except QuireError as error:
             tell(f"error: {error}")
         return True
@@ -191,7 +191,7 @@ class Chat:
         if name not in hints:
             raise ConfigError(unknown_option(name, list(hints)))
         if not value.strip():
-            raise ConfigError(f"/set {name} needs a value, as in /set temperature 0.7; none is back to the default")
+            raise ConfigError(f"/set {name} needs a value, as in /set temperature 0.7; none restores the default")
         fields = {key: kept for key, kept in self.fields.items() if key != name}
         if value.strip().lower() != "none":
             fields[name] = parse_value(name, hints[name], value.strip())
@@ -210,7 +210,7 @@ class Chat:
         for index in range(len(self.messages) - 1, -1, -1):
             if self.messages[index]["role"] == "user":
                 return self.messages[:index], self.messages[index]["content"]
-        raise ConfigError("there is no message yet")
+        raise ConfigError("there is no message yet; type one first")
 
     def _retry(self, _: str) -> None:
         before, text = self._last_turn()
@@ -236,7 +236,7 @@ class Chat:
             self._unfold = text == "on"
             tell("Reasoning is shown as it comes." if self._unfold else "Reasoning is folded into one line.")
         elif text:
-            raise ConfigError(f"/reasoning {text!r} is not known; it may be on, off, or left out")
+            raise ConfigError(f"/reasoning {text!r} is unknown; use on, off, or nothing")
         else:
             thought = self.last.reply.reasoning if self.last else ""
             tell(visible(thought.strip()) or "The last answer came without reasoning.")
@@ -262,7 +262,7 @@ class Chat:
             try:
                 _read_saved(path)
             except ConfigError as error:
-                raise ConfigError(f"{path} is there already and holds no conversation; choose another name") from error
+                raise ConfigError(f"{path} exists and is not a conversation; choose another name") from error
         part = path.with_name(path.name + ".part")
         try:
             encoded = msgspec.json.encode(Saved(self.messages, self.fields))
@@ -270,7 +270,7 @@ class Chat:
             part.replace(path)
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
-        tell(f"{len(self.messages)} messages are in {path}; /load {path} goes on with them.")
+        tell(f"Saved {len(self.messages)} messages to {path}; /load {path} continues with them.")
 
     def _load(self, name: str) -> None:
         from quire.text.chat_template import check_messages
@@ -325,7 +325,7 @@ class Chat:
             self.last = self.talker.answer(sent, self.fields, view.show, use)
         except PromptTooLongError as error:
             raise PromptTooLongError(
-                f"{error}; or /reset to start anew ({len(messages)} messages are in the conversation)"
+                f"{error}; or use /reset to start over ({len(messages)} messages are in the conversation)"
             ) from error
         finally:
             view.close()
@@ -413,7 +413,7 @@ def _shortened(text: str) -> str:
 
 def _path(command: str, name: str) -> Path:
     if not name:
-        raise ConfigError(f"{command} needs the name of a file, as in {command} chat.json")
+        raise ConfigError(f"{command} needs a file name, as in {command} chat.json")
     return Path(os.path.expanduser(name))
 
 
@@ -423,12 +423,14 @@ def _read_saved(path: Path) -> Saved:
         with path.open("rb") as file:
             content = file.read(MAX_SAVED_BYTES + 1)
         if len(content) > MAX_SAVED_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_SAVED_BYTES >> 20} MiB")
+            raise ConfigError(
+                f"{path} is larger than {MAX_SAVED_BYTES >> 20} MiB; is it a conversation saved by /save?"
+            )
         return msgspec.json.decode(content, type=Saved)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} holds no conversation that /save wrote: {error}") from error
+        raise ConfigError(f"{path} is not a conversation saved by /save: {error}") from error
 
 
 def answer_rows(answer: Answer, context: int | None) -> list[tuple[str, str]]:
@@ -454,7 +456,9 @@ def check_fields(fields: Mapping[str, Any], refused: Sequence[str] = ()) -> None
         SamplingParamsError, ConfigError: the message says which.
     """
     if sampling_params(fields).n != 1:
-        raise ConfigError(f"n={fields['n']} is for 'quire generate'; a chat has one answer at a time")
+        raise ConfigError(
+            f"n={fields['n']} is not possible in a chat, which has one answer at a time; use 'quire generate'"
+        )
     for name in refused:
         if name in fields:
-            raise ConfigError(f"{name} is not shown in a chat with a server, and not sent to it; leave it out")
+            raise ConfigError(f"{name} is not supported in a chat with a server; leave it out")

@@ -1,7 +1,7 @@
-"""Check this machine: what Quire uses of it, whether its kernels keep their promise, and what is missing.
+"""Check this machine: what Quire uses, whether its kernels are deterministic, and what is missing.
 
---full tries every kernel, which takes some seconds more. The exit code is 1 if something that Quire needs is missing or
-the self-test fails."""
+--full tests every kernel, which takes a few seconds more. The exit code is 1 if a requirement is missing or the
+self-test fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop a cluster that 'quire up FILE' started, from any terminal. Running requests may finish first."""
+"""Stop a cluster that 'quire up FILE' started, from any terminal. Running requests finish first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.cluster.spec import read_cluster
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire down`."""
     parser.usage = "quire down FILE [options]"
-    parser.add_argument("file", metavar="FILE", help="the cluster's file, as 'quire up' was given it")
+    parser.add_argument("file", metavar="FILE", help="the cluster's file, as given to 'quire up'")
     parser.add_argument("--now", action="store_true", help="do not wait for running requests")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="X", help="seconds to wait (default: 120)")
 
@@ -22,5 +22,5 @@ def run(args: argparse.Namespace) -> int:
     """End it; the exit code."""
     file = Path(args.file)
     there = end(folder_of(file, read_cluster(file).name or file.stem), args.timeout, args.now)
-    note("the cluster has ended" if there else "this cluster does not run")
+    note("the cluster has stopped" if there else "this cluster is not running")
     return 0

@@ -1,8 +1,8 @@
 """Complete prompts.
 
 The first argument is the model unless --model names it; the others are prompts. Without any, the prompt is read
-from standard input. Text goes to standard output; with several prompts, each under a heading and after its prompt.
-Progress and a line on what was decided and what it took go to standard error; -v shows all of that."""
+from standard input. Text goes to standard output; with several prompts, each has a heading and follows its prompt.
+Progress and a summary go to standard error; -v shows more."""
 
 from __future__ import annotations
 
@@ -43,18 +43,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire generate`."""
     parser.usage = "quire generate MODEL [PROMPT ...] [options]"
     parser.add_argument(
-        "words", nargs="*", metavar="MODEL PROMPT", help="folder, org/name to download, or 'demo'; then prompts"
+        "words", nargs="*", metavar="MODEL PROMPT", help="folder, org/name on the Hub, or 'demo'; then prompts"
     )
-    parser.add_argument("--input", metavar="FILE.jsonl", help="read prompts from JSON lines; - is standard input")
-    parser.add_argument("--lines", action="store_true", help="each line of standard input is a prompt")
-    parser.add_argument("--chat", action="store_true", help="prompts are a user's messages, not text to continue")
+    parser.add_argument("--input", metavar="FILE.jsonl", help="read prompts from JSON lines; - for standard input")
+    parser.add_argument("--lines", action="store_true", help="treat each line of standard input as a prompt")
+    parser.add_argument("--chat", action="store_true", help="treat prompts as user messages, not as text to continue")
     parser.add_argument("--demo", action="store_true", help="complete the prompts that ship with Quire")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json-schema", metavar="FILE", help="outputs are JSON that meets the schema in this file")
-    form.add_argument("--regex", metavar="TEXT", help="outputs match this regular expression")
-    form.add_argument("--grammar", metavar="FILE", help="outputs are of the grammar in this file (Lark or GBNF)")
+    form.add_argument(
+        "--json-schema", metavar="FILE", help="constrain outputs to JSON that conforms to the schema in this file"
+    )
+    form.add_argument("--regex", metavar="TEXT", help="constrain outputs to this regular expression")
+    form.add_argument("--grammar", metavar="FILE", help="constrain outputs to the grammar in this file (Lark or GBNF)")
     parser.add_argument(
-        "--output", metavar="FILE.jsonl", help="write JSON lines as prompts finish; - is standard output"
+        "--output", metavar="FILE.jsonl", help="write JSON lines as prompts finish; - for standard output"
     )
     add_detail_options(parser, "no notes and no progress")
     add_engine_options(parser)
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
     logprobs = any(job.params.logprobs is not None or job.params.prompt_logprobs is not None for job in jobs)
     if logprobs and not args.output and not args.quiet:
-        note("log-probabilities are only written to JSON lines: add --output FILE.jsonl, or --output -")
+        note("logprobs are only written as JSON lines; add --output FILE.jsonl, or --output -")
     # The view comes first: an output file that cannot be written is refused before the model is loaded.
     with choose_view(jobs, args.output, args.quiet) as view, start(given, detail(args)) as llm:
         began = time.monotonic()
@@ -105,7 +107,7 @@ def _check_model(model: str) -> None:
     try:
         resolve(model)
     except (OSError, RuntimeError) as error:  # a prompt can also be too long for a path, or begin with ~
-        raise CheckpointNotFoundError(f"the first argument is the model, but: {error}") from error
+        raise CheckpointNotFoundError(f"the first argument must be the model, but {error}") from error
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -151,7 +153,7 @@ def _jobs(args: argparse.Namespace, texts: Sequence[str], sampling: Mapping[str,
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)} were both given; give one of them")
     if args.lines and chosen:
-        raise ConfigError(f"--lines is about standard input, but {chosen[0]} was given; remove one")
+        raise ConfigError(f"--lines is for standard input, but {chosen[0]} was given; remove one")
     if args.input is not None:
         return read_jsonl(args.input, sampling, args.chat)
     if args.demo:

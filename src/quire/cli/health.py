@@ -1,10 +1,10 @@
-"""Ask the server or router on this machine whether it takes requests: for health checks of containers.
+"""Check whether the server or router on this machine accepts requests; for health checks of containers.
 
-It is asked where it listens: by the same --config, variables (QUIRE_PORT, ...) or flags as it was started with. A
-router's port, 8080 unless it was given, must be named. No key is needed, and the certificate is not verified: it is
-this machine's own, for another name than the one asked here.
+Give the same --config, variables (QUIRE_PORT, ...) or flags as the server was started with, so that it is found. For a
+router, the port must be given (8080 by default). No API key is needed. The certificate is not verified, since it is for
+another name than the local address.
 
-Exit codes: 0 it takes requests; 1 it does not, or does not answer; 2 an option is not valid."""
+Exit codes: 0 it accepts requests; 1 it does not, or does not answer; 2 an option is invalid."""
 
 from __future__ import annotations
 
@@ -35,9 +35,15 @@ LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `quire health`."""
     parser.usage = "quire health [options]"
-    parser.add_argument("--live", action="store_true", help="ask only whether it runs (/live), be it still loading")
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="X", help="seconds to answer in (default: 5)")
-    parser.add_argument("--wait", type=float, default=0.0, metavar="X", help="seconds to get ready in (default: 0)")
+    parser.add_argument(
+        "--live", action="store_true", help="only check that it runs (/live), even if it is still loading"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, metavar="X", help="seconds to wait for an answer (default: 5)"
+    )
+    parser.add_argument(
+        "--wait", type=float, default=0.0, metavar="X", help="seconds to wait until it is ready (default: 0)"
+    )
     group = parser.add_argument_group("where the server listens")
     group.add_argument("--config", metavar="FILE", help="its YAML file of options; flags override it")
     add_fields(group, ServerConfig, PLACE)
@@ -51,7 +57,10 @@ def run(args: argparse.Namespace) -> int:
     """
     place = _place(args)
     if not (0 < args.timeout <= MAX_SECONDS and 0 <= args.wait <= MAX_SECONDS):
-        raise ConfigError(f"--timeout must be above 0 seconds, --wait at least 0, and both at most {MAX_SECONDS:,}")
+        raise ConfigError(
+            f"--timeout is {args.timeout:g} and --wait {args.wait:g}; --timeout must be above 0 seconds, --wait at "
+            f"least 0, and both at most {MAX_SECONDS:,}"
+        )
     deadline = time.monotonic() + args.wait
     while True:
         try:
@@ -71,7 +80,9 @@ def _place(args: argparse.Namespace) -> ServerConfig:
     check_place(options)
     place = ServerConfig(**options)
     if place.uds is None and place.port == 0:
-        raise ConfigError("port=0 is any free one, which only the server knows; give it a port, or a Unix socket")
+        raise ConfigError(
+            "port=0 is any free port, which only the server knows; give the server a port, or a Unix socket"
+        )
     return place
 
 

@@ -69,7 +69,9 @@ def need_stdin() -> None:
     ConfigError: standard input was closed by the caller.
     """
     if sys.stdin is None:
-        raise ConfigError("standard input is closed, but it must be read; pipe something in, or give it /dev/null")
+        raise ConfigError(
+            "standard input is closed, but prompts are read from it; pipe something in, or redirect it from /dev/null"
+        )
 
 
 def refuse_same_file(source: str, output: str) -> None:
@@ -84,7 +86,7 @@ def refuse_same_file(source: str, output: str) -> None:
     except (OSError, ValueError):  # one of them does not exist, or is no file at all
         return
     if stat.S_ISREG(written.st_mode) and os.path.samestat(read, written):
-        raise ConfigError(f"--output {output} is the file that the prompts are read from; choose another one")
+        raise ConfigError(f"--output {output} is also the input file; give another one")
 
 
 def read_stdin(lines: bool) -> list[str]:
@@ -129,7 +131,7 @@ def read_jsonl(path: str, sampling: Mapping[str, Any], chat: bool) -> list[Job]:
         raise RequestError(f"--input {path} is not text in UTF-8: {error}") from error
     jobs = list(_jobs(text.removeprefix("\ufeff"), path, sampling, chat))
     if not jobs:
-        raise RequestError(f"--input {path} has no lines")
+        raise RequestError(f"--input {path} has no prompts; give one JSON object per line")
     return jobs
 
 
@@ -151,11 +153,13 @@ def _job(line: str, number: int, place: str, sampling: Mapping[str, Any], chat: 
     except msgspec.DecodeError as error:
         raise RequestError(f"not JSON: {error}") from error
     if not isinstance(entry, dict):
-        raise RequestError(f"holds a {type(entry).__name__}; it must be an object such as {{'prompt': '...'}}")
+        raise RequestError(f'is a {type(entry).__name__}; it must be an object such as {{"prompt": "..."}}')
     label = entry.pop("id", number)
     kinds = [key for key in PROMPT_KEYS if key in entry]
     if len(kinds) != 1:
-        raise RequestError(f"has {' and '.join(kinds) or 'no prompt'}; it must have one of {', '.join(PROMPT_KEYS)}")
+        raise RequestError(
+            f"has {' and '.join(kinds) or 'no prompt'}; it must have exactly one of {', '.join(PROMPT_KEYS)}"
+        )
     prompt = _checked_prompt(kinds[0], entry.pop(kinds[0]))
     for key in entry:
         if key not in SamplingParams.__struct_fields__:

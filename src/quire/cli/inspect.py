@@ -1,7 +1,7 @@
-"""Describe a model without loading it: what it is, whether Quire runs it, and how much memory it needs.
+"""Describe a model without loading it: what it is, whether Quire supports it, and how much memory it needs.
 
-MODEL is a folder, which may have config.json alone, or a name on the hub, of which only small files are downloaded. No
-weights are read. Memory for weights and KV is counted; a step's intermediate results come on top."""
+MODEL is a folder, where config.json is enough, or a name on the Hub, of which only small files are downloaded. No
+weights are read. Memory is that of weights and KV cache; activations come on top."""
 
 from __future__ import annotations
 

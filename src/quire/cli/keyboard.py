@@ -58,7 +58,7 @@ def typed() -> Iterator[Typed]:
                 if isinstance(error, KeyboardInterrupt):
                     raise
                 raise ConfigError(
-                    f"standard input ends within a message; {QUOTES} ends one, on its last line"
+                    f"standard input ends within a message; end the message with {QUOTES} on its last line"
                 ) from error
             print("\n(dropped)", file=sys.stderr)
 
@@ -104,7 +104,9 @@ def edited(text: str) -> str:
     if editor:
         return _from_editor(editor, text)
     if "\n" in text or not sys.stdin.isatty():
-        raise ConfigError("set $EDITOR to edit a message of several lines, or give the new one: /edit TEXT")
+        raise ConfigError(
+            "a message of several lines needs an editor; set $EDITOR, or give the new message: /edit TEXT"
+        )
     import readline
 
     readline.set_startup_hook(lambda: readline.insert_text(text))

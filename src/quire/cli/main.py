@@ -23,20 +23,20 @@ from quire.other_options import OTHER_COMMANDS
 
 COMMANDS = {
     "generate": "complete prompts from arguments, standard input or a file",
-    "chat": "talk with a model",
-    "serve": "answer requests over HTTP, with OpenAI's interface",
-    "batch": "answer a file of requests; an interrupted batch can be resumed",
-    "health": "ask the server on this machine whether it takes requests",
-    "route": "route requests to several servers, each to the one where it costs least",
-    "up": "start a cluster: a router, its servers, and what they need",
+    "chat": "chat with a model",
+    "serve": "serve a model over HTTP, with an OpenAI-compatible API",
+    "batch": "process a file of requests; an interrupted batch can be resumed",
+    "health": "check whether the server on this machine accepts requests",
+    "route": "route each request to the server where it costs least",
+    "up": "start a cluster: a router, its servers and Redis",
     "down": "stop a cluster",
     "rank": "join an engine on another machine with ranks on this one",
-    "quantize": "quantize a model's weights into a new folder",
+    "quantize": "save a model with int8 or int4 weights",
     "trace": "show what the scheduler does, step by step",
-    "bench": "measure speed",
-    "inspect": "describe a model without loading it: what it is, and how much memory it needs",
+    "bench": "benchmark a model, a server, or KV transfer",
+    "inspect": "describe a model and the memory it needs, without loading it",
     "completion": "print a completion script for bash, zsh or fish",
-    "doctor": "check this machine: what Quire uses, and what is missing",
+    "doctor": "check this machine: kernels, packages, and what is missing",
 }
 
 SUBCOMMANDS = {
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.set_inheritable(2, True)  # `dup2` leaves it as it is where the file got this number at once
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     if sys.stdout is None:
-        return _fail(ConfigError("standard output is closed; send it to a file or to /dev/null"), USAGE)
+        return _fail(ConfigError("standard output is closed; redirect it to a file or to /dev/null"), USAGE)
     _never_fail_on_encoding()
     # On the torch path OpenMP's threads wait for one another: spinning for long takes a busy machine's processors from
     # those that are waited for. It is read when torch is loaded, here and in the processes that are started.

@@ -140,11 +140,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """
     group = parser.add_argument_group(
         "engine options",
-        "vLLM's names are accepted too, such as --no-enable-prefix-caching, and those of llama.cpp that mean the same.",
+        "vLLM's names work too, such as --no-enable-prefix-caching, and llama.cpp's where they mean the same.",
     )
-    group.add_argument("--config", metavar="FILE", help="YAML file of options, by these names; flags override it")
+    group.add_argument("--config", metavar="FILE", help="YAML file of options by these names; flags override it")
     group.add_argument(
-        "--preset", choices=sorted(PRESETS), help="set a few options for one purpose; options that you give override it"
+        "--preset", choices=sorted(PRESETS), help="set a few options for one purpose; other options override it"
     )
     add_fields(group, EngineConfig)
     flags = parser._option_string_actions
@@ -233,7 +233,7 @@ def parse_value(name: str, hint: Any, text: str) -> Any:
         return _texts(name, text)
     if kind is bool:
         if text.lower() not in _BOOLEANS:
-            raise ConfigError(f"{name}: {text!r} is not on or off")
+            raise ConfigError(f"{name}: {text!r} is not valid; use on or off")
         return _BOOLEANS[text.lower()]
     convert, what = _CONVERTERS[_kind_name(kind)]
     try:
@@ -322,7 +322,7 @@ class _OnceLoader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if (key.tag, key.value) in seen:
-                raise yaml.MarkedYAMLError(problem=f"it names {key.value} twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"it has {key.value} twice", problem_mark=key.start_mark)
             seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep)
 
@@ -347,14 +347,14 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"--config {path} must hold 'name: value' lines, but it holds a {type(content).__name__}")
+        raise ConfigError(f"--config {path} must have 'name: value' lines, but it is a {type(content).__name__}")
     options: dict[str, Any] = {}
     for key, value in content.items():
         name = key.replace("-", "_")
         if name not in known and name not in VLLM_OPTIONS:
             raise ConfigError(f"--config {path}: {unknown_option(name, list(known))}")
         if name in options:
-            raise ConfigError(f"--config {path} names {name} twice; remove one")
+            raise ConfigError(f"--config {path} has {name} twice; remove one")
         options[name] = _yaml_value(name, value)
     return options
 
@@ -441,8 +441,8 @@ def read_environment(known: Sequence[str], environment: Mapping[str, str] = os.e
             continue
         if name == "port" and text.startswith("tcp://"):
             raise ConfigError(
-                f"{variable}={text} was set by Kubernetes for a service named quire; give the pod "
-                "enableServiceLinks: false, or the service another name"
+                f"{variable}={text} was set by Kubernetes for a service named quire; set "
+                "enableServiceLinks: false for the pod, or rename the service"
             )
         try:
             value = parse_value(name, hints[name], text)

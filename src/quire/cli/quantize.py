@@ -1,8 +1,8 @@
-"""Quantize a model's weights into a folder of its own.
+"""Save a model with quantized weights in a new folder.
 
-The folder is used like any checkpoint, e.g. 'quire generate DIR', and starts at once: its weights are mapped, not
-read. The linear layers become int8 or int4 (an int4 model's head stays in int8); norms, biases and the embedding
-table stay as they are. The folder appears under its name only when it is complete."""
+Use the folder like any checkpoint, e.g. 'quire generate DIR'; it loads fast, since its weights are memory-mapped.
+Linear layers become int8 or int4 (with int4, the head becomes int8); norms, biases and the embedding table do not
+change. The folder appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SCHEMES = ("int8", "int4")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire quantize`."""
     parser.usage = "quire quantize MODEL --to {int8,int4} --output DIR [options]"
-    parser.add_argument("model", metavar="MODEL", help="folder of a checkpoint, org/name to download, or 'demo'")
-    parser.add_argument("--to", required=True, choices=SCHEMES, help="what the linear layers' weights become")
-    parser.add_argument("--output", required=True, metavar="DIR", help="a folder that does not exist yet, or is empty")
+    parser.add_argument("model", metavar="MODEL", help="folder, org/name on the Hub, or 'demo'")
+    parser.add_argument("--to", required=True, choices=SCHEMES, help="data type of the linear layers' weights")
+    parser.add_argument("--output", required=True, metavar="DIR", help="a new or empty folder")
     parser.add_argument(
         "--group-size",
         type=int,
         metavar="{32,64,128}",
-        help="int4: inputs that share a scale; fewer are more accurate and larger (default: 64)",
+        help="int4: inputs per scale; smaller groups are more accurate and take more memory (default: 64)",
     )
     parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a downloaded model")
     parser.add_argument("--threads", type=int, metavar="N", help="default: one per core")
@@ -63,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _output(text: str) -> Path:
     if not text:
-        raise ConfigError("--output is empty; name a folder that does not exist yet")
+        raise ConfigError("--output is empty; give a new folder")
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise ConfigError(f"--output {text!r}: there is no such user's home folder") from error
+        raise ConfigError(f"--output {text!r} names an unknown user's home folder; give another folder") from error
 
 
 def _weight_bytes(folder: Path) -> int:

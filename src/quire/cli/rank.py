@@ -1,7 +1,7 @@
-"""Join an engine on another machine with ranks on this one, and wait for the next engine when it ends.
+"""Join an engine on another machine with ranks on this one; when it ends, wait for the next engine.
 
-The engine is started with '--nnodes', '--master-addr' and '--token-file'; that file is the same on all machines. The
-engine's options come from there; the checkpoint is read here, and must be the same."""
+Start the engine with '--nnodes', '--master-addr' and '--token-file', a file that is the same on all machines. Options
+come from the engine; the checkpoint is read from this machine, and must be the same."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-file", required=True, metavar="FILE", help="the same secret as the engine's token_file"
     )
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="how many this machine brings (default: all machines the same number)"
+        "--ranks", type=int, metavar="N", help="ranks on this machine (default: the same number on all machines)"
     )
     parser.add_argument(
-        "--model", metavar="DIR", help="folder of the checkpoint here (default: as the engine names it)"
+        "--model", metavar="DIR", help="folder of the checkpoint on this machine (default: as on the engine's)"
     )
-    parser.add_argument("--once", action="store_true", help="leave when the engine ends")
+    parser.add_argument("--once", action="store_true", help="exit when the engine ends")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -194,7 +194,7 @@ class RemoteTalker:
                 status, body = self._get("/v1/models")
         if status == 503:
             raise RemoteError(
-                f"the server is not ready after {self._wait:g} s: {_message(body)}; --wait SECONDS waits longer"
+                f"the server is not ready after {self._wait:g} s: {_message(body)}; wait longer with --wait SECONDS"
             )
         return status, body
 
@@ -224,7 +224,7 @@ class RemoteTalker:
             if not self._stream(request, answer, began, show):
                 self._wait_until_ready()
                 if not self._stream(request, answer, began, show):
-                    raise RemoteError("the server is not ready again; try once more")
+                    raise RemoteError("the server is not ready; try again")
         except KeyboardInterrupt:
             # The server is to notice, wherever in the library the interrupt came: all connections are closed.
             self._client.close()
@@ -256,7 +256,7 @@ class RemoteTalker:
                     break
                 chunk = _read(event.data.encode(), _Chunk)
                 if chunk is None:
-                    raise RemoteError("the server sent something that is no part of an answer")
+                    raise RemoteError("the server sent an invalid chunk")
                 _take(chunk, answer, began, show)
         return True
 
@@ -309,7 +309,7 @@ class RemoteTalker:
         hint = hints.get(status, "")
         if status == 404 and parsed is None:
             hint = "; is this the URL of an OpenAI-compatible server?"
-        raise RemoteError(f"{self.url} refuses with status {status}: {_message(body)}{hint}")
+        raise RemoteError(f"{self.url} answers {status}: {_message(body)}{hint}")
 
 
 def _take(chunk: _Chunk, answer: Answer, began: float, show: Show) -> None:
@@ -349,7 +349,7 @@ def _events(delta: _Delta, reply: Reply) -> Iterator[ReplyEvent]:
         if index == count and function.name and count < MAX_CALLS:
             yield ToolCallBegin(index, call.id or f"call_{index}", function.name)
         elif index != count - 1 or not count:
-            raise RemoteError(f"the server sent something that is no part of an answer: a call numbered {index}")
+            raise RemoteError(f"the server sent an invalid chunk: tool call number {index}")
         if function.arguments:
             yield ToolCallArguments(index, function.arguments)
 
@@ -377,7 +377,7 @@ def _encoded(request: Mapping[str, Any]) -> bytes:
     try:
         return msgspec.json.encode(request)
     except UnicodeEncodeError as error:
-        raise RequestError("the text holds half of a surrogate pair; text must be valid Unicode") from error
+        raise RequestError("the text has an unpaired surrogate; it must be valid Unicode") from error
 
 
 def _bounded(response: httpx2.Response) -> bytes:

@@ -1,9 +1,9 @@
-"""One door for several servers: requests go to the one where they cost least.
+"""Route requests to several servers, each to the one where it costs least.
 
-Servers are those of --server and --prefill-server (a URL, a DNS name's addresses, a Redis), of a file
-(--servers-file), and those that join by themselves (quire serve --join). Any server with OpenAI's interface will do;
-Quire's tell more, and their streams survive their death. Ctrl-C or SIGTERM lets running requests end; once more, and
-they end at once."""
+Servers come from --server and --prefill-server (a URL, the addresses of a DNS name, or a Redis), from a file
+(--servers-file), and join by themselves (quire serve --join). Any OpenAI-compatible server works; streams of Quire's
+servers continue on another one if theirs dies. Ctrl-C or SIGTERM lets running requests finish; a second one ends
+them."""
 
 from __future__ import annotations
 

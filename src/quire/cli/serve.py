@@ -1,7 +1,7 @@
-"""Serve a model over HTTP, with OpenAI's interface.
+"""Serve a model over HTTP, with an OpenAI-compatible API.
 
-The first argument is the model unless --model names it. The port is open at once; requests are answered as soon as
-the model is loaded. Ctrl-C or SIGTERM lets running requests end; once more, and they end with what they have."""
+The first argument is the model unless --model names it. The port is open immediately, and requests are answered
+once the model is loaded. Ctrl-C or SIGTERM lets running requests finish; a second one ends them with what they have."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire serve`."""
     parser.usage = "quire serve MODEL [options]"
-    parser.add_argument("words", nargs="*", metavar="MODEL", help="folder, org/name to download, or 'demo'")
+    parser.add_argument("words", nargs="*", metavar="MODEL", help="folder, org/name on the Hub, or 'demo'")
     parser.add_argument("--inject-fault", metavar="KIND:TOKEN", help=argparse.SUPPRESS)
     add_server_options(parser)
     add_engine_options(parser)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             return asyncio.run(Supervisor(options, listener, screen, began).run())
         except QuireError:
             if options.server.debug:
-                logger.exception("the server ends with an error")
+                logger.exception("the server failed")
             raise
         finally:
             log.flush()  # what comes after this is the last line
@@ -75,14 +75,16 @@ def read_options(args: argparse.Namespace) -> tuple[Given, ServeOptions]:
     """
     if len(args.words) > 1 or (args.words and hasattr(args, "model")):
         named = [*args.words, *([args.model] if hasattr(args, "model") else [])]
-        raise ConfigError(f"{len(named)} models were named ({', '.join(named)}); a server serves one")
+        raise ConfigError(
+            f"{len(named)} models were given ({', '.join(named)}); a server serves one, remove the others"
+        )
     given = given_options(args, args.words[0] if args.words else None, server=True)
     server = ServerConfig.from_options(given.server)
     engine = EngineConfig.from_options(given.engine, given.preset)
     if engine.distributed_executor_backend == "external_launcher":
         raise ConfigError(
-            "distributed_executor_backend=external_launcher is for programs that torchrun starts several times, and a "
-            "server is one: start it with --nnodes, and 'quire rank --join' on the other machines"
+            "distributed_executor_backend=external_launcher is for programs started by torchrun, not for a server; "
+            "start it with --nnodes, and 'quire rank --join' on the other machines"
         )
     check_devices(engine)
     if engine.cluster_key_file is not None:  # several processes read it: one says what is wrong with it
@@ -107,6 +109,6 @@ def check_devices(engine: EngineConfig) -> None:
     if engine.replicas > 1 and engine.device == "cuda" and (found := count_gpus()) < needed:
         ranks = f" x {engine.num_ranks} ranks" if engine.num_ranks > 1 else ""
         raise ConfigError(
-            f"data_parallel_size={engine.replicas}{ranks} needs a GPU for each, and there are {found}; lower it, or "
+            f"data_parallel_size={engine.replicas}{ranks} needs that many GPUs, but there are {found}; lower it, or "
             "set device=cpu"
         )

@@ -131,7 +131,7 @@ def read_tools(path: str) -> list[Tool]:
 
 def _run_file(path: Path) -> types.ModuleType:
     if path.suffix != ".py":
-        raise ConfigError(f"--tools {path} is no Python file; give one whose name ends in .py")
+        raise ConfigError(f"--tools {path} is not a Python file; give one whose name ends in .py")
     name = f"quire_tools_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -163,7 +163,7 @@ def _tool(function: types.FunctionType, path: str) -> Tool:
     properties, required, plain = {}, [], {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"{where}: the parameter {parameter} cannot be given by name; name every parameter")
+            raise ConfigError(f"{where}: the parameter {parameter} cannot be passed by name; use named parameters")
         if name not in hints:
             raise ConfigError(f"{where}: the parameter {name} has no type hint; allowed are {ALLOWED}")
         try:

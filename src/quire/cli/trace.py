@@ -1,8 +1,8 @@
 """Show, step by step, what the scheduler does with some prompts: spans, blocks, the prefix tree.
 
-The model runs first and tells which tokens there are. Then the same scheduler plans these requests again, with blocks,
-a pool and a budget small enough to follow: the same request gives the same tokens whatever these are. Without prompts,
-three that share a beginning are shown."""
+The model runs first, to get the tokens. Then the scheduler plans the same requests again, with blocks, a pool and a
+token budget small enough to follow, which do not change the tokens. Without prompts, three with a common prefix are
+used."""
 
 from __future__ import annotations
 
@@ -28,24 +28,22 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire trace`."""
     parser.usage = "quire trace [PROMPT ...] [options]"
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="at most 26 prompts; default: three built-in ones")
     parser.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="prompts, at most 26; default: three that ship with Quire"
+        "--model", default="demo", metavar="MODEL", help="folder, or org/name on the Hub (default: demo)"
     )
-    parser.add_argument("--model", default="demo", metavar="MODEL", help="folder, org/name to download (default: demo)")
     numbers = (
         ("--block-size", 4, "tokens per block, any number"),
-        ("--num-kv-blocks", 32, "blocks of the pool; few of them make requests give way"),
-        ("--max-num-batched-tokens", 16, "most tokens per step; few of them cut prompts into chunks"),
-        ("--max-num-seqs", 8, "most requests that run at once"),
-        ("--max-tokens", 8, "longest output"),
-        ("--apart", 0, "steps between the arrivals of two prompts"),
-        ("--seed", 0, "seed of the sampling"),
+        ("--num-kv-blocks", 32, "blocks in the pool; with few, requests are preempted"),
+        ("--max-num-batched-tokens", 16, "most tokens per step; with few, prompts are cut into chunks"),
+        ("--max-num-seqs", 8, "most requests running at once"),
+        ("--max-tokens", 8, "most output tokens"),
+        ("--apart", 0, "steps between the arrivals of prompts"),
+        ("--seed", 0, "sampling seed"),
     )
     for flag, default, text in numbers:
         parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="temperature of the sampling (default: 0)"
-    )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature (default: 0)")
     parser.add_argument("--prefix-cache", choices=("radix", "hash", "off"), default="radix", help="default: radix")
 
 
@@ -82,7 +80,7 @@ def _check(args: argparse.Namespace, prompts: Sequence[str]) -> None:
         ConfigError: a number is too small or too large, or there are too many prompts.
     """
     if len(prompts) > len(LETTERS):
-        raise ConfigError(f"{len(prompts)} prompts are too many to follow; give at most {len(LETTERS)}")
+        raise ConfigError(f"{len(prompts)} prompts are too many; give at most {len(LETTERS)}")
     for name, low, high in (
         ("block_size", 1, 4096),
         ("max_tokens", 1, 4096),

@@ -45,7 +45,7 @@ class TraceView:
             step += 1
             if plan is None and not todo:
                 raise QuireError(
-                    "no step can be planned, and requests wait: this is a bug; please tell us how to see it"
+                    "requests are waiting, but no step can be planned: this is a bug; please report how to reproduce it"
                 )
             if plan is not None:
                 computed += plan.num_tokens

@@ -1,6 +1,6 @@
 """Start a cluster: a router, its servers and their Redis, as a YAML file describes them.
 
-What has died is started again. Ctrl-C or 'quire down FILE' ends all of it: running requests may end first."""
+Members that die are restarted. Ctrl-C or 'quire down FILE' stops all of them, after running requests have finished."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ from quire.errors import ClusterError, ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire up`."""
     parser.usage = "quire up FILE [options]"
-    parser.add_argument("file", metavar="FILE", help="YAML file of the cluster; examples/cluster.yaml is one")
+    parser.add_argument("file", metavar="FILE", help="YAML file of the cluster, such as examples/cluster.yaml")
     parser.add_argument(
-        "--restart-limit", type=int, default=20, metavar="N", help="how often a member may die in an hour (default: 20)"
+        "--restart-limit",
+        type=int,
+        default=20,
+        metavar="N",
+        help="restarts of a member within an hour before giving up (default: 20)",
     )
     parser.add_argument(
         "--drain-timeout", type=float, default=30.0, metavar="X",
-        help="seconds that running requests may go on when all ends (default: 30)",
+        help="seconds that running requests have to finish (default: 30)",
     )  # fmt: skip
 
 
@@ -43,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     with ClusterFolder(folder_of(file, cluster.name or file.stem)) as folder:
         redis = cluster.redis == "auto" and shutil.which("redis-server") is not None
         if cluster.redis == "auto" and not redis:
-            note("redis-server is not installed: servers find each other's KV by nothing but their roles")
+            note("redis-server is not installed, so servers share KV only between prefill and decode servers")
         key = folder.key()
         if cluster.cluster_key_file is not None:
             key = read_token(cluster.cluster_key_file, f"{file}: cluster_key_file").decode()

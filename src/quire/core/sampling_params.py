@@ -91,54 +91,56 @@ class _VllmNames(msgspec.StructMeta):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmNames):
-    """How to sample one request. All fields are keywords; sequences are stored as tuples.
+    """How to sample one request. All fields are keyword arguments; sequences are stored as tuples.
 
-    What vLLM's `SamplingParams` has beside these is accepted where it asks for nothing, and else refused by name.
+    Names are vLLM's. Fields of vLLM's `SamplingParams` that are missing here are accepted with values that change
+    nothing, and otherwise refused by name.
 
-    The filters act in this order: penalties; bias and masks; temperature; min_p; top_k; top_p.
+    The order of operations is: penalties; logit bias and masks; temperature; min_p; top_k; top_p.
 
     Attributes:
-        n: how many answers to make of the prompt.
-        temperature: the logits are divided by it; 0 takes the most likely token. None: the checkpoint's
-            `generation_config.json`, else 1.
-        top_p: keep the fewest most likely tokens whose probabilities add up to this. None: as above, else 1.
-        top_k: keep this many of the most likely tokens; 0 and -1 are off. None: as above, else 0.
-        min_p: keep tokens at least this times as likely as the most likely one. None: as above, else 0.
-        presence_penalty: subtracted from the logit of every token that the output has so far.
-        frequency_penalty: the same, times how often the output has the token so far.
-        repetition_penalty: logits of tokens in the prompt or the output are divided by it where positive
-            and multiplied where negative (Keskar et al. 2019). None: as above, else 1.
-        seed: makes the sampling repeatable. None: a random one.
-        stop: one or more strings that end the text, and are not part of it unless
-            `include_stop_str_in_output`.
+        n: number of completions per prompt, 1 to 128.
+        temperature: from 0, which is greedy decoding, to 100; the logits are divided by it. None: the value in the
+            checkpoint's `generation_config.json`, or 1.
+        top_p: keep the smallest set of most likely tokens whose probabilities add up to at least this, above 0 to 1
+            (nucleus sampling, Holtzman et al. 2019). None: the checkpoint's, or 1.
+        top_k: keep this many of the most likely tokens; 0 and -1 turn it off. None: the checkpoint's, or 0.
+        min_p: keep tokens with at least this fraction of the most likely token's probability, 0 to 1. None: the
+            checkpoint's, or 0.
+        presence_penalty: subtracted from the logits of tokens that occur in the output so far, -2 to 2.
+        frequency_penalty: the same, times the number of occurrences, -2 to 2.
+        repetition_penalty: logits of tokens in the prompt or output are divided by it if positive and multiplied by it
+            if negative, 0.01 to 100 (Keskar et al. 2019). None: the checkpoint's, or 1.
+        seed: 64-bit integer; the same request with the same seed gives the same tokens. None: a random one, which the
+            output reports.
+        stop: one or more strings at which the text ends.
         include_stop_str_in_output: keep the stop string in the text.
-        stop_token_ids: further token ids that end the request.
-        min_tokens: no end-of-sequence or stop token is sampled, and no stop string counts, before this many
-            tokens.
-        max_tokens: at most this many tokens, and no more than the context has room for; None is all of that, 0 only
+        stop_token_ids: token ids that end the request, in addition to the model's end-of-sequence tokens.
+        min_tokens: before this many tokens, end-of-sequence and stop tokens are masked, and stop strings ignored.
+        max_tokens: at most this many tokens, limited to the rest of the context. None: the rest of the context; 0 only
             scores the prompt.
-        ignore_eos: the model's end-of-sequence tokens do not end the request.
-        logit_bias: added to the logits of these token ids.
-        allowed_token_ids: all other ids are masked.
-        bad_words: strings that must not be generated: the last token of each is masked after the others.
-        logprobs: also return the log-probabilities of the sampled token and of this many of the most likely ones.
-        prompt_logprobs: the same for the prompt's tokens.
+        ignore_eos: do not end at the model's end-of-sequence tokens.
+        logit_bias: token id to a number from -100 to 100, which is added to its logit.
+        allowed_token_ids: mask all other token ids.
+        bad_words: strings that must not be generated: the last token of each is masked when it would follow the others.
+        logprobs: return the log-probabilities of the sampled token and of this many most likely ones, 0 to 20.
+        prompt_logprobs: the same for the tokens of the prompt.
         skip_special_tokens: leave special tokens out of the text.
-        priority: lower runs first, under the `priority` scheduling policy.
-        cache_salt: requests share cached prefixes only with requests of the same salt.
-        speculate: let this request be drafted, where the engine does speculative decoding. It changes speed, not
-            tokens.
-        kv_transfer_params: where engines compute prompts for others, as vLLM spells it: `do_remote_decode`: the prompt
-            is computed here, whatever its length; `do_remote_prefill`: it is computed by another engine, whatever its
-            length, by the one named `remote_engine_id` if that can be reached. It changes speed, not tokens.
-        structured_outputs: the form that the output must have (`json`, `regex`, `choice`, `grammar`, ...). It ends
-            where it is complete, unless a stop string, or a stop token that is text, ends it before.
-        thinking_token_budget: most tokens for which a chat's reply may reason; then it must end its reasoning. None: no
-            limit, as is -1.
+        priority: lower values run first, with `scheduling_policy="priority"`.
+        cache_salt: prefix cache hits are limited to requests with the same salt.
+        speculate: False turns speculative decoding off for this request; the tokens are the same, only speed changes.
+        kv_transfer_params: for disaggregated prefill, in vLLM's spelling. `do_remote_decode`: compute the prompt on
+            this engine, whatever its length; `do_remote_prefill`: have another engine compute it, whatever its length,
+            `remote_engine_id` if that can be reached. The tokens are the same, only speed changes.
+        structured_outputs: a form that the output must have (`json`, `regex`, `choice`, `grammar`, ...). The output
+            ends when it is complete, unless a stop string, or a stop token that is text, ends it earlier.
+        thinking_token_budget: most reasoning tokens of a chat reply; then its reasoning must end; -1 is no limit.
+            None: no limit.
 
     Raises:
-        SamplingParamsError: a value has the wrong type, is not finite, is out of range, or contradicts
-            another field.
+        SamplingParamsError: a value has the wrong type, is not finite, is out of range, or contradicts another field;
+            `param` names the field.
+        TypeError: there is no such field.
     """
 
     n: int = 1
@@ -182,18 +184,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SamplingParamsError(
                 f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}; "
-                "min_tokens must not be the larger one",
+                "lower min_tokens or raise max_tokens",
                 param="min_tokens",
             )
         if self.structured_outputs is not None and self.ignore_eos:
             raise SamplingParamsError(
-                "ignore_eos goes on after the end that structured_outputs asks for; leave one of them out",
+                "ignore_eos and structured_outputs contradict each other, since the output must end when it is "
+                "complete; leave one of them out",
                 param="ignore_eos",
             )
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, without noise. Only resolved parameters know."""
+        """Whether decoding is greedy. Only known once `temperature` is set (see `resolved`)."""
         return self.temperature is not None and self.temperature < GREEDY_TEMPERATURE
 
     @property
@@ -202,10 +205,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
         return tuple(self.stop or ())
 
     def resolved(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
-        """A copy in which no field is None that `NEUTRAL` names.
+        """A copy in which the fields named in `NEUTRAL` are set.
 
-        `defaults` is the checkpoint's `generation_config.json` (other keys are ignored), or nothing for
-        neutral values. Raises `SamplingParamsError` where a value there is not valid.
+        Args:
+            defaults: the checkpoint's `generation_config.json` (other keys are ignored); None: neutral values.
+
+        Raises:
+            SamplingParamsError: one of the checkpoint's values is invalid.
         """
         changes: dict[str, float | int] = {}
         for name, neutral in NEUTRAL.items():
@@ -218,11 +224,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
             return replace(self, **changes)
         except SamplingParamsError as error:
             raise SamplingParamsError(
-                f"the checkpoint's generation_config.json: {error}; set it, or use generation_config='off'"
+                f"the checkpoint's generation_config.json: {error}; set the parameter, or use generation_config='off'"
             ) from error
 
     def check_against(self, vocab_size: int) -> None:
-        """Checks what depends on the model: token ids must be below `vocab_size`. Raises `TokenOutOfRangeError`."""
+        """Check what depends on the model.
+
+        Raises:
+            TokenOutOfRangeError: a token id is not below `vocab_size`.
+        """
         named: dict[str, Iterable[int] | None] = {
             "stop_token_ids": self.stop_token_ids,
             "allowed_token_ids": self.allowed_token_ids,
@@ -265,17 +275,17 @@ def _integer(low: int, high: int, hint: str = "") -> _Check:
 
 
 def _top_k(name: str, value: Any) -> int:
-    number: int = _integer(-1, MAX_INT32, "0 and -1 are off")(name, value)
+    number: int = _integer(-1, MAX_INT32, "0 and -1 turn it off")(name, value)
     return max(0, number)
 
 
 def _budget(name: str, value: Any) -> int | None:
-    number: int = _integer(-1, MAX_INT32, "None and -1 are off, 0 is no reasoning")(name, value)
+    number: int = _integer(-1, MAX_INT32, "None and -1: no limit; 0: no reasoning")(name, value)
     return None if number == -1 else number
 
 
 def _number(low: float, high: float, hint: str = "", above_low: bool = False) -> _Check:
-    allowed = f"a number {'above' if above_low else 'of at least'} {low:g} and at most {high:g}"
+    allowed = f"a number above {low:g} and at most {high:g}" if above_low else f"a number from {low:g} to {high:g}"
 
     def check(name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, Real):
@@ -302,7 +312,7 @@ def _text(name: str, value: Any, max_length: int) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= max_length:
         raise _refuse(name, value, f"a string of 1 to {max_length} characters")
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise _refuse(name, value, "valid Unicode", "it holds half of a surrogate pair")
+        raise _refuse(name, value, "valid Unicode", "it has an unpaired surrogate")
     return value
 
 
@@ -344,51 +354,49 @@ def _bias(name: str, value: Any) -> dict[int, float]:
         raise _refuse(name, value, "a dict from token id to a number")
     if len(value) > MAX_LOGIT_BIAS_ENTRIES:
         raise SamplingParamsError(f"{name} has {len(value)} entries; at most {MAX_LOGIT_BIAS_ENTRIES} are allowed")
-    number = _number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, "to forbid a token use bad_words or -100")
+    number = _number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, "to forbid a token, use -100 or bad_words")
     return {_token_id(f"a key of {name}", key): number(f"{name}[{key}]", bias) for key, bias in value.items()}
 
 
 def _kv_transfer(name: str, value: Any) -> dict[str, Any]:
     """What it says of this engine is checked; other fields are some other engine's."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise _refuse(name, value, "a mapping of names, as another engine's answer has it")
+        raise _refuse(name, value, "a mapping with string keys, as in another engine's response")
     if len(value) > MAX_KV_TRANSFER_PARAMS:
         raise SamplingParamsError(f"{name} has {len(value)} entries; at most {MAX_KV_TRANSFER_PARAMS} are allowed")
     for key in ("do_remote_decode", "do_remote_prefill"):
         if value.get(key) is not None:
             _boolean(f"{name}[{key!r}]", value[key])
     if value.get("do_remote_decode") and value.get("do_remote_prefill"):
-        raise SamplingParamsError(
-            f"{name} asks for do_remote_decode and do_remote_prefill; this engine computes the prompt, or another one"
-        )
+        raise SamplingParamsError(f"{name} has both do_remote_decode and do_remote_prefill; give one of them")
     if value.get("remote_engine_id") is not None:
         _text(f"{name}['remote_engine_id']", value["remote_engine_id"], MAX_CACHE_SALT_LENGTH)
     return {key: value[key] for key in KV_TRANSFER_FIELDS if value.get(key) is not None}
 
 
-_NOT_ALL = "those of the whole vocabulary, vLLM's -1, are not offered"
+_NOT_ALL = "the whole vocabulary, vLLM's -1, is not supported"
 
 _CHECKS: dict[str, _Check] = {
     "n": _integer(1, MAX_N),
-    "temperature": _number(0.0, MAX_TEMPERATURE, "0 is greedy"),
-    "top_p": _number(0.0, 1.0, "1 is off; for greedy sampling set temperature=0", above_low=True),
+    "temperature": _number(0.0, MAX_TEMPERATURE, "0 is greedy decoding"),
+    "top_p": _number(0.0, 1.0, "1 turns it off; for greedy decoding set temperature=0", above_low=True),
     "top_k": _top_k,
-    "min_p": _number(0.0, 1.0, "0 is off"),
+    "min_p": _number(0.0, 1.0, "0 turns it off"),
     "presence_penalty": _number(-MAX_ADDITIVE_PENALTY, MAX_ADDITIVE_PENALTY),
     "frequency_penalty": _number(-MAX_ADDITIVE_PENALTY, MAX_ADDITIVE_PENALTY),
-    "repetition_penalty": _number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, "1 is off"),
+    "repetition_penalty": _number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, "1 turns it off"),
     "seed": _integer(-MAX_INT64 - 1, MAX_INT64),
     "stop": _texts(MAX_STOP_STRINGS, MAX_STOP_LENGTH),
     "stop_token_ids": _token_ids(MAX_STOP_TOKEN_IDS),
     "include_stop_str_in_output": _boolean,
     "min_tokens": _integer(0, MAX_INT32),
-    "max_tokens": _integer(0, MAX_INT32, "None is what is left of the context, 0 only scores the prompt"),
+    "max_tokens": _integer(0, MAX_INT32, "None: the rest of the context; 0 only scores the prompt"),
     "ignore_eos": _boolean,
     "logit_bias": _bias,
     "allowed_token_ids": _token_ids(MAX_ALLOWED_TOKEN_IDS, may_be_empty=False),
     "bad_words": _texts(MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH),
-    "logprobs": _integer(0, MAX_LOGPROBS, f"0 returns the sampled token's alone; {_NOT_ALL}"),
-    "prompt_logprobs": _integer(0, MAX_LOGPROBS, f"0 returns the prompt token's alone; {_NOT_ALL}"),
+    "logprobs": _integer(0, MAX_LOGPROBS, f"0 returns only the sampled token's; {_NOT_ALL}"),
+    "prompt_logprobs": _integer(0, MAX_LOGPROBS, f"0 returns only the prompt token's; {_NOT_ALL}"),
     "skip_special_tokens": _boolean,
     "priority": _integer(-MAX_INT32 - 1, MAX_INT32),
     "cache_salt": _salt,

@@ -1,4 +1,4 @@
-"""What a reply must look like: `StructuredOutputsParams`, and `ReasoningBudget`. A leaf: anyone may import it."""
+"""Constraints on a reply: `StructuredOutputsParams` and `ReasoningBudget`. A leaf: anyone may import it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ KINDS = "json", "regex", "choice", "grammar", "json_object", "structural_tag"
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a reply must look like, as vLLM spells it: exactly one of `json`, `regex`, `choice`, `grammar`,
-    `json_object` and `structural_tag`. A reply that ends by itself is in that language; one that is cut
-    (`max_tokens`, a stop string) is the beginning of one that is.
+    """The form that a reply must have, in vLLM's spelling: exactly one of `json`, `regex`, `choice`, `grammar`,
+    `json_object` and `structural_tag`. A reply that ends by itself conforms; one that is cut off (by `max_tokens` or a
+    stop string) is a prefix of one that does.
 
     Attributes:
-        json: a JSON Schema, as an object or its text; it is kept as text. Properties come in the order in which the
-            schema has them. What is not enforced is refused (`quire.grammar.json_schema`).
-        regex: a regular expression that the whole reply matches, in the syntax of Rust's `regex`, without look-around.
-        choice: the reply is one of these strings.
+        json: a JSON Schema, as an object or its text (stored as text). Properties come in the schema's order. Keywords
+            that cannot be enforced are refused (`quire.grammar.json_schema`).
+        regex: a regular expression that the whole reply matches: Rust's `regex` syntax, without look-around.
+        choice: the reply is one of these strings, at most 10,000.
         grammar: a context-free grammar: Lark, or llama.cpp's GBNF.
-        json_object: any JSON object.
-        structural_tag: text with tags whose content is of a form of its own (`quire.grammar.structural_tag`), as an
-            object or its text; it is kept as text.
-        whitespace_pattern: a regular expression for the white space of JSON, which may stand wherever JSON has it.
-        disable_any_whitespace: JSON has none.
-        disable_additional_properties, disable_fallback: vLLM's. The former is refused (say it in the schema), and the
-            latter means nothing: there is no fallback.
+        json_object: True: any JSON object.
+        structural_tag: text with tags whose content has a form of its own (`quire.grammar.structural_tag`), as an
+            object or its text (stored as text).
+        whitespace_pattern: for JSON, a regular expression for white space, allowed wherever JSON allows it.
+        disable_any_whitespace: for JSON, no white space.
+        disable_additional_properties: vLLM's; refused: write `additionalProperties: false` into the schema.
+        disable_fallback: vLLM's; has no effect, since there is no fallback.
 
     Raises:
-        SamplingParamsError: see above, or one is of the wrong type or too long.
+        SamplingParamsError: none or several of the six are given, one has the wrong type, or is larger than 1 MiB.
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -79,31 +79,33 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
             raise SamplingParamsError(f"structured_outputs has {found}; it must have exactly one of {', '.join(KINDS)}")
         spaced = self.whitespace_pattern is not None or self.disable_any_whitespace
         if spaced and given[0] not in ("json", "json_object"):
-            raise SamplingParamsError(f"white space is said of JSON, but structured_outputs has {given[0]}")
+            name = "disable_any_whitespace" if self.disable_any_whitespace else "whitespace_pattern"
+            raise SamplingParamsError(f"{name} is for json and json_object, not for {given[0]}; leave it out")
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise SamplingParamsError("whitespace_pattern and disable_any_whitespace contradict each other; give one")
 
     @property
     def kind(self) -> str:
-        """Which of `KINDS` it has."""
+        """Which of `KINDS` is set."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
     @property
     def size(self) -> int:
-        """Bytes of text, about."""
+        """The approximate size of its text, in bytes."""
         return sum(
             len(part) for part in (self.json, self.regex, self.grammar, self.structural_tag) if isinstance(part, str)
         ) + sum(map(len, self.choice or ()))
 
 
 class ReasoningBudget(msgspec.Struct, frozen=True):
-    """How many tokens a reply may reason, and how it can be told that it does.
+    """A limit on the reasoning tokens of a reply, and the markers by which reasoning is recognized.
 
     Attributes:
-        tokens: of reasoning, without its markers. After so many, the end marker must come.
-        start, end: the markers; where one holds the text of a special token, that token stands there.
-        begun: the prompt ends within reasoning; else it begins where the reply begins with `start`, white space left
-            out.
+        tokens: most reasoning tokens, not counting the markers; after them the end marker must follow.
+        start: the start marker; text of a special token in it stands for that token.
+        end: the end marker, likewise.
+        begun: the prompt ends within reasoning; otherwise reasoning begins if the reply begins with `start`, ignoring
+            white space.
         again: reasoning may begin anywhere in the reply, and more than once (Harmony's messages); all of it counts.
     """
 

@@ -130,9 +130,9 @@ class Engine:
         report = on_load or (lambda phase, share: None)
         if config.replicas > 1:
             raise ConfigError(
-                f"data_parallel_size={config.replicas}: replicas are engines of a server, and this program has one: "
-                f"'quire serve {config.model} --data-parallel-size {config.replicas}' has them behind one URL; here, "
-                "start so many programs, each with a part of the prompts"
+                f"data_parallel_size={config.replicas} needs a server, since LLM is a single engine; run 'quire "
+                f"serve {config.model} --data-parallel-size {config.replicas}', or start {config.replicas} programs, "
+                "each with a part of the prompts"
             )
         if config.distributed_executor_backend != "mp":
             from quire.engine.placement import placed
@@ -212,7 +212,7 @@ class Engine:
         spec = config.speculation
         if spec is not None and spec.num_speculative_tokens >= self.max_model_len:
             raise ConfigError(
-                f"speculative_config: num_speculative_tokens={spec.num_speculative_tokens} leaves no room in a context "
+                f"speculative_config: num_speculative_tokens={spec.num_speculative_tokens} does not fit in a context "
                 f"of {self.max_model_len} tokens; lower it"
             )
         self.expert_balancer: ExpertBalancer | None = None
@@ -272,7 +272,7 @@ class Engine:
             check_gpus(config, count_gpus())
         if open_checkpoint is not Checkpoint or proposer is not None:
             raise ConfigError(
-                f"{name}: other ranks read the checkpoint and make their drafts themselves; "
+                f"{name}: other ranks read the checkpoint and create their drafters themselves; "
                 "leave out open_checkpoint and proposer, or use one rank"
             )
         how = config.tensor_parallel_size, config.redundant_experts, stages, config.data_parallel_size
@@ -559,4 +559,4 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineClosedError("this engine was closed; make a new one")
+            raise EngineClosedError("this engine was closed; create a new one")

@@ -114,7 +114,5 @@ def attempt(call: Callable[[], T]) -> T:
         raise
     except Exception as error:
         if is_lost(error):
-            raise DeviceLostError(
-                f"the device failed, and nothing can run on it until this process ends: {error}"
-            ) from error
+            raise DeviceLostError(f"the device failed, and this process can no longer use it: {error}") from error
         raise StepFailedError(f"{type(error).__name__}: {error}") from error

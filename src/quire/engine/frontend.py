@@ -181,17 +181,19 @@ class Frontend:
         """
         named = [name for name in ("bad_words", "stop", "structured_outputs") if getattr(params, name)]
         if self.tokenizer is None and named:
-            raise SamplingParamsError(f"{named[0]} needs a tokenizer, and this checkpoint has none", param=named[0])
+            raise SamplingParamsError(
+                f"{named[0]} needs a tokenizer, but this checkpoint has none; leave it out", param=named[0]
+            )
         if params.structured_outputs and not (self._eos or params.stop_token_ids):
             raise SamplingParamsError(
-                "structured_outputs needs a token that ends the output, and this checkpoint names none; "
-                "give stop_token_ids",
+                "structured_outputs needs a token that ends the output, but this checkpoint has no end-of-sequence "
+                "token; set stop_token_ids",
                 param="structured_outputs",
             )
         if params.thinking_token_budget is not None and (reply is None or reply.syntax.reasoning is None):
             raise SamplingParamsError(
-                "thinking_token_budget bounds the reasoning of a chat's reply, and "
-                f"{'this is no chat' if reply is None else 'the chat template shows no reasoning'}; leave it out",
+                "thinking_token_budget limits the reasoning of a chat reply, but "
+                f"{'this is not a chat' if reply is None else 'the chat template shows no reasoning'}; leave it out",
                 param="thinking_token_budget",
             )
         params = self._with_defaults(params)
@@ -199,11 +201,11 @@ class Frontend:
             raise EmbeddingModelError(EMBEDS_ALONE)
         params.check_against(self.vocab_size)
         if not token_ids:
-            raise EmptyPromptError("the prompt has no tokens; it needs at least one")
+            raise EmptyPromptError("the prompt is empty; give at least one token")
         worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
         if not 0 <= worst < self.vocab_size:
             shown = worst if abs(worst) < 2**63 else "a huge number"
-            raise TokenOutOfRangeError(f"the prompt has token id {shown}; allowed are 0 to {self.vocab_size - 1}")
+            raise TokenOutOfRangeError(f"the prompt has the token id {shown}; allowed are 0 to {self.vocab_size - 1}")
         room = self.max_model_len - len(token_ids)
         asked = params.max_tokens
         least = max(params.min_tokens, 0 if asked == 0 else 1)
@@ -226,14 +228,16 @@ class Frontend:
             RequestError: it asks for tokens, too, or labels are not tokens of the vocabulary.
         """
         if prompt.max_tokens or prompt.params.n != 1:
-            raise SamplingParamsError("a prompt that is pooled makes no tokens: set max_tokens=0 and n=1")
+            raise SamplingParamsError("a pooled prompt generates no tokens; set max_tokens=0 and n=1")
         if pooling.method == "labels" and not self._causal:
             raise EmbeddingModelError(EMBEDS_ALONE)
         labels = pooling.label_token_ids
         if bool(labels) != (pooling.method == "labels") or len(labels) > MAX_LABELS:
-            raise RequestError(f"there are {len(labels)} labels; scoring needs 1 to {MAX_LABELS} token ids")
+            raise RequestError(f"scoring has {len(labels)} labels; give 1 to {MAX_LABELS} token ids")
         if labels and not 0 <= min(labels) <= max(labels) < self.vocab_size:
-            raise TokenOutOfRangeError(f"labels are token ids from 0 to {self.vocab_size - 1}")
+            raise TokenOutOfRangeError(
+                f"a label is not a token id of the model; allowed are 0 to {self.vocab_size - 1}"
+            )
         return dataclasses.replace(prompt, pooling=pooling)
 
     def prepare_all(
@@ -349,7 +353,9 @@ class Frontend:
         if request_id is None:
             return secrets.token_hex(8)
         if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_REQUEST_ID_LENGTH:
-            raise RequestError(f"request_id={request_id!r} must be a string of 1 to {MAX_REQUEST_ID_LENGTH} characters")
+            raise RequestError(
+                f"request_id={request_id!r} is invalid; it must be a string of 1 to {MAX_REQUEST_ID_LENGTH} characters"
+            )
         if request_id in self._live:
             raise RequestError(f"request_id={request_id!r} is in use; choose another, or leave it out")
         return request_id
@@ -545,14 +551,14 @@ def _plain(prompt: Prompt) -> _Plain:
         return prompt
     given = {name: value for name, value in prompt.items() if value is not None}
     if other := sorted(map(str, given.keys() - {"prompt", "prompt_token_ids"})):
-        raise RequestError(f"a prompt has the field {other[0]!r}; it may have 'prompt' and 'prompt_token_ids' alone")
+        raise RequestError(f"a prompt has the field {other[0]!r}; only 'prompt' and 'prompt_token_ids' are allowed")
     if not given:
-        raise RequestError("a prompt is a dictionary without 'prompt' and without 'prompt_token_ids'")
+        raise RequestError("a prompt is a dictionary without 'prompt' or 'prompt_token_ids'; give one of them")
     name, kind = ("prompt_token_ids", list | tuple) if "prompt_token_ids" in given else ("prompt", str)
     found: _Plain = given[name]
     if not isinstance(found, kind):
         raise RequestError(
-            f"{name!r} of a prompt is a {type(found).__name__}; 'prompt' is text, 'prompt_token_ids' a list"
+            f"{name!r} of a prompt is a {type(found).__name__}; 'prompt' must be text, 'prompt_token_ids' a list"
         )
     return found
 
@@ -567,7 +573,7 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
         raise RequestError(f"a prompt is a {type(prompt).__name__}; it must be a string or a list of token ids")
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, Integral):
-            raise TokenOutOfRangeError(f"the prompt holds {token!r}, which is not a token id; ids are integers")
+            raise TokenOutOfRangeError(f"the prompt has {token!r}, which is not a token id; token ids are integers")
     return [operator.index(token) for token in prompt]
 
 

@@ -122,7 +122,7 @@ class Hosts:
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"ranks cannot join at master_addr={self._address.host}, master_port={self._address.port}: "
-                f"{error.strerror}; choose an address of this machine, and a port that is free"
+                f"{error.strerror}; choose an address of this machine and a free port"
             ) from error
 
     def _on(self, source: object, call: Callable[[], None]) -> None:
@@ -151,8 +151,8 @@ class Hosts:
             report(f"waiting for machines to join at {self._address}", len(self._hosts) / others)
             if (left := end - time.monotonic()) <= 0:
                 raise ConfigError(
-                    f"{len(self._hosts)} of {others} other machines (nnodes={others + 1}) have joined within "
-                    f"{seconds:g} seconds (join_timeout_s); on each: {how}"
+                    f"only {len(self._hosts)} of {others} other machines (nnodes={others + 1}) joined within "
+                    f"{seconds:g} seconds (join_timeout_s); on each of them, run: {how}"
                 )
             self._turn(min(left, LOOK_SECONDS))
         first = self.here.stop - sum(len(host.ranks) for host in self._hosts.values())

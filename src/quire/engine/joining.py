@@ -97,8 +97,8 @@ class Joining:
                 return connection, monitor
             if refusals >= REFUSALS:
                 raise ConfigError(
-                    f"whoever listens at {self._address} does not take this token; give --join the engine's "
-                    "master_addr and master_port, and both machines the same --token-file"
+                    f"{self._address} does not accept this token; give --join the engine's master_addr and "
+                    "master_port, and both machines the same --token-file"
                 )
             connection.disable_monitor()
             connection.close()

@@ -46,8 +46,8 @@ def check_contents(config: EngineConfig, path: Path, expected: Mapping[str, str]
         if found != expected[name]:
             where = path if name == "model" else config.speculation and config.speculation.model
             raise ConfigError(
-                f"{name}: the checkpoint {where} is another one here ({found[:8]}) than on the first machine "
-                f"({expected[name][:8]}); copy that one here"
+                f"{name}: the checkpoint {where} differs from the one on the first machine (hash {found[:8]}, there "
+                f"{expected[name][:8]}); copy that one here"
             )
 
 
@@ -122,8 +122,8 @@ def load(
     if linear and spec is not None and spec.tree_width > 1:
         kind = "recurrent layers" if model.config.recurrent_layers else "sparse attention"
         raise ConfigError(
-            f"speculative_config: tree_width={spec.tree_width}, but the model has {kind}, for which drafts must "
-            "follow one another; leave it out"
+            f"speculative_config: tree_width={spec.tree_width}, but trees of drafts are not supported for a "
+            f"model with {kind}; leave it out"
         )
     if proposer is not None:
         return model, Speculation(proposer, rejection=config.speculative_acceptance == "rejection")
@@ -138,7 +138,9 @@ def for_whole_prompts(config: EngineConfig) -> EngineConfig:
         ConfigError: an option has no meaning then.
     """
     if config.speculation is not None:
-        raise ConfigError("speculative_config with a model that embeds texts and makes no tokens; leave it out")
+        raise ConfigError(
+            "speculative_config is set, but this is an embedding model, which generates no tokens; leave it out"
+        )
     return replace(config, enable_chunked_prefill=False, prefix_cache="off", target_itl_ms=None)
 
 

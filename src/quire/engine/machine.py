@@ -44,12 +44,12 @@ def check_gpus(config: EngineConfig, found: int) -> None:
     }
     if told := [option for option, asked in others.items() if asked]:
         raise ConfigError(
-            f"{told[0]} with device={config.device}: on GPUs ranks of one machine share each layer "
-            "(tensor_parallel_size, enable_expert_parallel), and nothing else yet; leave it out, or set device=cpu"
+            f"{told[0]} with device={config.device}: on GPUs only ranks that share each layer (tensor_parallel_size, "
+            "enable_expert_parallel) on one machine are supported yet; leave it out, or set device=cpu"
         )
     if config.tensor_parallel_size > found:
         raise ConfigError(
-            f"tensor_parallel_size={config.tensor_parallel_size} takes a GPU for each rank, and {found} found here; "
+            f"tensor_parallel_size={config.tensor_parallel_size} needs one GPU per rank, but there are {found}; "
             f"lower it to {found} or less, check nvidia-smi and CUDA_VISIBLE_DEVICES, or set device=cpu"
         )
 

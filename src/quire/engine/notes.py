@@ -1,4 +1,4 @@
-"""What a user should know of options that act otherwise than their names say."""
+"""What users should know about options that behave differently than their names suggest."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ OF_GPUS = ("gpu_memory_utilization", "cuda_graphs", "enforce_eager")
 """Options that change nothing on a CPU."""
 
 TWO_FORMS = (
-    "deterministic=False: each step computes latent attention in the form that is cheaper for it, "
-    "so that a request's tokens may depend on the others"
+    "deterministic=False: each step computes latent attention in its cheaper form, so "
+    "a request's tokens may depend on other requests"
 )
 
 ADDED = (
-    "deterministic=False: ranks add up what they have of products that are not quantized, so that tokens may depend "
-    "on how many ranks there are"
+    "deterministic=False: ranks add partial sums of products that are not quantized, so tokens may depend on the "
+    "number of ranks"
 )
 
 REJECTION_NOTE = (
-    "speculative_acceptance=rejection: drafts keep the distribution of what is sampled, not the tokens, which "
-    "depend on how many are drafted"
+    "speculative_acceptance=rejection: the distribution of sampled tokens is kept, but the tokens themselves "
+    "depend on the number of drafts"
 )
 
 
@@ -45,23 +45,23 @@ def notes_of(
     if changed:
         notes.append(f"sampling defaults of the checkpoint: {', '.join(changed)}")
     if config.pipeline_parallel_size > 1:
-        notes.append(f"{config.pipeline_parallel_size} ranks (processes) have some of the layers each")
+        notes.append(f"{config.pipeline_parallel_size} pipeline stages (processes), each with some of the layers")
     if config.tensor_parallel_size > 1:
         notes.append(f"{config.tensor_parallel_size} ranks (processes) share each layer")
     if config.data_parallel_size > 1:
         notes.append(
-            f"{config.data_parallel_size} replicas of attention have requests and KV of their own; limits of "
-            "requests and tokens are those of each"
+            f"{config.data_parallel_size} data-parallel attention replicas with their own requests and KV; "
+            "limits on requests and tokens apply to each"
         )
     if config.nnodes > 1:
         from quire.engine import placement
 
         notes += placement.notes_of(config)
     if config.redundant_experts is not None:
-        each = "never move" if not config.eplb_interval else f"may move every {config.eplb_interval:,} steps"
-        notes.append(f"each rank has experts of its own, which {each}")
+        each = "never" if not config.eplb_interval else f"at most every {config.eplb_interval:,} steps"
+        notes.append(f"each rank holds its own experts; they are rebalanced {each}")
     if not model.causal:
-        notes.append("the model embeds texts alone: prompts are computed whole, without chunks or a prefix cache")
+        notes.append("an embedding model: prompts are computed whole, without chunked prefill or prefix caching")
     if config.speculation is not None:
         notes.append(config.speculation.describe())
         if config.speculative_acceptance == "rejection":
@@ -78,11 +78,11 @@ def _of_cpu(config: EngineConfig, model: Model) -> list[str]:
         if model.config.layer.expands:
             notes.append(TWO_FORMS)
         elif config.tensor_parallel_size == 1:
-            notes.append("deterministic=False changes nothing on a CPU for this model")
+            notes.append("deterministic=False has no effect on a CPU for this model")
         if config.tensor_parallel_size > 1:
             notes.append(ADDED)
     for each in fields(config):
         value = getattr(config, each.name)
         if each.name in OF_GPUS and value != each.default:
-            notes.append(f"{each.name}={value} changes nothing on a CPU")
+            notes.append(f"{each.name}={value} has no effect on a CPU")
     return notes

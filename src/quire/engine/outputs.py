@@ -1,4 +1,4 @@
-"""What a user gets back: one `RequestOutput` a prompt, which grows while the request runs."""
+"""What a user gets back: one `RequestOutput` per prompt, which grows while the request runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from quire.text.reply import Reply, ReplyEvent
 
 @dataclass(slots=True)
 class Logprob:
-    """One token's log-probability (natural log) in the model's own distribution, before any filter.
+    """One token's log-probability in the model's distribution, before temperature, penalties and filters.
 
     Attributes:
-        rank: 1 is the most likely token.
-        decoded_token: its text; None where the model has no tokenizer.
+        logprob: natural logarithm of the probability.
+        rank: by probability; 1 is the most likely token.
+        decoded_token: its text; None if the model has no tokenizer.
     """
 
     logprob: float
@@ -24,19 +25,20 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice.
+    """One completion of a prompt, one of `n`.
 
     Attributes:
-        index: which of the `n` choices.
-        text: everything so far; `delta` is what is new since the output was last handed out.
-        token_ids: sampled ids, up to the one that completed a stop string.
-        logprobs: one dict a token, by token id; always holds the sampled one. None unless asked for.
-        cumulative_logprob: the sum over the sampled tokens; None unless `logprobs` were asked for.
+        index: from 0 to `n` - 1.
+        text: the text so far.
+        delta: the part of `text` that is new since the output was last yielded or returned.
+        token_ids: sampled token ids, up to the one that completed a stop string.
+        logprobs: for each token a dict by token id, which always contains the sampled one. None unless requested.
+        cumulative_logprob: sum of the sampled tokens' log-probabilities. None unless `logprobs` were requested.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
-        stop_reason: the stop string or stop token id that ended it.
+        stop_reason: the stop string or stop token id that ended it; None for other ends.
         error: what went wrong, with `finish_reason="error"`.
-        events: of a chat: what the reply is made of, in order (reasoning, content, tool calls); else None.
-        reasoning_tokens: of `token_ids`, those that are reasoning or its end marker.
+        events: for a chat, the parts of the reply in order (reasoning, content, tool calls); otherwise None.
+        reasoning_tokens: the number of `token_ids` that are reasoning or its end marker.
     """
 
     index: int
@@ -53,28 +55,31 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
+        """Whether it has ended; `finish_reason` says why."""
         return self.finish_reason is not None
 
     @property
     def reply(self) -> Reply:
-        """What the events add up to; of what is no chat, all text is content."""
+        """The parsed reply: reasoning, content and tool calls. Without a chat, all text is content."""
         return Reply(content=self.text) if self.events is None else Reply.of(self.events)
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds, and counts. With several choices: times of the first one, sums of the counts.
+    """Times in seconds, and counts. With several choices, times are the first one's and counts are sums.
 
     Attributes:
         queue_seconds: from arrival to the first step.
         time_to_first_token: from arrival to the first sampled token; None if there was none.
-        prefill_seconds, decode_seconds: in steps that computed the prompt, and the output.
-        detokenize_seconds: spent on turning tokens into text.
+        prefill_seconds: in steps that computed the prompt.
+        decode_seconds: in steps that computed the output.
+        detokenize_seconds: turning tokens into text.
         total_seconds: from arrival to the end.
-        steps: steps that held a span of the request.
-        preemptions: how often it lost its blocks and was computed again.
-        drafted, accepted: draft tokens that were verified for it, and those of them that it sampled too.
-        fetches: of the first choice: blocks that it waited for, from a tier.
+        steps: steps in which the request took part.
+        preemptions: how often it lost its KV blocks and was recomputed.
+        drafted: draft tokens that were verified for it.
+        accepted: draft tokens that were accepted.
+        fetches: blocks that the first choice waited for, from a KV tier or another engine.
     """
 
     queue_seconds: float = 0.0
@@ -95,7 +100,9 @@ class EmbeddingOutput:
     """The embedding of one prompt.
 
     Attributes:
-        prompt: its text; None where token ids were given.
+        prompt: its text; None if token ids were given.
+        prompt_token_ids: its token ids.
+        embedding: [dimensions] floats, normalized to length 1 if the checkpoint's configuration says so.
         cached_tokens: prompt tokens found in the prefix cache.
     """
 
@@ -107,17 +114,20 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All that belongs to one prompt.
+    """The result of one prompt: its completions, which grow while the request runs, and its statistics.
 
     Attributes:
-        request_id: the user's, or one that was made.
-        prompt: its text; None where token ids were given.
-        prompt_logprobs: one entry a prompt token; None for the first, which nothing predicts.
+        request_id: the given one, or a generated one.
+        prompt: its text; None if token ids were given.
+        prompt_token_ids: its token ids.
+        outputs: one completion for each of `n`.
+        seed: the seed of the sampling: the given one, or a random one; the same request with it gives the same tokens.
+        prompt_logprobs: for each prompt token a dict by token id; None for the first token, which nothing predicts.
+            None unless requested.
         cached_tokens: prompt tokens found in the prefix cache.
-        seed: what the noise was keyed with: the user's, or the one drawn at admission.
-        clamped_from: the `max_tokens` that was asked for, where the context has less left; else None.
-        metrics: filled when the request has ended.
-        pooled: of a prompt that is pooled, what came of it (see `PoolingParams`), when the request has ended.
+        clamped_from: the requested `max_tokens`, if the context has room for fewer; otherwise None.
+        metrics: times and counts, set when the request has ended.
+        pooled: for embeddings and scores, the pooled value (see `PoolingParams`), set when the request has ended.
     """
 
     request_id: str
@@ -133,12 +143,12 @@ class RequestOutput:
     _handed_out: bool = field(default=False, init=False, repr=False, compare=False)
 
     def hand_out(self) -> RequestOutput:
-        """The output as it goes to its reader: what comes after begins new deltas."""
+        """Called when the output goes to its reader: later text starts new deltas."""
         self._handed_out = True
         return self
 
     def begin_deltas(self) -> None:
-        """Something is about to be added: deltas that the reader has seen are cleared."""
+        """Called before text is added: clears deltas that the reader has seen."""
         if self._handed_out:
             self._handed_out = False
             for output in self.outputs:
@@ -146,5 +156,5 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """All choices have ended."""
+        """Whether all completions have ended."""
         return all(output.finished for output in self.outputs)

@@ -141,9 +141,9 @@ class Ranks:
             loaded = self._hear(rank)
             if isinstance(loaded, Loaded) and loaded.kernels != kernels:
                 raise ConfigError(
-                    f"rank {rank}{self._place(rank)} computes with other kernels ({loaded.kernels}) than the first one "
-                    f"({kernels}), and with other bits: install the same on all machines, and set cpu_kernels to what "
-                    "all of them have"
+                    f"rank {rank}{self._place(rank)} has other kernels ({loaded.kernels}) than the first rank "
+                    f"({kernels}), whose results differ; install the same version on all machines, and set "
+                    "cpu_kernels to an instruction set that all of them have"
                 )
         self.send(msgspec.msgpack.encode(Measure()))
 

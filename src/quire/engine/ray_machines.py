@@ -20,8 +20,8 @@ except ImportError as error:
     raise ConfigError(f"distributed_executor_backend=ray needs Ray: {error}; pip install 'quire[ray]'") from error
 
 PORTS = (
-    "Ray listens at ports of its own on all addresses, and whoever reaches them can run programs; let no other network "
-    "reach them"
+    "Ray listens on its own ports on all addresses, and anyone who reaches them can run programs; do not expose them "
+    "to other networks"
 )
 
 
@@ -57,8 +57,8 @@ class RayMachines:
         if not self._group.wait(config.join_timeout_s):
             remove_placement_group(self._group)
             raise ConfigError(
-                f"nnodes={config.nnodes}: Ray has not so many machines with a free CPU each, this one among them, "
-                f"within {config.join_timeout_s:g} seconds (join_timeout_s); it has {len(ray.nodes())}"
+                f"nnodes={config.nnodes}: Ray did not have that many machines with a free CPU, including this one, "
+                f"within {config.join_timeout_s:g} seconds (join_timeout_s); it has {len(ray.nodes())} machines"
             )
         self._ends: list[Any] = []
         self._actors = []
@@ -80,7 +80,7 @@ class RayMachines:
                 how = f"ended with exit code {ray.get(ended[0])}"
             except Exception as error:
                 how = f"could not be started: {error}"
-            raise ConfigError(f"'quire rank' {how} on a machine of Ray's; Ray's log of its workers says why")
+            raise ConfigError(f"'quire rank' {how} on a machine of the Ray cluster; see Ray's worker log there")
 
     def close(self) -> None:
         """Give Ray's processes back; what they have started ends with the engine."""

@@ -410,7 +410,7 @@ def _cluster_key(config: EngineConfig) -> bytes | None:
         new.unlink()
     except OSError as error:
         raise ConfigError(
-            f"kv_role={config.kv_role}: {file} cannot be made ({error.strerror or error}); name another file with "
+            f"kv_role={config.kv_role}: {file} cannot be created ({error.strerror or error}); give another file with "
             "--cluster-key-file"
         ) from error
     return read_token(str(file), "cluster key")

@@ -49,6 +49,20 @@ ANNOTATIONS = frozenset(
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
 )
+
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DATE = (
+    "([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    f"|{_LEAP_YEAR}-02-29)"
+)
+_TIME = (
+    r"(([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?([Zz]|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+    r"|23:59:60(\.[0-9]+)?([Zz]|[+-]00:00))"
+)
+RFC_3339 = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
+"""Formats enforced as patterns, since the library allows February 29th in every year and a leap second at any time. A
+year has four digits, from 0000, and a leap second is only written at an offset of zero."""
+
 IN_PLACE = frozenset({"allOf", "anyOf", "oneOf"})
 DRAFTS = "draft-04", "draft-06", "draft-07", "2019-09", "2020-12"
 
@@ -77,6 +91,25 @@ def check_schema(text: str) -> None:
     Raises:
         SamplingParamsError: what cannot, and where it stands, as a JSON pointer.
     """
+    _checked(text)
+
+
+def enforced_schema(text: str) -> str:
+    """The same schema for the library, whose dates and times are those of RFC 3339.
+
+    Raises:
+        SamplingParamsError: see `check_schema`.
+    """
+    schema, found = _checked(text)
+    dated = [each for each in found.values() if isinstance(each, dict) and each.get("format") in RFC_3339]
+    for each in dated:
+        pattern = {"pattern": RFC_3339[each.pop("format")]}
+        each.update(pattern if "pattern" not in each else {"allOf": [*each.get("allOf", ()), pattern]})
+    return json.dumps(schema) if dated else text
+
+
+def _checked(text: str) -> tuple[Any, dict[str, Any]]:
+    """A schema that can be enforced, and all schemas in it by their JSON pointers."""
     try:
         schema = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constant)
     except RecursionError:
@@ -93,6 +126,7 @@ def check_schema(text: str) -> None:
     targets = {_target(each["$ref"], pointer, found) for pointer, each in referring}
     _check_cycles(found)
     _check_levels(found, parents, targets)
+    return schema, found
 
 
 def _check_levels(found: Mapping[str, Any], parents: dict[str, str], targets: set[str]) -> None:

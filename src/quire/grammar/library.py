@@ -15,7 +15,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import SamplingParamsError
-from quire.grammar.json_schema import check_schema
+from quire.grammar.json_schema import enforced_schema
 from quire.grammar.structural_tag import structural_tag_grammars
 from quire.grammar.vocabulary import Vocabulary
 
@@ -81,7 +81,7 @@ def grammar_text(wanted: StructuredOutputsParams, specials: Mapping[str, int]) -
     """
     if wanted.json is not None or wanted.json_object:
         schema = str(wanted.json) if wanted.json is not None else '{"type":"object"}'
-        check_schema(schema)
+        schema = enforced_schema(schema)
         schema = "{}" if schema.strip() == "true" else schema  # the library takes options with objects alone
         if wanted.disable_any_whitespace:
             return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})

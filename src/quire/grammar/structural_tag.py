@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import SamplingParamsError
-from quire.grammar.json_schema import check_schema
+from quire.grammar.json_schema import enforced_schema
 
 MAX_DEPTH = 64
 MAX_FORMATS = 20_000
@@ -290,8 +290,7 @@ class _Lark:
         return self._join(name, self._literal(rest))
 
     def _json(self, given: Format) -> str:
-        schema = given["json_schema"]
-        check_schema(json.dumps(schema))
+        schema = json.loads(enforced_schema(json.dumps(given["json_schema"])))
         spaces: dict[str, Any] = {"whitespace_pattern": given.get("whitespace_pattern", self._whitespace)}
         if given.get("disable_any_whitespace"):
             spaces = {"whitespace_flexible": False}

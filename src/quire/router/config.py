@@ -41,19 +41,18 @@ class RouterConfig:
 
     server: tuple[str, ...] = option(
         (),
-        "URL of a server to send requests to, such as http://127.0.0.1:8000 or, of its Unix socket, unix:/PATH; "
-        "dns+http://NAME:PORT for all addresses of a name; redis://... for a Redis to which servers write (quire serve "
-        "--join)",
+        "URL of a server, such as http://127.0.0.1:8000 or unix:/PATH for a Unix socket; dns+http://NAME:PORT for all "
+        "addresses of a name; redis://... for a Redis where servers register (quire serve --join)",
     )
     prefill_server: tuple[str, ...] = option(
         (), "URL of a server that computes prompts for the others, or dns+http://NAME:PORT"
     )
     servers_file: str | None = option(None, "file with one URL per line (or 'prefill URL'), reread when it changes")
     server_key: str | None = dataclasses.field(
-        default=None, repr=False, metadata={"help": "key to send to the servers, or @FILE; default: the client's own"}
+        default=None, repr=False, metadata={"help": "API key to send to the servers, or @FILE; default: the client's"}
     )
     policy: Literal["cost", "round-robin", "least-loaded", "prefix-hash"] = option(
-        "cost", "how a server is chosen; all but cost are for comparison"
+        "cost", "how servers are chosen; all but cost are for comparison"
     )
     host: str = _as_served("host")
     port: int = _as_served("port", 8080)
@@ -85,8 +84,8 @@ class RouterConfig:
             raise ConfigError(f"{len(urls)} servers were given; at most {MAX_SERVERS} are allowed")
         if not urls and self.servers_file is None and not self.api_key:
             raise ConfigError(
-                "there is no server to send requests to: give --server URL, or --servers-file FILE, or an --api-key "
-                "with which servers may join (quire serve --join)"
+                "no servers were given; give --server URL, --servers-file FILE, or an --api-key with which servers may "
+                "join (quire serve --join)"
             )
 
     def _check_url(self, url: str) -> None:
@@ -94,13 +93,13 @@ class RouterConfig:
         if url.startswith(SCHEMES):
             if url in self.prefill_server:
                 raise ConfigError(
-                    f"prefill_server {masked(url)}: servers in a Redis say their role; give it as --server"
+                    f"prefill_server {masked(url)}: servers in a Redis register with their role; give it as --server"
                 )
             if not self.api_key:
                 other = " (a server's own Unix socket is unix:/PATH)" if url.startswith("unix:") else ""
                 raise ConfigError(
-                    f"server {masked(url)}, a Redis{other}, needs an api_key, by which servers are told from "
-                    "strangers; give all of them the same first one"
+                    f"server {masked(url)}, a Redis{other}, needs an api_key, which proves that servers "
+                    "belong here; give the router and all servers the same first one"
                 )
             return
         try:
@@ -108,7 +107,9 @@ class RouterConfig:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if url.startswith(DNS) and not url.startswith(f"{DNS}http://"):
-            raise ConfigError(f"server {url!r}: certificates are not for addresses; write {DNS}http://NAME:PORT")
+            raise ConfigError(
+                f"server {url!r}: certificates are for names, not for addresses; use {DNS}http://NAME:PORT"
+            )
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> RouterConfig:

@@ -105,13 +105,15 @@ def read_line(data: bytes, number: int) -> Line:
         line = msgspec.json.decode(data, type=Line)
         streams = msgspec.json.decode(line.body, type=_Streams).stream
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise BatchError(f"{where} is no request, an object with custom_id, method, url and body: {error}") from error
+        raise BatchError(
+            f"{where} is not a request (an object with custom_id, method, url and body): {error}"
+        ) from error
     if not 0 < len(line.custom_id) <= MAX_ID_LENGTH:
         raise BatchError(f"{where}: custom_id must have 1 to {MAX_ID_LENGTH} characters")
     if line.method != "POST" or line.url not in URLS:
         raise BatchError(f"{where} asks for {line.method[:16]} {line.url[:80]}; allowed are POST and {', '.join(URLS)}")
     if streams not in (None, False):
-        raise BatchError(f"{where} has stream; the answers of a batch are whole")
+        raise BatchError(f"{where} has stream, which a batch does not support; leave it out")
     return line
 
 
@@ -133,7 +135,7 @@ class Requests:
         start = 0
         for number, data in enumerate(iter(lambda: self._file.readline(MAX_LINE_BYTES + 1), b""), start=1):
             if len(data) > MAX_LINE_BYTES:
-                raise BatchError(f"line {number} has more than {MAX_LINE_BYTES} bytes")
+                raise BatchError(f"line {number} has more than {MAX_LINE_BYTES} bytes, which is the limit")
             if data.strip():
                 self._add(data, Place(number, start, len(data)))
             start += len(data)
@@ -193,7 +195,7 @@ class Answers:
                 try:
                     answer = msgspec.json.decode(data, type=_Done)
                 except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-                    raise BatchError(f"{path}, line {number} is no answer of a batch; give another file") from error
+                    raise BatchError(f"{path}, line {number} is not a batch response; give another file") from error
                 status = (answer.response or {}).get("status_code")
                 self.done[answer.custom_id] = status is not None and bytes(status) == b"200"
         os.ftruncate(self._descriptor, whole)
@@ -239,8 +241,8 @@ async def run(
     strange = next((name for name in answers.done if name not in requests.places), None)
     if strange is not None:
         raise ConfigError(
-            f"the file of answers has one to {strange[:80]!r}, which is no request of this batch: it belongs to "
-            "another file of requests; name another file for the answers, or take that line out"
+            f"the output file has an answer to {strange[:80]!r}, which is not a request of this batch; it seems to "
+            "belong to another input file: give another output file, or remove that line"
         )
     counts = Counts(len(requests.places), len(answers.done), len(answers.done) - sum(answers.done.values()))
     tell(counts)

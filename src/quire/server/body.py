@@ -61,17 +61,19 @@ def decode(data: Any, kind: type[T] | Any = Any, *, where: str = "") -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
     except RecursionError:
-        raise invalid(f"{what} nests too deeply", param, "invalid_json") from None
+        raise invalid(f"{what} is nested too deeply", param, "invalid_json") from None
     except UnicodeDecodeError:
         raise invalid(f"{what} is not valid UTF-8", param, "invalid_json") from None
     except msgspec.ValidationError as error:
         if "out of range" in str(error):
-            raise invalid(f"{what} holds a number that is too large", param) from None
-        raise invalid(f"{what} is not of the type that it must be", param, "invalid_type") from None
+            raise invalid(f"{what} has a number that is too large", param) from None
+        raise invalid(f"{what} has the wrong type", param, "invalid_type") from None
     except msgspec.DecodeError as error:
         found = _POSITION.search(str(error))
         at = f", at byte {found[1]} of it" if found else ""
-        message = f"{what} is not valid JSON{at} (no NaN or Infinity, no half surrogate pairs, no trailing commas)"
+        message = (
+            f"{what} is not valid JSON{at} (NaN, Infinity, unpaired surrogates and trailing commas are not allowed)"
+        )
         raise invalid(message, param, "invalid_json") from None
 
 
@@ -135,7 +137,7 @@ class Shape:
         # What is left: names and punctuation of the known fields, and all of the unknown ones.
         if memoryview(data).nbytes - known > SMALL_BYTES + len(objects) * 256:
             what = self._where or "the body"
-            raise invalid(f"{what} has more than {SMALL_BYTES} bytes in fields that are not known", self._where or None)
+            raise invalid(f"{what} has more than {SMALL_BYTES} bytes of unknown fields", self._where or None)
 
 
 class BodyFields:

@@ -125,18 +125,20 @@ class ServerConfig:
         check_door(self)
         if 0 < self.stall_restart_s < MIN_STALL_SECONDS:
             raise ConfigError(
-                f"stall_restart_s={self.stall_restart_s:g} is less than {MIN_STALL_SECONDS:g}; a busy machine may keep "
-                "any process silent for so long: give more, or 0 for never"
+                f"stall_restart_s={self.stall_restart_s:g} is less than {MIN_STALL_SECONDS:g}, for which any process "
+                "may be silent on a busy machine; give more, or 0 for never"
             )
         if self.join is not None and self.uds is not None:
-            raise ConfigError("join needs a port that the router reaches: with uds there is none; leave one of them")
+            raise ConfigError("join needs a port that the router can reach, but uds is set; leave one of them out")
         if self.join is not None and not self.join.startswith(("http://", "https://", *SCHEMES)):
             raise ConfigError(
                 f"join={masked(self.join)!r} is not a router's URL; give one such as http://127.0.0.1:8080, or "
-                "redis://HOST:PORT, where routers look (quire route --server redis://...)"
+                "redis://HOST:PORT, where routers find servers (quire route --server redis://...)"
             )
         if self.join is not None and not self.api_key:
-            raise ConfigError("join needs api_key: a router takes servers that have its key; give both the same one")
+            raise ConfigError(
+                "join needs api_key, since a router accepts servers that have its key; give both the same one"
+            )
         if self.join is not None and self.join.startswith(SCHEMES):
             Meeting(self.join, "join", self.api_key[0]).close()  # whether it could be used
         _check_each("served_model_name", self.served_model_name, _NAME, "1 to 256 printable characters")
@@ -206,14 +208,14 @@ def check_door(config: Any) -> None:
             check_field(field, hints[field.name], getattr(config, field.name))
     door: Door = config
     if not door.host or any(char.isspace() or char in "[]/@" for char in door.host):
-        raise ConfigError(f"host={door.host!r} is not an address or a name; give one such as 127.0.0.1 or ::1")
+        raise ConfigError(f"host={door.host!r} is not an address or a name; give, for example, 127.0.0.1 or ::1")
     _check_transport(door)
     _check_keys("api_key", door.api_key)
     _check_keys("metrics_key", door.metrics_key)
     if door.metrics_key and not door.api_key:
-        raise ConfigError("metrics_key needs api_key: without one everybody reads /metrics; give an --api-key too")
+        raise ConfigError("metrics_key needs api_key, since without one /metrics is open to all; set --api-key too")
     if set(door.metrics_key) & set(door.api_key):
-        raise ConfigError("a metrics_key is also an api_key; a key that reads /metrics alone must be another one")
+        raise ConfigError("a metrics_key is also an api_key; use a different key for metrics")
     _check_each("allowed_host", door.allowed_host, _HOST, "a name such as quire.example.org, without a port, or *")
     _check_each("cors_origin", door.cors_origin, _ORIGIN, "an origin such as https://example.org, or *")
     if door.otlp_traces_endpoint is not None:
@@ -227,7 +229,10 @@ def check_place(given: Mapping[str, Any]) -> None:
         ConfigError: there are two.
     """
     if given.get("uds") is not None and (other := {"host", "port"} & given.keys()):
-        raise ConfigError(f"uds and {' and '.join(sorted(other))} are two places to listen at; give one of them")
+        raise ConfigError(
+            f"uds and {' and '.join(sorted(other))} cannot be combined, since a server listens in one place; leave "
+            "one out"
+        )
 
 
 def check_certificates(config: Any) -> None:
@@ -256,16 +261,20 @@ def _check_transport(door: Door) -> None:
     """The socket's path, what is needed for TLS, and the path before all routes."""
     if door.uds is not None and not 1 <= len(os.fsencode(door.uds)) <= MAX_SOCKET_PATH:
         raise ConfigError(
-            f"uds={door.uds!r} has {len(os.fsencode(door.uds))} bytes; the system takes paths of 1 to {MAX_SOCKET_PATH}"
+            f"uds={door.uds!r} has {len(os.fsencode(door.uds))} bytes; paths of Unix sockets may have 1 to "
+            f"{MAX_SOCKET_PATH}"
         )
     if door.uds is not None and door.ssl_certfile is not None:
-        raise ConfigError("uds and ssl_certfile do not go together: what a Unix socket carries stays on this machine")
+        raise ConfigError(
+            "uds and ssl_certfile cannot be combined, since a Unix socket never leaves this machine; leave one of "
+            "them out"
+        )
     if door.ssl_keyfile is not None and door.ssl_certfile is None:
         raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate that the key belongs to")
     if door.root_path is not None and not _ROOT_PATH.fullmatch(door.root_path):
         raise ConfigError(
-            f"root_path={door.root_path!r} is not a path such as /llm: it begins with a slash, ends with none, and has "
-            "letters, digits and ._~- between them"
+            f"root_path={door.root_path!r} is not a valid path such as /llm; it must begin with a slash and not end "
+            "with one, and contain only letters, digits, slashes and ._~-"
         )
 
 
@@ -295,7 +304,7 @@ def _as_tuple(value: Any) -> Any:
 
 def _check_texts(name: str, value: Any) -> None:
     if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
-        raise ConfigError(f"{name} must be a text or a list of texts; quote what YAML would read as a number")
+        raise ConfigError(f"{name} must be a string or a list of strings; quote what YAML would read as a number")
 
 
 def _check_each(name: str, values: tuple[str, ...], allowed: re.Pattern[str], what: str) -> None:
@@ -316,7 +325,8 @@ def _check_keys(name: str, keys: tuple[str, ...]) -> None:
             raise ConfigError(f"{name} {number} is empty; remove it, or give a key")
         if not _KEY.fullmatch(key):
             raise ConfigError(
-                f"{name} {number} has a space or a character that is not printable ASCII; a header could not carry it"
+                f"{name} {number} has a space or a character that is not printable ASCII, which an HTTP header cannot "
+                "carry"
             )
         if len(key) > MAX_KEY_LENGTH:
             raise ConfigError(f"{name} {number} has {len(key)} characters; at most {MAX_KEY_LENGTH} are allowed")
@@ -348,11 +358,11 @@ def _keys_of_file(path: str, flag: str) -> list[str]:
         reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
         raise ConfigError(f"{flag} @{path} cannot be read: {reason}") from error
     if len(text) > MAX_KEY_FILE_BYTES:
-        raise ConfigError(f"{flag} @{path} is larger than {MAX_KEY_FILE_BYTES} bytes; is it a file of keys?")
+        raise ConfigError(f"{flag} @{path} is larger than {MAX_KEY_FILE_BYTES} bytes; is it a file with keys?")
     lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ConfigError(f"{flag} @{path} holds no key; write one a line")
+        raise ConfigError(f"{flag} @{path} has no keys; write one per line")
     return keys
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.server.auth import Tenants
+from quire.server.body import shorten
 from quire.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -87,7 +88,9 @@ class AppContext:
         if client.draining:
             return stop_error()
         if client.state == "failed":
-            return _unavailable("the engine has failed and is not started again; see the server's log", "engine_failed")
+            return _unavailable(
+                "the engine has failed and will not be restarted; see the server's log", "engine_failed"
+            )
         if client.state == "restarting":
             return _unavailable("the engine is being restarted; try again", "engine_restarting", RETRY_RESTARTING)
         phase, percent = self.loading_phase()
@@ -100,7 +103,7 @@ class AppContext:
             ApiError: 404.
         """
         if name is not None and name not in self.model_names:
-            message = f"there is no model of that name; this server serves: {', '.join(self.model_names)}"
+            message = f"the model {shorten(name)} does not exist; this server has: {', '.join(self.model_names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def loading_phase(self) -> tuple[str, int]:

@@ -70,14 +70,15 @@ _TEMPLATE_TEXTS = (
     "the template variable",
     "the template's variables",
     "the chat template refuses",
-    "the chat template does not read",
-    "the chat template uses something undefined",
     "the chat template prints more",
     "the chat template changes the last message",
     "the chat template takes more memory",
 )
 """Errors of chat templates that begin so are about the request, in our words or in the template's own."""
 
+
+TEMPLATE_FIELDS = ("enable_thinking", "reasoning_effort")
+"""Variables of chat templates that are fields of requests, too; others are in `chat_template_kwargs`."""
 
 _OWN_FAULTS = ("structured_outputs:", "structured_outputs.", "no token is left")
 """Errors of generation that begin so are the request's own: no other server would make it either."""
@@ -150,6 +151,9 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     code = next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), None)
+    if isinstance(error, UnknownTemplateVariableError):
+        field = error.param if error.param in TEMPLATE_FIELDS else "chat_template_kwargs"
+        return invalid(str(error), field, code)
     if isinstance(error, ChatTemplateError):
         return _template_error(str(error), code)
     if isinstance(error, RequestError):
@@ -169,4 +173,4 @@ def _template_error(text: str, code: str | None) -> ApiError:
         code = "no_chat_template"
     elif not text.startswith(_TEMPLATE_TEXTS):
         text = "the chat template failed on these messages; check their roles, their order and their fields"
-    return invalid(text, "messages" if code != "unknown_template_variable" else "chat_template_kwargs", code)
+    return invalid(text, "messages", code)

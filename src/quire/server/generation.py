@@ -96,7 +96,7 @@ class Shared:
             ApiError: there are none yet.
         """
         if self.context.pool is None:
-            raise self.context.not_ready() or ApiError(503, "the tokenizers are not there yet; try again")
+            raise self.context.not_ready() or ApiError(503, "the tokenizers are still starting; try again")
         return self.context.pool
 
     def log_ignored(self, names: tuple[str, ...]) -> None:
@@ -292,7 +292,7 @@ class Generation:
             raise
         except (TokenizerTimeoutError, TokenizerFailedError) as error:
             raise SamplingParamsError(
-                f"structured_outputs.{wanted.kind} takes too long, or too much memory, to compile; make it smaller",
+                f"structured_outputs.{wanted.kind} takes too much time or memory to compile; make it smaller",
                 param="structured_outputs",
             ) from error
 

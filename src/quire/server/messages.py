@@ -60,7 +60,7 @@ class MessagesResponder:
 
     def __init__(self, call: ChatCall, response_id: str, model: str) -> None:
         if call.params.n != 1:
-            raise ApiError(400, "n must be 1: a message has one choice", param="n", code="unsupported_parameter")
+            raise ApiError(400, "n must be 1, since a message has one choice", param="n", code="unsupported_parameter")
         self._params: SamplingParams = call.params
         self._head = {"id": response_id, "type": "message", "role": "assistant", "model": model}
         self._blocks = Blocks()

@@ -332,5 +332,5 @@ async def cancel(shared: Shared, store: ResponseStore, response_id: str, owner: 
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stored.done.wait(), 0.1)
     if not stored.done.is_set():
-        raise ApiError(503, "the response does not end; try again", code="cancel_timeout")
+        raise ApiError(503, "the response was not cancelled in time; try again", code="cancel_timeout")
     return stored.answer

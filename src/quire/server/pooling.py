@@ -55,12 +55,12 @@ class Pooling(Generation):
         """What the checkpoint says of its embeddings; small files, read by each call."""
         info = self._context.client.info
         if info is None:
-            raise self._context.not_ready() or ApiError(503, "the model is not there yet; try again")
+            raise self._context.not_ready() or ApiError(503, "the model is still loading; try again")
         try:
             return await asyncio.to_thread(PoolingConfig.read, Path(info.path))
         except CheckpointError as error:
             what = str(error).replace(info.path, "the checkpoint")
-            raise ApiError(400, f"this model makes no embeddings here: {what}", code="no_embeddings") from error
+            raise ApiError(400, f"this model cannot be used for embeddings: {what}", code="no_embeddings") from error
 
     async def _wanted(self, call: EmbeddingCall | ScoreCall) -> PoolingParams:
         if isinstance(call, ScoreCall) and not self._config.declared:

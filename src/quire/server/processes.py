@@ -91,9 +91,9 @@ def listen_on_path(path: str) -> socket.socket:
     try:
         if os.path.lexists(path):
             if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                raise ServerError(f"{at}: there is something else of that name; remove it, or give another --uds")
+                raise ServerError(f"{at}: a file of that name exists; remove it, or give another --uds")
             if _answers(path):
-                raise ServerError(f"{at}: another program does; stop it, or give another --uds")
+                raise ServerError(f"{at}: another program listens there; stop it, or give another --uds")
             os.unlink(path)
         listener.bind(path)
         listener.listen(BACKLOG)
@@ -151,7 +151,7 @@ def _why_not(error: OSError, host: str, port: int) -> str:
     at = f"{host} port {port}"
     match error.errno:
         case errno.EADDRINUSE:
-            return f"cannot listen on {at}: another program does; stop it, or choose another --port (0: any free one)"
+            return f"cannot listen on {at}: another program listens there; stop it, or choose another --port (0: any free one)"
         case errno.EACCES | errno.EPERM:
             return f"cannot listen on {at}: no permission; ports below 1024 need root; choose a higher --port"
         case errno.EADDRNOTAVAIL:
@@ -233,7 +233,7 @@ class RuntimeFolder:
                 return path
             except OSError as error:
                 reason = f"{base}: {error.strerror or error}"
-        raise ServerError(f"cannot make the server's private folder ({reason}); set TMPDIR to a folder that will do")
+        raise ServerError(f"cannot create the server's private folder ({reason}); set TMPDIR to another folder")
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

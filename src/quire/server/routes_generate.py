@@ -86,5 +86,5 @@ async def _abort(context: AppContext, request_id: str, owner: str) -> dict[str, 
         ApiError: 404: there is none of this id, or it has ended, or it is somebody else's.
     """
     if not REQUEST_ID.fullmatch(request_id) or not await context.client.abort_named(request_id, owner):
-        raise ApiError(404, "no response of this id is being made under this key", code="unknown_response")
+        raise ApiError(404, "no running request with this id was sent with this key", code="unknown_response")
     return {"aborted": True}

@@ -302,7 +302,7 @@ def _add_documents(router: APIRouter) -> None:
 def _file(name: str) -> Response:
     path = STATIC / name
     if not path.is_file():
-        raise ApiError(404, "this installation has no web page", code="unknown_url")
+        raise ApiError(404, "the web page is not part of this installation", code="unknown_url")
     return FileResponse(path)
 
 
@@ -389,7 +389,9 @@ async def _document(context: AppContext, what: Any, since: int, engine: int | No
     """
     links = context.client.links
     if engine is not None and engine >= len(links):
-        raise ApiError(400, f"engine={engine} is none of this server's: 0 to {len(links) - 1}", param="engine")
+        raise ApiError(
+            400, f"engine={engine} does not exist; this server has engines 0 to {len(links) - 1}", param="engine"
+        )
     if len(links) == 1:
         return await context.client.inspect(what, since, engine)
     if engine is None:

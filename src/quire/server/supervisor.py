@@ -375,7 +375,7 @@ class Supervisor:
         if self._leaving:
             return
         if is_fatal:
-            raise ServerError(f"the {process.name} cannot start ({process.fate()}); the lines above may tell why")
+            raise ServerError(f"the {process.name} cannot start ({process.fate()}); see the log above")
         if delay is None:
             self._give_up(f"the {process.name}", process.fate())
             return

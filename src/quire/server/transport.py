@@ -255,13 +255,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value))
         if len(self.headers) >= MAX_HEADERS:
-            raise _BadHeadError(f"the request has more than {MAX_HEADERS} headers")
+            raise _BadHeadError(f"the request has more than {MAX_HEADERS} headers, which is the limit")
         if name.lower() == b"host":
             self._num_hosts += 1
             if parse_host(value) is None:
-                raise _BadHeadError(
-                    "the request's Host header is neither a name nor an address, with or without a port"
-                )
+                raise _BadHeadError("the request's Host header is not a valid name or address, with an optional port")
         super().on_header(name, value)
 
     def _count_head(self, size: int) -> None:
@@ -274,9 +272,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._deadline(None)
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise _BadHeadError(f"more than {MAX_PIPELINED} requests were sent ahead of their answers")
+            raise _BadHeadError(
+                f"more than {MAX_PIPELINED} pipelined requests are waiting for their responses; that is the limit"
+            )
         if self._num_hosts > 1 or (not self._num_hosts and self.parser.get_http_version() == "1.1"):
-            raise _BadHeadError(f"the request has {self._num_hosts} Host headers; HTTP/1.1 asks for one (RFC 9112)")
+            raise _BadHeadError(
+                f"the request has {self._num_hosts} Host headers; HTTP/1.1 requires exactly one (RFC 9112)"
+            )
         super().on_headers_complete()
         # uvicorn reads no further behind a request that must wait for its turn; but then the running answer would
         # not hear of its client's leaving. What may come in is bounded: by the count here, and in a body by uvicorn.

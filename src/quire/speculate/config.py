@@ -76,9 +76,9 @@ class SpeculativeConfig:
         if self.model is not None and (not isinstance(self.model, str) or not self.model):
             raise ConfigError(f"speculative_config: model is {_shown(self.model)}; it must be a folder or org/name")
         if self.model is not None and self.method in ("ngram", "mtp"):
-            raise ConfigError(f"speculative_config: method {self.method} reads no other model; leave model out")
+            raise ConfigError(f"speculative_config: method {self.method} needs no other model; leave model out")
         if self.tree_width > 1 and self.method == "ngram":
-            raise ConfigError("speculative_config: n-grams grow no trees; leave tree_width out")
+            raise ConfigError("speculative_config: method ngram cannot draft trees; leave tree_width out")
 
     @classmethod
     def read(cls, given: Mapping[str, Any], model: str) -> SpeculativeConfig:
@@ -95,12 +95,14 @@ class SpeculativeConfig:
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
                 raise ConfigError(f"speculative_config: unknown key {_shown(name)}; {hint}")
         if "method" not in given:
-            raise ConfigError(f"speculative_config names no method; allowed: {', '.join(METHODS)}")
+            raise ConfigError(f"speculative_config has no method; give one of {', '.join(METHODS)}")
         method = given["method"]
         own = cls(**{**_defaults(method, given.get("tree_width"), model), **given})
         for name in given:
             if own.method != "ngram" and name.startswith("prompt_lookup"):
-                raise ConfigError(f"speculative_config: {name} is for ngram, and method is {own.method}; leave it out")
+                raise ConfigError(
+                    f"speculative_config: {name} is for method ngram, but method is {own.method}; leave it out"
+                )
             if own.tree_width == 1 and name == "tree_depth":
                 raise ConfigError("speculative_config: tree_depth is for trees; set tree_width, or leave it out")
         if own.method not in ("ngram", "mtp"):
@@ -123,7 +125,7 @@ class SpeculativeConfig:
         what = self.method if self.model is None else f"{self.method} ({self.model})"
         shape = f"trees of {self.num_speculative_tokens} drafts" if self.tree_width > 1 else ""
         shape = shape or f"up to {self.num_speculative_tokens} drafts"
-        return f"speculation: {what}, {shape} a step{'' if self.adaptive else ', always'}"
+        return f"speculation: {what}, {shape} per step{'' if self.adaptive else ', always'}"
 
 
 def _defaults(method: Any, tree_width: Any, model: str) -> dict[str, Any]:

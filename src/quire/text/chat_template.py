@@ -260,7 +260,7 @@ class ChatTemplate:
             variables: further variables of the template, like `enable_thinking`.
 
         Raises:
-            UnknownTemplateVariableError: a variable is given that the template does not read, or it prints one
+            UnknownTemplateVariableError: a variable is given that the template does not use, or it uses one
                 that is not defined.
             ChatTemplateError: messages are not valid, the template refuses them (`raise_exception`) or fails on
                 them, prints more than `MAX_RENDERED`, or changes the message to be continued.
@@ -290,9 +290,11 @@ class ChatTemplate:
         unknown = set(given) - self.variables
         if unknown:
             known = sorted(self.variables - {"messages", "add_generation_prompt", "tools", *SPECIAL_NAMES})
+            name = sorted(unknown)[0]
             raise UnknownTemplateVariableError(
-                f"the chat template does not read the variable {sorted(unknown)[0]!r}; "
-                + (f"it reads {', '.join(known)}" if known else "it reads none beside the messages")
+                f"the chat template does not use the variable {name!r}; leave it out "
+                + (f"(it has: {', '.join(known)})" if known else "(it has no variables)"),
+                param=name,
             )
         return {"documents": None, **self._special_tokens, **given}
 

@@ -37,6 +37,7 @@ from quire.errors import (
     TokenizerFailedError,
     TokenizerTimeoutError,
     TokenizerUnavailableError,
+    UnknownTemplateVariableError,
 )
 from quire.text.reply_grammar import ReplyRequest
 from quire.text.reply_syntax import ReplySyntax
@@ -536,7 +537,7 @@ async def _all(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 def _error(answer: Failed) -> QuireError:
     error = _KINDS.get(answer.kind, TokenizerFailedError)(answer.message)
-    if isinstance(error, RequestError):
+    if isinstance(error, RequestError | UnknownTemplateVariableError):
         error.param = answer.param
     return error
 
