@@ -387,7 +387,7 @@ BAD_FORMS: list[tuple[dict[str, Any], str]] = [
     ({"structural_tag": 5}, "structural_tag must be an object"),
     ({"json": {}, "disable_fallback": 1}, "disable_fallback"),
     ({"json": {}, "disable_additional_properties": True}, "additionalProperties: false"),
-    ({"regex": "a", "whitespace_pattern": " "}, "white space"),
+    ({"regex": "a", "whitespace_pattern": " "}, "is for json and json_object"),
     ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}, "contradict"),
     ({"choice": ["a"] * 10_001}, "at most"), ({"json_object": "yes"}, "json_object"),
 ]  # fmt: skip

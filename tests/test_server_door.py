@@ -355,7 +355,7 @@ def test_sockets_that_are_no_servers_are_refused_by_name() -> None:
         ("unix:q.sock", "is no Unix socket of a server; write its absolute path"),
         ("unix:", "is no Unix socket of a server"),
         ("unix:///run/q.sock", r"a Redis \(a server's own Unix socket is unix:/PATH\), needs an api_key"),
-        ("dns+unix:/run/q.sock", "write dns\\+http://NAME:PORT"),
+        ("dns+unix:/run/q.sock", "use dns\\+http://NAME:PORT"),
     ):
         with pytest.raises(ConfigError, match=told):
             RouterConfig.from_options({"server": [url]})

@@ -151,7 +151,8 @@ def _why_not(error: OSError, host: str, port: int) -> str:
     at = f"{host} port {port}"
     match error.errno:
         case errno.EADDRINUSE:
-            return f"cannot listen on {at}: another program listens there; stop it, or choose another --port (0: any free one)"
+            hint = "stop it, or choose another --port (0: any free one)"
+            return f"cannot listen on {at}: another program listens there; {hint}"
         case errno.EACCES | errno.EPERM:
             return f"cannot listen on {at}: no permission; ports below 1024 need root; choose a higher --port"
         case errno.EADDRNOTAVAIL:
