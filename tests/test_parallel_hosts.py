@@ -414,7 +414,7 @@ def test_machines_that_never_come(token: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"nnodes": 3}, r"nnodes=3 machines for 2 ranks"),
+        ({"nnodes": 3}, r"nnodes=3 is more than the number of ranks, 2"),
         ({"token_file": None}, r"nnodes=2 needs token_file"),
         ({"nnodes": 1}, r"token_file is for several machines"),
         ({"token_file": "/nowhere"}, r"token_file /nowhere: No such file"),

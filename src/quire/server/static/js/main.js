@@ -118,9 +118,9 @@ function askForKey() {
 const TEXTS = {
   connecting: ["busy", "connecting"],
   loading: ["busy", "loading"],
-  restarting: ["busy", "restarting", "The engine is being restarted. Open answers go on as soon as it is back."],
+  restarting: ["busy", "restarting", "The engine is being restarted. Open answers continue when it is back."],
   stalled: ["bad", "stalled", "The engine has made no progress for a while. The server's log may say why.", "bad"],
-  failed: ["bad", "failed", "The engine has failed and is not started again. The server's log says why.", "bad"],
+  failed: ["bad", "failed", "The engine has failed and will not be restarted. The server's log says why.", "bad"],
   draining: [
     "busy",
     "shutting down",
