@@ -123,11 +123,12 @@ def test_ranks_with_experts_of_their_own_change_nothing(
 def test_models_with_experts(architecture: str, options: dict[str, Any], tmp_path: Path) -> None:
     folder = str(save_checkpoint(tmp_path / "model", architecture, num_hidden_layers=2))
     found = []
-    for more in ({}, {"tensor_parallel_size": 2, "enable_expert_parallel": True, "eplb_interval": 4}):
+    two, own = {"tensor_parallel_size": 2}, {"enable_expert_parallel": True, "eplb_interval": 4}
+    for more in ({}, two, two | own):
         with LLM(folder, threads=1, **options, **more) as llm:
             outputs = llm.generate([[5, 6, 7, n] for n in range(4)], [params(n) for n in range(4)])
             found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def params(number: int) -> SamplingParams:

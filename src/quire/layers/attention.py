@@ -10,7 +10,7 @@ import torch
 
 from quire.layers.linear import Linear
 from quire.layers.weights import LayerWeights
-from quire.ops import HeadNorm, Kernels, KVCache, RaggedBatch
+from quire.ops import AttentionParts, HeadNorm, Kernels, KVCache, RaggedBatch
 from quire.ops.elementwise import rotate, sigmoid_gated
 from quire.parallel.group import Gather, Split, own_heads, share
 
@@ -127,6 +127,13 @@ class Attention:
         if gated:
             self.gate = weights.linear("self_attn.gate_proj", split=Split.OUTPUTS, heads=(num_heads,))
         self._kernels = weights.kernels
+
+    @property
+    def parts(self) -> AttentionParts | None:
+        """What a kernel that computes the whole layer takes; None: there is none for this kind of attention."""
+        if not isinstance(self.qkv, Linear) or self.prepares or self.sinks is not None or self.gate is not None:
+            return None
+        return AttentionParts(self.qkv.product, self.norm, self.heads, self.scale, self.window, self.causal)
 
     def __call__(self, x: torch.Tensor, tables: Tables, kv: KVCache, batch: RaggedBatch) -> torch.Tensor:
         """x: [tokens, hidden]; tables: cos and sin, [tokens, head_dim / 2] each. Returns [tokens, hidden]."""

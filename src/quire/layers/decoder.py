@@ -13,7 +13,6 @@ from quire.layers.attention import Attention, QKNorm, QueryScaling
 from quire.layers.beside_experts import MLPBesideExperts, beside_shapes
 from quire.layers.experts import ExpertsConfig, ExpertsLayer
 from quire.layers.latent import LatentAttention, LatentConfig
-from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, PlainMLP, mlp_of, mlp_shapes
 from quire.layers.norm import RMSNorm
 from quire.layers.per_layer_input import PerLayerGate, gate_shapes
@@ -209,16 +208,12 @@ class DecoderLayer:
 
     def _parts(self, dtype: torch.dtype) -> LayerParts | None:
         """What a kernel that computes the whole layer takes; None: there is none for this kind of layer."""
-        attention, mlp = self.attention, self.mlp
-        if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
+        if self.before_mlp is None or not isinstance(self.attention, Attention | LatentAttention):
             return None
-        if not isinstance(attention.qkv, Linear) or attention.prepares or attention.sinks is not None:
+        if not isinstance(self.mlp, GatedMLP | ExpertsLayer):
             return None
-        if attention.gate is not None:
-            return None
-        if attention.output.reduces or mlp.down.reduces:
-            return None
-        if self.before_mlp is None:
+        output, attention, mlp = self.attention.output, self.attention.parts, self.mlp.parts
+        if output.reduces or attention is None or mlp is None:
             return None
         return LayerParts(
             input_norm=_weight(self.before_attention),
@@ -227,18 +222,11 @@ class DecoderLayer:
             mlp_norm=_weight(self.after_mlp),
             eps=self.before_mlp.eps,
             dtype=dtype,
-            activation=mlp.activation,
-            qkv=attention.qkv.product,
-            output=attention.output.product,
-            gate_up=mlp.gate_up.product,
-            down=mlp.down.product,
-            head_norm=attention.norm,
-            heads=attention.heads,
-            scale=attention.scale,
-            window=attention.window,
-            causal=attention.causal,
-            layer=attention.layer,
-            shared=_shared(attention.output, mlp.down),
+            layer=self.attention.layer,
+            attention=attention,
+            output=output.product,
+            mlp=mlp,
+            shared=SharedLayer(output.inputs, output.outputs) if output.inputs and output.outputs else None,
         )
 
     def __call__(
@@ -321,13 +309,6 @@ def _mlp(config: LayerConfig, weights: LayerWeights) -> GatedMLP | PlainMLP | Ex
     if config.experts_beside:
         return MLPBesideExperts(config.experts, weights, config.activation, config.hidden_size, config.rms_norm_eps)
     return ExpertsLayer(config.experts, weights)
-
-
-def _shared(output: Linear, down: Linear) -> SharedLayer | None:
-    """What is gathered in a layer of which these are the products that gather."""
-    if output.inputs is None or down.inputs is None or output.outputs is None:
-        return None
-    return SharedLayer(output.inputs, down.inputs, output.outputs)
 
 
 def _attention(

@@ -9,7 +9,7 @@ import torch
 
 from quire.layers.mlp import GatedMLP, PlainMLP, mlp_of, mlp_shapes
 from quire.layers.weights import LayerWeights
-from quire.ops import Product, RaggedBatch
+from quire.ops import ExpertsParts, Product, RaggedBatch
 from quire.ops.elementwise import WITHOUT_GATE, Activation, sigmoid_gated
 from quire.ops.experts import CountedExperts, Experts, ExpertSlots, Routing
 from quire.parallel.group import Gather, Group, Split
@@ -214,6 +214,15 @@ class ExpertsLayer:
             return out
         of_all = self._shared(x)
         return out + (of_all if self._shared_gate is None else sigmoid_gated(of_all, self._shared_gate.matmul(x)))
+
+    @property
+    def parts(self) -> ExpertsParts | None:
+        """What a kernel that computes the whole layer takes; None: there is none for this kind of experts."""
+        shared = self._shared.parts if isinstance(self._shared, GatedMLP) else None
+        others = (self._scales, self._into, self._out_of, self._shared_gate)
+        if self.slots or any(other is not None for other in others) or (self._shared is not None and shared is None):
+            return None
+        return ExpertsParts(self._router, self.routing, self._bias, self._experts, shared, self.load)
 
     def _computed(self, up: Sequence[Product], down: Sequence[Product], shared: Gather | ExpertSlots | None) -> Experts:
         other = () if self._activation == "silu" else (self._activation,)

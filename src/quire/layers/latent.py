@@ -17,7 +17,7 @@ import torch
 
 from quire.layers.attention import QueryFactors, QueryScaling
 from quire.layers.weights import LayerWeights
-from quire.ops import Kernels, KVCache, RaggedBatch
+from quire.ops import Kernels, KVCache, LatentParts, RaggedBatch
 from quire.ops.kv_cache import KEY, VALUE
 from quire.parallel.group import Split, share
 
@@ -130,6 +130,26 @@ class LatentAttention:
             [(kernels.pack([weight.contiguous()]), value) for weight, value in zip(to_keys, values, strict=True)]
             if may_expand(kernels) and not config.index_key
             else []
+        )
+
+    @property
+    def parts(self) -> LatentParts | None:
+        """What a kernel that computes the whole layer takes; None: steps may need another form."""
+        if self._restoring or self.config.index_key:
+            return None
+        compresses = self.config.q_lora_rank is not None
+        return LatentParts(
+            compressed_queries=self.compressed_queries.product if compresses else None,
+            query_norm=self.query_norm.weight if compresses else None,
+            queries=self.queries.product,
+            compressed=self.compressed.product,
+            norm=self.norm.weight,
+            into_latent=self.into_latent,
+            out_of_latent=self.out_of_latent,
+            eps=self.norm.eps,
+            heads=self.heads,
+            turned=self.config.qk_rope_head_dim,
+            scale=self.config.scale,
         )
 
     def __call__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.layers.weights import LayerWeights
+from quire.ops import MLPParts
 from quire.ops.elementwise import WITHOUT_GATE, Activation
 from quire.parallel.group import Split
 
@@ -23,6 +24,13 @@ class GatedMLP:
         self.gate_up = weights.linear(f"{prefix}gate_proj", f"{prefix}up_proj", bias=bias, split=Split.OUTPUTS)
         self.down = weights.linear(f"{prefix}down_proj", bias=bias, split=Split.INPUTS)
         self.activation, self._kernels = activation, weights.kernels
+
+    @property
+    def parts(self) -> MLPParts | None:
+        """What a kernel that computes the whole layer takes; None: ranks add up what it yields."""
+        if self.down.reduces:
+            return None
+        return MLPParts(self.activation, self.gate_up.product, self.down.product, self.down.inputs)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [tokens, hidden]. Same shape and type."""

@@ -3,7 +3,7 @@
 from quire.ops.attention import paged_attention, store_kv
 from quire.ops.choose import choice_note, choose_kernels, lost_kernels
 from quire.ops.elementwise import rms_norm, rotate, silu_mul
-from quire.ops.kernels import HeadNorm, Kernels, LayerParts
+from quire.ops.kernels import AttentionParts, ExpertsParts, HeadNorm, Kernels, LatentParts, LayerParts, MLPParts
 from quire.ops.kv_cache import BLOCK_SIZES, KVCache, KVShape
 from quire.ops.linear import PackedWeight, Product
 from quire.ops.mxfp4 import Mxfp4Weight
@@ -12,11 +12,15 @@ from quire.ops.ragged import RaggedBatch
 
 __all__ = [
     "BLOCK_SIZES",
+    "AttentionParts",
+    "ExpertsParts",
     "HeadNorm",
     "KVCache",
     "KVShape",
     "Kernels",
+    "LatentParts",
     "LayerParts",
+    "MLPParts",
     "Mxfp4Weight",
     "PackedWeight",
     "Product",

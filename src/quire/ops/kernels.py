@@ -56,10 +56,9 @@ class HeadNorm(NamedTuple):
 
 
 class SharedLayer(NamedTuple):
-    """What ranks that share a layer gather: the attention's result, the MLP's inner columns, what both yield."""
+    """What ranks that share a layer gather of it: the attention's result, and what both halves yield."""
 
     attended: Gather
-    active: Gather
     hidden: Gather
 
 
@@ -76,6 +75,79 @@ class WholeLayer(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+class AttentionParts(NamedTuple):
+    """Attention with keys and values of its own, but for its last product.
+
+    Attributes:
+        qkv: the product that gives queries, keys and values.
+        norm: see `Kernels.rotate_and_store`; None: none.
+        heads: query heads, of this rank.
+        scale, window, causal: see `Kernels.attend`.
+    """
+
+    qkv: Product
+    norm: HeadNorm | None
+    heads: int
+    scale: float
+    window: int | None
+    causal: bool = True
+
+
+class LatentParts(NamedTuple):
+    """Latent attention, absorbed, but for its last product.
+
+    Attributes:
+        compressed_queries, query_norm: a product, and the norm of its result, which `queries` reads; or None.
+        queries: the product that gives them, the part of each that does not turn before the one that does.
+        compressed: the product that gives what is stored, before its norm, with weight `norm` [latent].
+        into_latent, out_of_latent: as `Kernels.heads` makes them.
+        eps: of both norms.
+        heads: of this rank.
+        turned: numbers of a query that turn.
+        scale: of the scores.
+    """
+
+    compressed_queries: Product | None
+    query_norm: torch.Tensor | None
+    queries: Product
+    compressed: Product
+    norm: torch.Tensor
+    into_latent: HeadProducts
+    out_of_latent: HeadProducts
+    eps: float
+    heads: int
+    turned: int
+    scale: float
+
+
+class MLPParts(NamedTuple):
+    """A gated MLP: its activation, its products, and what brings the ranks' inner columns together."""
+
+    activation: Activation
+    gate_up: Product
+    down: Product
+    active: Gather | None
+
+
+class ExpertsParts(NamedTuple):
+    """Experts, all of them here or each shared by ranks.
+
+    Attributes:
+        router: the product that gives the logits.
+        routing, bias: see `Kernels.route`.
+        experts: as `Kernels.experts` makes them.
+        shared: the MLP that every token goes through beside them; None: there is none.
+        load: see `Kernels.count_experts`.
+    """
+
+    router: Product
+    routing: Routing
+    bias: torch.Tensor | None
+    experts: Experts
+    shared: MLPParts | None
+    load: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """What a decoder layer is made of: see `quire.layers.decoder`.
@@ -85,12 +157,10 @@ class LayerParts:
             first may lack the former.
         attended_norm, mlp_norm: the same of what attention and MLP yield; None: there is none.
         eps: of all of these.
-        activation: of the MLP's gate.
-        qkv, output, gate_up, down: the products.
-        head_norm: see `Kernels.rotate_and_store`; None: none.
         dtype: of the residual stream; norms' weights may be in fp32.
-        heads: query heads, of this rank.
-        scale, window, causal, layer: see `Kernels.attend`.
+        layer: which one of the cache it is.
+        attention, output: its attention, and the product that ends it.
+        mlp: what follows.
         shared: what ranks gather of it; None: one process computes all of it.
     """
 
@@ -100,17 +170,10 @@ class LayerParts:
     mlp_norm: torch.Tensor | None
     eps: float
     dtype: torch.dtype
-    activation: Activation
-    qkv: Product
-    output: Product
-    gate_up: Product
-    down: Product
-    head_norm: HeadNorm | None
-    heads: int
-    scale: float
-    window: int | None
     layer: int
-    causal: bool = True
+    attention: AttentionParts | LatentParts
+    output: Product
+    mlp: MLPParts | ExpertsParts
     shared: SharedLayer | None = None
 
 

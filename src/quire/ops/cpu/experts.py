@@ -31,8 +31,8 @@ NOT_IN_ORDER = -1
 """A token's ids are not ascending, or not those of experts: see `quire_experts`."""
 
 
-class _Routing(ctypes.Structure):
-    """`Routing` in route.cpp."""
+class CRouting(ctypes.Structure):
+    """`Routing` in experts.h."""
 
     _fields_ = (
         *((name, I32) for name in ("sigmoid", "two_best", "normalize")),
@@ -52,7 +52,7 @@ class _Slots(ctypes.Structure):
     )
 
 
-class _Experts(ctypes.Structure):
+class CExperts(ctypes.Structure):
     """`Experts` in experts.h."""
 
     _fields_ = (
@@ -77,8 +77,23 @@ class _Heads(ctypes.Structure):
 
     _fields_ = (
         ("dtype", I32),
-        *((name, I64) for name in ("count", "tokens", "token_stride", "head_stride")),
+        *((name, I64) for name in ("count", "tokens", "token_stride", "head_stride", "y_head_stride")),
         *((name, POINTER) for name in ("products", "x", "y")),
+    )
+
+
+def described_routing(routing: Routing, bias: torch.Tensor | None) -> CRouting:
+    """How tokens choose, as C++ sees it; `bias`: contiguous fp32, which must live as long."""
+    return CRouting(
+        sigmoid=routing.scoring == "sigmoid",
+        two_best=routing.group_score == "top2",
+        normalize=routing.normalize,
+        scale=routing.scale,
+        experts=routing.num_experts,
+        top_k=routing.top_k,
+        groups=routing.groups,
+        top_groups=routing.top_groups,
+        bias=None if bias is None else bias.data_ptr(),
     )
 
 
@@ -98,17 +113,7 @@ def route(
     logits, bias = logits.float().contiguous(), None if bias is None else bias.float().contiguous()
     ids = torch.empty(len(logits), routing.top_k, dtype=torch.int64)
     weights = torch.empty(len(logits), routing.top_k)
-    how = _Routing(
-        sigmoid=routing.scoring == "sigmoid",
-        two_best=routing.group_score == "top2",
-        normalize=routing.normalize,
-        scale=routing.scale,
-        experts=routing.num_experts,
-        top_k=routing.top_k,
-        groups=routing.groups,
-        top_groups=routing.top_groups,
-        bias=None if bias is None else bias.data_ptr(),
-    )
+    how = described_routing(routing, bias)
     tensors = ids.data_ptr(), weights.data_ptr()
     lib.route(ctypes.addressof(how), logits.data_ptr(), len(logits), *tensors)
     return ids, weights
@@ -193,7 +198,7 @@ class CpuExperts:
         out = x.new_empty(tokens, self._down.out_features)
         if tokens == 0:
             return out
-        experts = self._described(x.dtype)
+        experts = self.described(x.dtype)
         step = _Step(tokens, top_k, x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr())
         pointer = ctypes.addressof(experts)
         workspace = self._scratch.at_least(self._lib.experts_workspace(pointer, tokens, top_k))
@@ -206,13 +211,13 @@ class CpuExperts:
 
     def workspace(self, tokens: int, top_k: int, dtype: torch.dtype) -> int:
         """See `CountedExperts`."""
-        experts = self._described(dtype)
+        experts = self.described(dtype)
         size: int = self._lib.experts_workspace(ctypes.addressof(experts), tokens, top_k)
         return size
 
-    def _described(self, dtype: torch.dtype) -> _Experts:
+    def described(self, dtype: torch.dtype) -> CExperts:
         """The experts as C++ sees them, for rows in `dtype`."""
-        return _Experts(
+        return CExperts(
             dtype=DTYPES[dtype],
             activation=self._activation,
             count=self._count,
@@ -262,6 +267,11 @@ class CpuHeads:
     def __init__(self, lib: Library, products: Sequence[Product], scratch: Scratch) -> None:
         self._lib, self._scratch, self._products = lib, scratch, _Products(products)
 
+    @property
+    def address(self) -> int:
+        """Of the array of the products' addresses."""
+        return self._products.address
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See `HeadProducts`.
 
@@ -283,6 +293,7 @@ class CpuHeads:
             tokens=len(x),
             token_stride=x.stride(0),
             head_stride=x.stride(1),
+            y_head_stride=self._products.out_features,
             products=self._products.address,
             x=x.data_ptr(),
             y=out.data_ptr(),

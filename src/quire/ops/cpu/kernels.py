@@ -95,6 +95,8 @@ class CpuKernels(Kernels):
         return linear.CpuProduct(self._lib, parts, bias, self._scratch)
 
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
+        if parts.shared is not None and parts.shared.hidden.group.address is None:  # C++ cannot gather by itself
+            return None
         return CpuLayer(self._lib, parts, self._workspace)
 
     def embed(self, ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -115,11 +115,25 @@ def attend(
         raise ValueError(f"values of {width} numbers do not lie in a row of {size}")
     if q.stride(2) != 1 or q.stride(1) != size:
         q = q.contiguous()
-    key = ("attend_latent", heads, size, width, q.dtype, scale, id(kv))
-    step = batch.once(key, lambda: Step(lib, heads, size, width, q.dtype, scale, kv, batch))
+    step = prepare(lib, heads, size, width, q.dtype, scale, kv, batch)
     out = q.new_empty(tokens, heads, width)
     lib.attend_latent(step.pointer, layer, q.data_ptr(), q.stride(0), out.data_ptr())
     return out
+
+
+def prepare(
+    lib: Library,
+    heads: int,
+    key: int,
+    latent: int,
+    dtype: torch.dtype,
+    scale: float,
+    kv: KVCache,
+    batch: RaggedBatch,
+) -> Step:
+    """What all layers of a step share that agree in these arguments: see `Step`."""
+    which = ("attend_latent", heads, key, latent, dtype, scale, id(kv))
+    return batch.once(which, lambda: Step(lib, heads, key, latent, dtype, scale, kv, batch))
 
 
 def plan(

@@ -20,6 +20,8 @@ PROTOTYPES: dict[str, Prototype] = {
     "pack": (None, (POINTER, POINTER, POINTER)),
     "pack_mxfp4": (None, (POINTER, POINTER, POINTER, POINTER, POINTER)),
 }
+SMALL = 8 * HUGE_PAGE
+"""Bytes of a weight below which its begin and end, which fill no huge page, are much of it."""
 INT8, INT4, MXFP4 = 3, 4, 5
 """Formats beside the dense ones, which have their data type's number."""
 
@@ -85,8 +87,8 @@ class CpuProduct:
 
     @property
     def small_parts(self) -> dict[str, torch.Tensor]:
-        """What a product reads as a stream, as far as it is too small for a huge page of its own."""
-        return {name: self._held[name] for name in ("data", "scales") if 0 < self._size(name) < HUGE_PAGE}
+        """What a product reads as a stream, as far as huge pages of its own would leave much of it out."""
+        return {name: self._held[name] for name in ("data", "scales") if 0 < self._size(name) < SMALL}
 
     def _size(self, name: str) -> int:
         return self._held[name].nbytes if name in self._held else 0

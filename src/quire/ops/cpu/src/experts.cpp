@@ -142,18 +142,27 @@ struct Room {
     }
 };
 
-// A product for each group, from rows of `in` numbers to rows of `out`.
+// A product for each group, from rows of `in` numbers to rows of `out`; or all of them from one row, which then needs to be
+// prepared once.
 std::vector<Task> tasks_of(const Plan& plan, const Experts& e, const Weight* const* weights, const char* from, char* to,
-                           int32_t to_dtype, char* scratch) {
+                           int32_t to_dtype, char* scratch, bool one_row = false) {
     std::vector<Task> tasks;
     for (const Rows& g : plan.groups) {
         const Weight& w = *weights[g.slot];
-        const void* x = from + g.first * w.in * bytes_of(e.dtype);
+        const void* x = from + (one_row ? 0 : g.first * w.in * bytes_of(e.dtype));
         void* y = to + g.first * w.out * bytes_of(to_dtype);
         tasks.push_back({&w, x, y, g.rows, w.out, e.dtype, to_dtype, scratch});
-        scratch += scratch_bytes(w, g.rows);
+        if (!one_row) scratch += scratch_bytes(w, g.rows);
     }
     return tasks;
+}
+
+// Whether what is prepared for one of the groups' weights serves all.
+bool of_one_kind(const Plan& plan, const Weight* const* weights) {
+    return std::all_of(plan.groups.begin(), plan.groups.end(), [&](const Rows& g) {
+        const Weight &w = *weights[g.slot], &first = *weights[plan.groups[0].slot];
+        return w.format == first.format && w.group == first.group;
+    });
 }
 
 // -- all of it ------------------------------------------------------------------------------------------------------
@@ -178,12 +187,13 @@ Outcome experts(const Experts& e, const ExpertsStep& s, char* workspace) {
     const int64_t turns = s.tokens * s.top_k, part_bytes = e.out * sizeof(float);
     if (e.slots)
         if (const Outcome outcome = begin_parts(*e.group, turns * part_bytes, &parts); outcome != DONE) return outcome;
-    const auto up = tasks_of(plan, e, e.gate_up, rows, gate_up, e.dtype, scratch);
+    const bool one_row = s.tokens == 1 && of_one_kind(plan, e.gate_up);
+    const auto up = tasks_of(plan, e, e.gate_up, one_row ? (const char*)s.x : rows, gate_up, e.dtype, scratch, one_row);
     const int64_t groups = plan.groups.size(), row = e.hidden * sizeof(T);
     const int64_t columns = (e.out + SUM_COLUMNS - 1) / SUM_COLUMNS;
-    parallel(groups, ONE_BY_ONE, threads(), [&](int64_t g, int64_t, int) {
-        const int64_t first = plan.groups[g].first;
-        for (int64_t turn = first; turn < first + plan.groups[g].rows; turn++)
+    parallel(one_row ? std::min<int64_t>(groups, 1) : groups, ONE_BY_ONE, threads(), [&](int64_t g, int64_t, int) {
+        const int64_t first = plan.groups[g].first, last = one_row ? first : first + plan.groups[g].rows;
+        for (int64_t turn = first; turn < last; turn++)
             std::memcpy(rows + turn * row, (const char*)s.x + plan.token_of[turn] * row, row);
         prepare(up[g]);
     });
@@ -255,8 +265,8 @@ void multiply_head(const Heads& h, int64_t head, int64_t first, int64_t last, ch
         const char* from = (const char*)h.x + (token * h.token_stride + head * h.head_stride) * number;
         std::memcpy(workspace + (token - first) * bytes, from, bytes);
     }
-    const int64_t stride = h.count * w.out;
-    void* y = (char*)h.y + (first * stride + head * w.out) * number;
+    const int64_t stride = h.count * h.y_head_stride;
+    void* y = (char*)h.y + (first * stride + head * h.y_head_stride) * number;
     const int64_t rows = last - first;
     const Task task{&w, workspace, y, rows, stride, h.dtype, h.dtype, workspace + round_up(rows * bytes, 64)};
     prepare(task);

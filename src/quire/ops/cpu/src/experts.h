@@ -27,18 +27,27 @@ struct Experts {
     const Weight *const *gate_up, *const *down;  // by this rank's slots: [2 * inner.own (without a gate, once), hidden], [out, inner.width]
 };
 
+// How tokens choose among experts: `Routing` in ops/experts.py. Not null is `bias` [experts] where there is one.
+struct Routing {
+    int32_t sigmoid, two_best, normalize;  // two_best: a group's score is the sum of two
+    float scale;
+    int64_t experts, top_k, groups, top_groups;
+    const float* bias;
+};
+
 struct ExpertsStep {
     int64_t tokens, top_k;
     const void* x;         // [tokens, hidden]
     const int64_t* ids;    // [tokens, top_k], ascending
     const float* weights;  // [tokens, top_k]
-    void* out;             // [tokens, out]
+    void* out;             // [tokens, out]; may be x
 };
 
-// x [tokens, count, in], with strides in numbers; y [tokens, count, out]. All products have one shape.
+// x [tokens, count, in] and y [tokens, count, out], with strides in numbers (y's tokens lie side by side). All products
+// have one shape.
 struct Heads {
     int32_t dtype;  // of x and y
-    int64_t count, tokens, token_stride, head_stride;
+    int64_t count, tokens, token_stride, head_stride, y_head_stride;
     const Weight* const* products;
     const void* x;
     void* y;

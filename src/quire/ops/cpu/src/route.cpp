@@ -4,7 +4,7 @@
 #include <limits>
 #include <vector>
 
-#include "simd.h"
+#include "experts.h"
 #include "team.h"
 
 namespace quire {
@@ -13,14 +13,6 @@ namespace {
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 constexpr float TINY_SUM = 1e-20f;  // TINY of ops/experts.py
 constexpr int64_t SERIAL = 16384;   // scores up to which a call stays on one thread
-
-// As quire.ops.cpu.experts describes it.
-struct Routing {
-    int32_t sigmoid, two_best, normalize;  // two_best: a group's score is the sum of two
-    float scale;
-    int64_t experts, top_k, groups, top_groups;
-    const float* bias;  // [experts] or null
-};
 
 // The order in which the largest are taken: a NaN comes first, as in torch.
 bool above(float a, float b) { return a > b || (a != a && b == b); }
