@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
+import resource
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +28,7 @@ from quire.models.fields import Fields
 from quire.models.model import ModelSizes
 from quire.models.random_checkpoint import SHAPES, model_config, random_checkpoint, weight_bytes, write_checkpoint
 from quire.models.registry import load_model, read_config
-from quire.ops import Quantization
+from quire.ops import Quantization, QuantizedWeight, choose_kernels
 from quire.ops.states import StateShape
 from tests.oracle import save_checkpoint
 
@@ -350,6 +353,43 @@ def test_what_does_not_fit_is_refused_with_the_numbers_before_it_is_written(
     )
     assert re.search(words, " ".join(capsys.readouterr().err.split()))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("how", [None, Quantization("int4", 32)])
+def test_whatever_ends_the_writing_leaves_nothing_behind(how: Quantization | None, tmp_path: Path) -> None:
+    def interrupt(share: float) -> None:
+        if share > 0.3:
+            raise KeyboardInterrupt
+
+    for workdir in (None, str(tmp_path)):
+        with pytest.raises(KeyboardInterrupt), random_checkpoint("qwen3-tiny", workdir, interrupt, how):
+            raise AssertionError("it was not interrupted")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # as if the disk were full then
+    try:
+        with pytest.raises(ConfigError, match=r"qwen3-tiny.* cannot be written: File too large; choose --workdir"):
+            random_checkpoint("qwen3-tiny", str(tmp_path), None, how).__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_quantized_checkpoint_is_written_product_by_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a model may be larger than memory: no other product is held while one is drawn and quantized."""
+    kernels, alive = choose_kernels(), list[weakref.ref[torch.Tensor]]()
+    quantize = kernels.quantize
+
+    def watched(weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
+        gc.collect()
+        assert all(made() is None for made in alive)
+        made = quantize(weight, how)
+        alive.append(weakref.ref(made.packed))
+        return made
+
+    monkeypatch.setattr(kernels, "quantize", watched)
+    monkeypatch.setattr("quire.models.quantize.choose_kernels", lambda: kernels)
+    write_checkpoint(tmp_path / "tiny", model_config("qwen3-tiny"), how=Quantization("int4", 32))
+    assert len(alive) == 2 * 4 + 1  # of each layer, and the head
 
 
 def test_two_runs_may_write_the_same_checkpoint_at_once(tmp_path: Path) -> None:

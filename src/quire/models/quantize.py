@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-
-import torch
 
 from quire.errors import ConfigError
 from quire.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, content_hash
 from quire.models.quantized_folder import PACKED, RECORD_FILE, SCALES, Record, read_record
-from quire.models.registry import build_model
-from quire.models.safetensors_file import write_file
-from quire.models.weights import is_plain
-from quire.ops import Kernels, Quantization, choose_kernels
+from quire.models.registry import build_model, read_config
+from quire.models.safetensors_file import Writer, header_room
+from quire.models.weights import HEAD, is_plain
+from quire.ops import Kernels, Quantization, QuantizedWeight, choose_kernels
 
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "README*")
 """What is taken over beside the weights: configuration, tokenizer, chat template, licence."""
@@ -70,6 +70,8 @@ def write_quantized(
 ) -> None:
     """A checkpoint's weights, quantized, and the record of it, into a folder that has its config.json.
 
+    Each product is written as soon as it is quantized, and its memory given back: a model may be larger than memory.
+
     Args:
         base: what the record calls the checkpoint.
 
@@ -78,8 +80,26 @@ def write_quantized(
         CheckpointError: see `quantize_folder`.
     """
     base_hash = content_hash(checkpoint.folder)
-    tensors = _tensors(checkpoint, how, report, kernels or choose_kernels())
-    write_file(folder / SINGLE_FILE, tensors, lambda done, total: report("writing", done / total))
+    shapes = read_config(checkpoint.config, checkpoint.generation).tensor_shapes()
+    # What is not a multiple of 32 numbers, and so perhaps not of `ALIGNMENT`, comes last.
+    plain = sorted(
+        (name for name in shapes if is_plain(name, shapes[name])), key=lambda name: math.prod(shapes[name]) % 32 > 0
+    )
+    phase = f"quantizing to {how}"
+    report(phase, 0.0)
+    with Writer(folder / SINGLE_FILE, header_room([*shapes, HEAD, *shapes, HEAD])) as writer:
+
+        def spill(name: str, weight: QuantizedWeight) -> QuantizedWeight:
+            packed, scales = writer.add(name + PACKED, weight.packed), writer.add(name + SCALES, weight.scales)
+            return replace(weight, packed=writer.view(packed), scales=writer.view(scales))
+
+        def progress(done: int, total: int) -> None:
+            report(phase, done / total)
+
+        _, weights = build_model(checkpoint, "auto", progress, kernels or choose_kernels(), how, spill=spill)
+        for count, name in enumerate(plain, start=1):
+            writer.add(name, weights.as_stored(name))
+            report("writing", count / len(plain))
     Record(how.scheme, how.group, base, base_hash, content_hash(folder), version("quire")).write(folder)
 
 
@@ -103,20 +123,6 @@ def _check_not_quantized(base: Path) -> None:
         raise ConfigError(
             f"{base} is quantized already, to {record.how}; give the model that it was made from, {record.base}"
         )
-
-
-def _tensors(
-    checkpoint: Checkpoint, how: Quantization, report: OnProgress, kernels: Kernels
-) -> dict[str, torch.Tensor]:
-    """Everything that the quantized folder's file holds, by name; what stays as it is is still mapped."""
-    phase = f"quantizing to {how}"
-    report(phase, 0.0)
-    model, weights = build_model(checkpoint, "auto", lambda done, total: report(phase, done / total), kernels, how)
-    tensors = {}
-    for name, product in weights.products.items():
-        tensors[name + PACKED], tensors[name + SCALES] = product.packed, product.scales
-    plain = [name for name, shape in model.config.tensor_shapes().items() if is_plain(name, shape)]
-    return tensors | {name: weights.as_stored(name) for name in plain}
 
 
 def _copy_small_files(base: Path, folder: Path) -> None:

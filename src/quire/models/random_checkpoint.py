@@ -158,6 +158,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "max_position_embeddings": 40960,
     },
+    "qwen3-30b-a3b": _QWEN3_MOE
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
     "qwen3-moe-tiny": _QWEN3_MOE
     | {
         "vocab_size": 512,
@@ -344,8 +359,8 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint with random weights, in bf16 or quantized, to a folder that does not exist yet; returns it.
 
-    It appears under its name only when it is complete. If another process has made it meanwhile, that one is kept. In
-    bf16 a tensor at a time is in memory; quantized, each is quantized as soon as it is drawn.
+    It appears under its name only when it is complete. If another process has made it meanwhile, that one is kept.
+    Tensors are drawn, quantized where that is asked for, and written one after the other.
 
     Raises:
         ConfigError: the folder cannot be written, or there is too little room for it.

@@ -20,7 +20,7 @@ from quire.models.layout import TABLE, WITHOUT_HEAD, LaidOutCheckpoint
 from quire.models.model import Model
 from quire.models.mxfp4 import Mxfp4Checkpoint, is_mxfp4
 from quire.models.quantized_folder import choose_quantization, read_record
-from quire.models.weights import Progress, Weights
+from quire.models.weights import Progress, Spill, Weights
 from quire.ops import Kernels, Quantization, choose_kernels
 from quire.ops.quantized import Scheme
 from quire.ops.threads import usable_threads
@@ -141,6 +141,7 @@ def build_model(
     stage: Group | None = None,
     stages: int = 1,
     max_model_len: int | None = None,
+    spill: Spill | None = None,
 ) -> tuple[Model, Weights]:
     """The model and what it was made of: see `load_model` and `Weights`."""
     compute_dtype, note = choose_dtype(checkpoint, dtype)
@@ -162,7 +163,7 @@ def build_model(
         slots = config.routing.num_experts + redundant_experts
     # Stages of a pipeline have the head in common, and replicas the experts.
     have_head, have_experts = (stage or ranks, ranks) if stages == 1 else (ranks, stage)
-    stand = progress, quantization, stored, skipped, have_head, slots, have_experts, config.norm_offset
+    stand = progress, quantization, stored, skipped, have_head, slots, have_experts, config.norm_offset, spill
     weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, *stand)
     with kernels.threads(usable_threads()):
         model = Model(config, weights, ranks, stage, stages)

@@ -7,11 +7,12 @@ memory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 """The types that weights may have."""
 PACKED_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "F32": torch.float32, "F16": torch.float16}
 """The types of quantized weights' tensors."""
+_NAMES = {dtype: name for name, dtype in (FLOAT_DTYPES | PACKED_DTYPES).items()}
 
 ALIGNMENT = 64
 """A written file's tensors begin at multiples of this, as vectors are loaded fastest."""
+ENTRY_BYTES = 128
+"""A header says no more of a tensor beside its name."""
 WRITE_BYTES = 16 << 20
 """Bytes that are written at a time: progress is told between."""
 
@@ -81,41 +85,86 @@ def read_ahead(entry: TensorEntry) -> None:
             advise(stream.fileno(), start, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
 
+class Writer:
+    """Writes a new file tensor by tensor, so that it may be larger than memory; closed, it has its header.
+
+    Tensors of a multiple of `ALIGNMENT` bytes should come first: the header is padded, so that they are all aligned,
+    and a mapped file's can then be computed with where they lie.
+
+    Args:
+        header_bytes: room for the header, which is known at the end: see `header_room`.
+        progress: told the bytes written so far.
+
+    Raises:
+        OSError: the file exists, or cannot be written.
+    """
+
+    def __init__(self, file: Path, header_bytes: int, progress: Callable[[int], None] | None = None) -> None:
+        self._file, self._progress = file, progress or (lambda written: None)
+        self._start = -(-(8 + header_bytes) // ALIGNMENT) * ALIGNMENT
+        self._entries: dict[str, Any] = {}
+        self._written = 0
+        self._stream = file.open("xb")
+        self._stream.seek(self._start)
+
+    def add(self, name: str, tensor: torch.Tensor) -> TensorEntry:
+        """Write a contiguous tensor, of any of the types that are read; where it lies now."""
+        start = self._written
+        for part in torch.split(tensor.detach().flatten().view(torch.uint8), WRITE_BYTES):
+            self._written += self._stream.write(part.numpy().data)
+            self._progress(self._written)
+        dtype, shape = _NAMES[tensor.dtype], list(tensor.shape)
+        self._entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, self._written]}
+        return TensorEntry(name, dtype, tuple(shape), self._file, self._start + start, tensor.nbytes)
+
+    def view(self, entry: TensorEntry) -> torch.Tensor:
+        """What `add` wrote, as a view of the file."""
+        self._stream.flush()
+        return map_tensor(entry, PACKED_DTYPES | FLOAT_DTYPES)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._stream as stream:
+            if kind is None:
+                header = json.dumps(self._entries, separators=(",", ":")).encode()
+                room = self._start - 8
+                if len(header) > room:
+                    raise OSError(errno.EFBIG, f"the header takes {len(header)} bytes, and {room} were left for it")
+                stream.seek(0)
+                stream.write(room.to_bytes(8, "little") + header.ljust(room))
+
+
+def header_room(names: Iterable[str]) -> int:
+    """Bytes that a header of tensors of these names takes at most."""
+    return sum(len(json.dumps(name)) + ENTRY_BYTES for name in names)
+
+
 def write_file(
     file: Path,
     tensors: Mapping[str, torch.Tensor],
     progress: Callable[[int, int], None],
     make: Callable[[str], torch.Tensor] | None = None,
 ) -> None:
-    """Write a new file.
-
-    Tensors of a multiple of `ALIGNMENT` bytes come first, and the header is padded, so that they are all aligned:
-    a mapped file's can then be computed with where they lie.
+    """Write a new file of tensors that are known beforehand.
 
     Args:
         tensors: contiguous ones, of any of the types that are read.
         progress: told (bytes written, bytes in all) as it goes on.
         make: the tensor of a name, called when its turn comes; then `tensors` only says types and shapes, and may be
-            on the device "meta". So a file may be larger than memory.
+            on the device "meta".
 
     Raises:
         OSError: the file exists, or cannot be written.
     """
-    names = {dtype: name for name, dtype in (FLOAT_DTYPES | PACKED_DTYPES).items()}
-    ordered = sorted(tensors.items(), key=lambda item: item[1].nbytes % ALIGNMENT > 0)
-    entries: dict[str, Any] = {}
-    total = 0
-    for name, tensor in ordered:
-        offsets = [total, total + tensor.nbytes]
-        entries[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        total += tensor.nbytes
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-(8 + len(header)) % ALIGNMENT)
-    written = 0
-    with file.open("xb") as stream:
-        stream.write(len(header).to_bytes(8, "little") + header)
-        for name, described in ordered:
-            tensor = make(name) if make else described
-            for part in torch.split(tensor.detach().flatten().view(torch.uint8), WRITE_BYTES):
-                written += stream.write(part.numpy().data)
-                progress(written, total)
+    ordered = sorted(tensors, key=lambda name: not is_aligned(tensors[name]))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    with Writer(file, header_room(tensors), lambda written: progress(written, total)) as writer:
+        for name in ordered:
+            writer.add(name, make(name) if make else tensors[name])
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether what follows an aligned tensor in a file is aligned, too."""
+    return tensor.nbytes % ALIGNMENT == 0

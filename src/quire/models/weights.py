@@ -49,6 +49,8 @@ NAMES_SHOWN = 5
 
 Progress = Callable[[int, int], None]
 """Told (bytes read, bytes to read in all) as loading goes on."""
+Spill = Callable[[str, QuantizedWeight], QuantizedWeight]
+"""Given a product's name and its weight when that has been quantized; what it returns is used in its place."""
 
 
 class Weights:
@@ -70,6 +72,7 @@ class Weights:
         group: the ranks that share the model; this one reads what is its own.
         expert_slots, expert_group: see `LayerWeights`.
         norm_offset: see `DecoderConfig`.
+        spill: where quantized weights are put, if not in memory.
 
     Attributes:
         products: every quantized weight that was asked for, by the name of its product.
@@ -94,11 +97,12 @@ class Weights:
         expert_slots: int = 0,
         expert_group: Group | None = None,
         norm_offset: float | None = None,
+        spill: Spill | None = None,
     ) -> None:
         self.dtype, self.kernels, self.quantization = dtype, kernels, quantization
         self.group, self.expert_slots = group or OneRank(), expert_slots
         self.expert_group = expert_group or self.group
-        self._norm_offset = norm_offset
+        self._norm_offset, self._spill = norm_offset, spill
         self.products: dict[str, QuantizedWeight] = {}
         self._checkpoint, self._shapes, self._stored = checkpoint, shapes, stored
         self._progress = progress
@@ -213,6 +217,8 @@ class Weights:
         how = _how(f"{names[0]}.weight", self.quantization)
         product = product_name(names)
         quantized = self._read(names, product, how, rows) if self._stored else self._quantized(parts, product, how)
+        if self._spill is not None:
+            quantized = self._spill(product, quantized)
         if not self._complete:
             self.products[product] = quantized
         return self.kernels.pack_quantized(quantized, joined_bias, *shared)
