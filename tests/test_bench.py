@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 import re
 import resource
+import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +28,14 @@ from quire.cli.main import main
 from quire.errors import BenchmarkError, ConfigError
 from quire.models.fields import Fields
 from quire.models.model import ModelSizes
-from quire.models.random_checkpoint import SHAPES, model_config, random_checkpoint, weight_bytes, write_checkpoint
+from quire.models.random_checkpoint import (
+    SHAPES,
+    _in_use,
+    model_config,
+    random_checkpoint,
+    weight_bytes,
+    write_checkpoint,
+)
 from quire.models.registry import load_model, read_config
 from quire.ops import Quantization, QuantizedWeight, choose_kernels
 from quire.ops.states import StateShape
@@ -392,6 +401,25 @@ def test_a_quantized_checkpoint_is_written_product_by_product(tmp_path: Path, mo
     assert len(alive) == 2 * 4 + 1  # of each layer, and the head
 
 
+def test_what_killed_processes_left_is_removed_and_what_others_use_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left, used, young = (tmp_path / f"quire-random-{name}" for name in ("left", "used", "young"))
+    partial = tmp_path / "work" / "qwen3-tiny.1a2b.unfinished"
+    for folder in (left, used, young, partial):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        if folder != young:
+            os.utime(folder, (0, 0))
+    with _in_use(used):
+        for workdir in (None, str(tmp_path / "work")):
+            with random_checkpoint("qwen3-tiny", workdir):
+                pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [used.name, young.name, "work"]
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["qwen3-tiny"]
+
+
 def test_two_runs_may_write_the_same_checkpoint_at_once(tmp_path: Path) -> None:
     folder, config = tmp_path / "shape", model_config("qwen3-tiny")
 
@@ -473,6 +501,24 @@ def test_a_shape_runs_without_a_checkpoint(
 ) -> None:
     assert bench("--random", "qwen3-tiny", "--workdir", str(tmp_path), "--cells", "1x8+2", "--json=-") == 0
     assert json.loads(capsys.readouterr().out)["model"] == "qwen3-tiny"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_command_and_removes_its_checkpoint(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = list[str]()
+
+    def started(given: Any) -> None:
+        found.extend(path.name for path in tmp_path.glob("*/*"))
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("quire.cli.start.start", started)
+    before = signal.getsignal(number)
+    assert bench("--random", "qwen3-tiny") == 128 + number
+    assert found == ["qwen3-tiny"] and not list(tmp_path.iterdir())
+    assert signal.getsignal(number) == before
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ Figures are only meaningful on an idle machine.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
     cells = parse_cells(args.cells) if args.cells else list(CELLS)
     with ExitStack() as stack:
+        stack.enter_context(_ended_in_order())
         lines = stack.enter_context(json_file(args.json))
         if args.random:
             given.engine["model"] = str(stack.enter_context(_random_checkpoint(args.random, args.workdir, given)))
@@ -81,6 +83,21 @@ def run(args: argparse.Namespace) -> int:
         report = Report(lines, args.random or given.engine["model"], llm, time.perf_counter() - began)
         refused = _run_cells(llm, cells, args.repeat, report)
     return int(len(refused) == len(cells) or bool(refused and args.cells))
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """While this lasts, SIGTERM and SIGHUP end the command as Ctrl-C does: a temporary checkpoint is removed."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _given(args: argparse.Namespace) -> Given:

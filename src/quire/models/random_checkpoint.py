@@ -5,13 +5,16 @@ So anybody can measure without a download. Such a folder has no tokenizer: promp
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +296,12 @@ head; `deepseek-v2-lite-1b` has the first 4 of the 27 layers of DeepSeek-V2-Lite
 SPREAD = 0.02
 """Standard deviation of the weights, as such models are initialised."""
 
+TEMPORARY = "quire-random-"
+"""How the names of temporary folders begin."""
+
+ABANDONED = 60.0
+"""Seconds after which whoever made a folder has locked it."""
+
 Progress = Callable[[float], None]
 """Told the share done, from 0 to 1."""
 
@@ -343,7 +352,8 @@ def random_checkpoint(
     config = model_config(shape)
     name = shape if how is None else f"{shape}-{how.scheme}" + (f"-{how.group}" if how.group else "")
     if workdir is None:
-        with tempfile.TemporaryDirectory(prefix="quire-bench-") as temporary:
+        _remove_abandoned(Path(tempfile.gettempdir()), f"{TEMPORARY}*")
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY) as temporary, _in_use(Path(temporary)):
             yield write_checkpoint(Path(temporary) / name, config, progress, how)
         return
     folder = Path(workdir) / name
@@ -365,19 +375,13 @@ def write_checkpoint(
     Raises:
         ConfigError: the folder cannot be written, or there is too little room for it.
     """
-    partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
-    report = progress or (lambda share: None)
+    partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.unfinished")
     try:
-        partial.mkdir(parents=True)
-        _check_room(partial, weight_bytes(config, how))
-        (partial / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        checkpoint = RandomCheckpoint(partial, as_published=how is None)
-        if how is None:
-            described = {name: _described(entry) for name, entry in checkpoint.entries.items()}
-            file = partial / SINGLE_FILE
-            write_file(file, described, lambda done, total: report(done / total), checkpoint.tensor)
-        else:
-            write_quantized(checkpoint, partial, how, "random weights", lambda phase, share: report(share))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder.parent, f"{folder.name}.*.unfinished")
+        partial.mkdir()
+        with _in_use(partial):
+            _write(partial, config, progress or (lambda share: None), how)
         partial.rename(folder)
     except OSError as error:
         if not _holds(folder, config, how):
@@ -385,6 +389,43 @@ def write_checkpoint(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _write(folder: Path, config: Mapping[str, Any], report: Progress, how: Quantization | None) -> None:
+    _check_room(folder, weight_bytes(config, how))
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    checkpoint = RandomCheckpoint(folder, as_published=how is None)
+    if how is None:
+        described = {name: _described(entry) for name, entry in checkpoint.entries.items()}
+        write_file(folder / SINGLE_FILE, described, lambda done, total: report(done / total), checkpoint.tensor)
+    else:
+        write_quantized(checkpoint, folder, how, "random weights", lambda phase, share: report(share))
+
+
+@contextmanager
+def _in_use(folder: Path) -> Iterator[None]:
+    """Locks a folder while this lasts, and at most as long as the process does."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _remove_abandoned(parent: Path, pattern: str) -> None:
+    """Removes what processes left that were killed: own folders, older than `ABANDONED`, that none has locked."""
+    for folder in parent.glob(pattern):
+        with suppress(OSError):  # somebody else's, or gone, or in use
+            stat = folder.stat()
+            if stat.st_uid != os.getuid() or time.time() - stat.st_mtime < ABANDONED:
+                continue
+            handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(handle)
 
 
 def _check_room(folder: Path, needed: int) -> None:
