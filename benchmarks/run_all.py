@@ -22,6 +22,7 @@ NAMES = (
     "busy",
     "sparse",
     "models",
+    "real_sizes",
     "speculation",
     "structured",
     "ablation",

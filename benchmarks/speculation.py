@@ -9,8 +9,10 @@
 4. **Noise**: how often drafts of `demo-draft` are accepted at temperature 1 with the target's own noise, and with other
    noise; and **proposing with n-grams** at a context of 32,768 tokens.
 
-What is compared runs in turns. Parts 1 and 2 compare all runs of one engine, with `speculate` on and off; part 3
-compares the best runs of several engines.
+What is compared runs in turns, and all runs count, so that what self-tuning spends on exploring does, too. Parts 1 and
+2 compare runs of one engine, with `speculate` on and off. Part 3 compares engines, which take turns at every group of
+requests, after a round that does not count: what an engine has learned outlives requests. *Of the better* is
+self-tuned speculation's rate as a share of the better of plain decoding and always as many drafts.
 """
 
 from __future__ import annotations
@@ -44,6 +46,13 @@ from quire.text.tokenizer import Tokenizer
 PROMPT, OUTPUT, DRAFTS, TURNS = 128, 128, 4, 4
 SEEDED = SamplingParams(temperature=0.8, seed=1, ignore_eos=True).resolved()
 GREEDY = SamplingParams(temperature=0.0, seed=1, ignore_eos=True).resolved()
+DRAFTED: dict[str, dict[str, Any]] = {
+    "n-grams": {"method": "ngram"},
+    "demo-draft": {"method": "draft_model"},
+    "demo-eagle": {"method": "eagle"},
+    "demo-eagle, trees of 16": {"method": "eagle", "tree_width": 4},
+}
+"""How the demo model is drafted, self-tuned and always."""
 PROMPTS = (
     "def read(self, size=-1):\n",
     "import os\nimport sys\n\nclass Parser:\n    def __init__(self",
@@ -58,7 +67,8 @@ PROMPTS = (
 
 def run(options: Options) -> Result:
     """All parts."""
-    result = Result(("what", "tokens a step", "tokens/s", "of plain", "accepted, by position"))
+    headings = "what", "tokens a step", "tokens/s", "of plain", "of the better", "accepted, by position"
+    result = Result(headings)
     replay(result, options)
     edit(result, options)
     demo(result, options)
@@ -134,28 +144,21 @@ def all_of(turns: int, runs: Sequence[Callable[[], Run]]) -> list[Run]:
     return [joined(column) for column in made]
 
 
-def best_of(turns: int, runs: Sequence[Callable[[], Run]]) -> list[Run]:
-    """The fastest run of each, taken in turns."""
-    best: list[Run | None] = [None] * len(runs)
-    for _ in range(turns):
-        for i, each in enumerate(runs):
-            made, fastest = each(), best[i]
-            best[i] = made if fastest is None or made.rate > fastest.rate else fastest
-    return [each for each in best if each is not None]
-
-
-def add(result: Result, what: str, made: Run, plain: Run, **raw: Any) -> None:
-    """A row; the tokens must be those of the plain run."""
+def add(result: Result, what: str, made: Run, plain: Run, always: Run | None = None, **raw: Any) -> None:
+    """A row; the tokens must be those of the plain run. With `always`, it is compared with the better of the two."""
     if made.tokens != plain.tokens:
         raise RuntimeError(f"{what}: the tokens differ from those without speculation")
     row = {"tokens_a_step": made.made / made.steps / made.company, "tok_s": made.rate, "plain_tok_s": plain.rate}
     positions = ", ".join(f"{share:.0%}" for share in made.by_position)
     ratio = made.rate / plain.rate
+    better = made.rate / max(plain.rate, always.rate) if always else None
+    shares = f"{ratio:.2f}", f"{better:.2f}" if better else "-"
     result.add(
-        (what, f"{row['tokens_a_step']:.2f}", f"{made.rate:.1f}", f"{ratio:.2f}", positions or "-"),
+        (what, f"{row['tokens_a_step']:.2f}", f"{made.rate:.1f}", *shares, positions or "-"),
         what=what,
         **row,
         ratio=ratio,
+        of_better=better,
         by_position=made.by_position,
         **raw,
     )
@@ -198,7 +201,7 @@ class Forced:
         for row, (_, position) in enumerate(rows):
             drafts = list(ahead[row]) if ahead else []
             if drafts == self._all[position - len(drafts) : position] and position < len(self._all):
-                sampled.tokens[row] = sampled._on_host[row] = self._all[position]
+                sampled.tokens[row] = sampled.on_host[row] = self._all[position]
         return sampled, edits
 
 
@@ -234,29 +237,32 @@ def demo(result: Result, options: Options) -> None:
     """Part 3."""
     tokenizer, count = _demo_tokenizer(), 24 if options.quick else 160
     prompts = [tokenizer.encode(text) for text in PROMPTS]
-    specs: dict[str, dict[str, Any] | None] = {
-        "plain": None,
-        "n-grams": {"method": "ngram"},
-        "demo-draft": {"method": "draft_model"},
-        "demo-draft, always 4": {"method": "draft_model", "adaptive": False},
-        "demo-eagle": {"method": "eagle"},
-        "demo-eagle, always 4": {"method": "eagle", "adaptive": False},
-        "demo-eagle, trees of 16": {"method": "eagle", "tree_width": 4},
-    }
+    specs: dict[str, dict[str, Any] | None] = {"plain": None}
+    for name, spec in DRAFTED.items():
+        specs |= {name: spec, f"{name}, always": spec | {"adaptive": False}}
     engines = {name: engine_of("demo", options, spec) for name, spec in specs.items()}
     gc.collect()
     gc.freeze()  # as an engine's process does: looking through all of torch now and then takes longer than many steps
     for kind, params in (("greedy", GREEDY), ("temperature 1", SamplingParams(seed=1, ignore_eos=True).resolved())):
         for company in (1, 8):
+            groups = [prompts[i : i + company] for i in range(0, len(prompts), company)]
+            made: dict[str, list[Run]] = {name: [] for name in engines}
+            for turn in range(1 if options.quick else 1 + TURNS):
+                for number, group in enumerate(groups):
+                    for name in _from(list(engines), turn + number):
+                        run = generate(engines[name], group, params, count)
+                        if turn or options.quick:
+                            made[name].append(run)
+            runs = {name: joined(each) for name, each in made.items()}
+            for name, each in runs.items():
+                always = runs.get(f"{name}, always")
+                add(result, f"demo, {company} at once, {kind}: {name}", each, runs["plain"], always)
 
-            def one_by_one(engine: Engine, company: int = company, params: SamplingParams = params) -> Run:
-                groups = [prompts[i : i + company] for i in range(0, len(prompts), company)]
-                return joined([generate(engine, group, params, count) for group in groups])
 
-            runs = [lambda e=e: one_by_one(e) for e in engines.values()]  # type: ignore[misc]
-            measured = best_of(1 if options.quick else TURNS, runs)
-            for name, made in zip(engines, measured, strict=True):
-                add(result, f"demo, {company} at once, {kind}: {name}", made, measured[0])
+def _from(names: Sequence[str], first: int) -> list[str]:
+    """All of them, beginning elsewhere each time."""
+    first %= len(names)
+    return [*names[first:], *names[:first]]
 
 
 def joined(runs: Sequence[Run]) -> Run:
@@ -286,7 +292,7 @@ def noise(result: Result, options: Options) -> None:
         made = generate(engine, prompts, params, 24 if options.quick else 160)
         share = made.by_position[0] if made.by_position else 0.0
         result.add(
-            (f"demo-draft at temperature 1, drawn with {what}", "-", "-", "-", f"{share:.1%}"),
+            (f"demo-draft at temperature 1, drawn with {what}", *["-"] * 4, f"{share:.1%}"),
             what=f"noise: {what}",
             accepted=share,
         )
@@ -326,7 +332,7 @@ def ngrams(result: Result) -> None:
     times.sort()
     median, late = statistics.median(times), times[len(times) * 99 // 100]
     result.add(
-        (f"n-grams at 32,768 tokens: {median:.0f} µs a step, {late:.0f} at the 99th percentile", "-", "-", "-", "-"),
+        (f"n-grams at 32,768 tokens: {median:.0f} µs a step, {late:.0f} at the 99th percentile", *["-"] * 5),
         what="n-grams",
         median_us=median,
         p99_us=late,

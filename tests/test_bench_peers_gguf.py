@@ -163,3 +163,38 @@ def test_a_recurrent_layer_has_decays_and_a_convolution_of_two_dimensions() -> N
     assert gguf_layout.adjusted("blk.0.ssm_norm.weight", np.ones(2), "qwen35").tolist() == [1, 1]
     with pytest.raises(ValueError, match="linear_num_value_heads is 8"):
         gguf_layout.metadata(SHAPES["qwen3.5-tiny"] | {"linear_num_value_heads": 8})
+
+
+@pytest.mark.parametrize("shape", ["qwen3-tiny", "qwen3-moe-tiny", "qwen3-8b", "qwen3-30b-a3b"])
+def test_random_files_have_all_tensors_in_the_formats_that_llama_cpp_takes(shape: str) -> None:
+    sizes = tensor_shapes(Fields(SHAPES[shape], "config.json"), as_published=True)
+    layers = {f"model.layers.{number}." for number in range(1, SHAPES[shape]["num_hidden_layers"])}
+    few = {name: size for name, size in sizes.items() if not name.startswith(tuple(layers))}
+    arrays = {name: np.broadcast_to(np.uint8(0), size) for name, size in few.items()}
+    formats = gguf_layout.random_formats(SHAPES[shape], arrays)
+    assert {name: size for name, (_, size) in formats.items()} == {
+        name: array.shape for name, array in gguf_layout.tensors(SHAPES[shape], arrays)
+    }
+    head = "token_embd.weight" if shape == "qwen3-tiny" else "output.weight"
+    for name, (form, size) in formats.items():
+        plain = len(size) == 1 or "ffn_gate_inp" in name
+        assert form == ("F32" if plain else "Q6_K" if name == head and "tiny" not in shape else "Q4_0")
+
+
+def test_random_blocks_mean_numbers_of_the_spread_of_random_weights() -> None:
+    """Decoded by the formats' definition (ggml's `dequantize_row_q4_0`, `dequantize_row_q6_K`)."""
+    generator = np.random.default_rng(1)
+    drawn = gguf_layout.random_blocks("Q4_0", (3, 96, 512), generator)
+    assert drawn.shape == (3, 96, 512 // 32 * 18)
+    blocks = drawn.reshape(-1, 18)
+    scale, codes = blocks[:, :2].copy().view(np.float16).astype(float), blocks[:, 2:]
+    numbers = scale * (np.concatenate([codes & 15, codes >> 4], 1).astype(int) - 8)
+    assert numbers.std() == pytest.approx(gguf_layout.SPREAD, rel=0.05)
+    blocks = gguf_layout.random_blocks("Q6_K", (64, 512), generator).reshape(-1, 210)
+    scale, scales = blocks[:, 208:].copy().view(np.float16).astype(float), blocks[:, 192:208].copy().view(np.int8)
+    low, high = blocks[:, :128], blocks[:, 128:192]
+    codes = np.concatenate([low & 15, low >> 4], 1) | np.concatenate([(high >> 2 * i & 3) << 4 for i in range(4)], 1)
+    numbers = scale * np.repeat(scales, 16, 1) * (codes.astype(int) - 32)
+    assert numbers.std() == pytest.approx(gguf_layout.SPREAD, rel=0.1)
+    norm = gguf_layout.random_blocks("F32", (64,), generator)
+    assert (norm.view(np.float32) == 1).all()

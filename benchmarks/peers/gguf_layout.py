@@ -270,3 +270,46 @@ def adjusted(name: str, numbers: Array, arch: str) -> Array:
         return -np.exp(numbers)
     whole = arch in OTHERS and name.endswith("norm.weight") and not name.endswith(".ssm_norm.weight")
     return numbers + 1 if whole else numbers
+
+
+BLOCKS = {"F32": (1, 4), "Q4_0": (32, 18), "Q6_K": (256, 210)}
+"""Numbers of a block of a row, and its bytes."""
+SPREAD = 0.02
+"""Standard deviation of random weights."""
+
+
+def random_formats(config: Config, stored: Mapping[str, Array]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Each tensor's format and shape in GGUF in a model in Q4_0: the head is in Q6_K, where its rows have whole blocks.
+
+    Args:
+        stored: see `tensors`; the numbers play no part.
+    """
+    arrays = {name: (kept_in_fp32(name, array), array.shape) for name, array in tensors(config, stored)}
+    head = "output.weight" if "output.weight" in arrays else "token_embd.weight"
+    whole = arrays[head][1][-1] % BLOCKS["Q6_K"][0] == 0
+    return {
+        name: ("F32" if plain else "Q6_K" if name == head and whole else "Q4_0", shape)
+        for name, (plain, shape) in arrays.items()
+    }
+
+
+def byte_shape(form: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor in this format as bytes; what is in fp32 is one of fp32 all the same."""
+    numbers, size = BLOCKS[form]
+    return (*shape[:-1], shape[-1] // numbers * size)
+
+
+def random_blocks(form: str, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
+    """A random tensor, uint8 [..., bytes of a row]; norms are ones.
+
+    Of a block in Q4_0, the first two bytes are the scale of 4-bit numbers from -8; of one in Q6_K the last two are that
+    of 6-bit numbers from -32, which have 16 scales in int8 besides (ggml's `block_q4_0` and `block_q6_K`).
+    """
+    if form == "F32":
+        plain = np.ones(shape) if len(shape) == 1 else generator.normal(0, SPREAD, shape)
+        return plain.astype(np.float32).view(np.uint8)
+    numbers, size = BLOCKS[form]
+    drawn = generator.integers(0, 256, (*shape[:-1], shape[-1] // numbers, size), dtype=np.uint8)
+    scale, place = (SPREAD / 4.6, 0) if form == "Q4_0" else (SPREAD / (18.5 * 74), size - 2)
+    drawn[..., place : place + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+    return drawn.reshape(byte_shape(form, shape))

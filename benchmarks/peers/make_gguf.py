@@ -33,11 +33,11 @@ def convert(folder: Path, file: Path) -> None:
     config = json.loads((folder / "config.json").read_text("utf-8"))
     arch = gguf_layout.architecture(config)
     writer = gguf.GGUFWriter(str(file), arch)
-    _add_metadata(writer, gguf_layout.metadata(config))
+    add_metadata(writer, gguf_layout.metadata(config))
     if (folder / "tokenizer.json").exists():
         _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text("utf-8")), config["eos_token_id"])
     else:
-        _add_vocabulary(writer, config["vocab_size"])
+        add_vocabulary(writer, config["vocab_size"])
     for name, bits in gguf_layout.tensors(config, dict(bf16_tensors(folder / "model.safetensors"))):
         if gguf_layout.kept_in_fp32(name, bits):
             numbers = (bits.astype(np.uint32) << 16).view(np.float32)
@@ -50,15 +50,15 @@ def convert(folder: Path, file: Path) -> None:
     writer.close()
 
 
-def _add_metadata(writer: Any, values: Mapping[str, Any]) -> None:
+def add_metadata(writer: Any, values: Mapping[str, Any], form: Any = gguf.LlamaFileType.MOSTLY_BF16) -> None:
     add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
     add[list] = writer.add_array
     for name, value in values.items():
         add[type(value)](name, value)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(form)
 
 
-def _add_vocabulary(writer: Any, size: int) -> None:
+def add_vocabulary(writer: Any, size: int) -> None:
     writer.add_tokenizer_model("llama")
     writer.add_token_list([b"<unk>", b"<s>", b"</s>", *(b"t%d" % i for i in range(size - 3))])
     writer.add_token_scores([0.0] * size)

@@ -173,6 +173,31 @@ def test_exploring_goes_on_at_a_bounded_cost_while_it_fails() -> None:
     assert max(b - a for a, b in itertools.pairwise(drafted)) < 400
 
 
+def test_a_try_that_takes_the_time_of_many_steps_is_paid_for_before_the_next() -> None:
+    machine = Machine([0.3], whole=True, drafting=lambda depth: 12 * PLAIN)
+    machine.run(tokens=500)
+    assert machine.run(tokens=6000) < 1.015 * machine.plain(6000)
+    assert any(length for (length,) in machine.history[-3000:])
+
+
+@pytest.mark.parametrize(("accepted", "goes_on"), [(0, False), (1, False), (3, True)])
+def test_exploring_goes_on_where_more_was_accepted_than_expected(accepted: int, goes_on: bool) -> None:
+    lengths, state = DraftLengths(4), DraftState()
+    lengths.start(state, True, 1)
+    for _ in range(40):  # drafts are dear, and of each four two are accepted
+        [length] = lengths.choose([state], [4], 100, 1)
+        lengths.observe(1, PLAIN * (1 + length), PLAIN * length, length, length)
+        if length:
+            lengths.accepted(state, length, length // 2)
+    lengths.account(1000 * PLAIN, 0.0)
+    given = [lengths.choose([state], [4], 100, 1) for _ in range(8)]
+    assert given.count([0]) == 7  # it is tried once in so many steps
+    while lengths.choose([state], [4], 100, 1) == [0]:
+        pass
+    lengths.accepted(state, 4, accepted)
+    assert any(lengths.choose([state], [4], 100, 1)) == goes_on
+
+
 def test_where_nothing_was_proposed_exploring_comes_again_at_once() -> None:
     lengths, state = DraftLengths(4), DraftState()
     lengths.start(state, True, 1)

@@ -64,7 +64,10 @@ _SHARE = 0.01
 """Of all time, so much may be lost by following and exploring."""
 
 _MOST_CREDIT = 3.0
-"""The account's most, with which it begins: the time of so many steps. One step is the most of a debt."""
+"""The account's most, with which it begins: the time of so many steps."""
+
+_MOST_DEBT = 16.0
+"""The account's least, in steps: a tree of a small model takes as long. More was a hiccup, or a long prompt's."""
 
 
 @dataclass(slots=True)
@@ -225,7 +228,7 @@ class DraftLengths:
         self._verifying = _Times(once=most)  # by rows
         self._drafting = _Times(once=math.inf)  # by depth; 0: following alone
         self._steps = self._explored = 0
-        self._again = False  # drafts were accepted, or none were proposed: if that was exploring, it goes on
+        self._again = False  # more was accepted than expected, or none proposed: if that was exploring, it goes on
         self._trial = False  # a request is followed to see, and has not been drafted
         self._ended = 0.0  # when the last step did
         self._chosen: dict[tuple[object, ...], list[int]] = {}  # since the last look at what was measured
@@ -276,13 +279,14 @@ class DraftLengths:
         """So much time went by, and so much of it was lost by following and drafting; negative: it was gained."""
         if not self._step_seconds:
             return
-        most = _MOST_CREDIT * self._step_seconds
-        self._credit = min(most, max(-self._step_seconds, self._credit + _SHARE * seconds - lost))
+        most, least = _MOST_CREDIT * self._step_seconds, -_MOST_DEBT * self._step_seconds
+        self._credit = min(most, max(least, self._credit + _SHARE * seconds - lost))
 
     def accepted(self, state: DraftState, proposed: int, accepted: int) -> None:
         """Of `proposed` drafts that were verified, so many were accepted."""
         state.empty = not proposed
-        self._again |= accepted > 0 or not proposed  # that there were none says nothing of those that there will be
+        # That there were none says nothing of those that there will be.
+        self._again |= not proposed or accepted > self._expected(state.chances, proposed)
         if proposed:
             state.learn(accepted, proposed, self._tree_mode)
 
@@ -394,6 +398,10 @@ class DraftLengths:
             worth.append(first)
             first *= later
         return worth
+
+    def _expected(self, chances: _Chances, count: int) -> float:
+        """How many of so many drafts of a request are supposed to be accepted."""
+        return chances[0] / _LEVELS if self._tree_mode else sum(self._worth(chances, count))
 
     def _explore(
         self, best: list[int], states: Sequence[DraftState], room: Sequence[int], budget: int, base: int
