@@ -55,11 +55,11 @@ help:  ## list these targets
 demo: python  ## complete a batch of prompts with the model that ships with Quire
 	@$(MAKE) --no-print-directory -j2 --output-sync=line SIDE_BY_SIDE=1 $(QUIRE) native
 	@$(BIN)/quire generate --demo
-	@printf '\n%s\n' "To go on, copy one of these ('source $(BIN)/activate' makes them plain 'quire ...'):"
+	@printf '\n%s\n' "Next, try one of these (after 'source $(BIN)/activate', just 'quire ...'):"
 	@printf '    %-42s %s\n' \
-	    "$(BIN)/quire chat demo" "# the embedded model: completes Python, is no assistant" \
-	    "$(BIN)/quire chat Qwen/Qwen3-0.6B" "# a small assistant: 1.5 GB from the hub, once" \
-	    "$(BIN)/quire serve demo" "# http://127.0.0.1:8000: OpenAI's interface, and a page"
+	    "$(BIN)/quire chat demo" "# the embedded model: completes Python, not an assistant" \
+	    "$(BIN)/quire chat Qwen/Qwen3-0.6B" "# a small assistant: downloads 1.5 GB, once" \
+	    "$(BIN)/quire serve demo" "# http://127.0.0.1:8000: OpenAI's API, and a web page"
 
 python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else \

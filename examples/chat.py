@@ -1,4 +1,4 @@
-"""A chat: messages become a prompt by the model's own template. (The demo model completes code; it is no assistant.)"""
+"""A chat: messages become a prompt by the model's own template. (The demo model completes code and is no assistant.)"""
 
 from quire import LLM, SamplingParams
 

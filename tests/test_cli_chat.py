@@ -58,7 +58,7 @@ def test_the_embedded_model_is_introduced_unless_quiet(
     for options, introduced in ([], True), (["--quiet"], False):
         monkeypatch.setattr(sys, "stdin", io.StringIO(""))
         assert main(["chat", "demo", "--num-kv-blocks", "64", *options]) == 0
-        assert ("it is no assistant" in capsys.readouterr().err) == introduced
+        assert ("it is not an assistant" in capsys.readouterr().err) == introduced
 
 
 def test_the_second_turn_finds_the_first_in_the_prefix_cache(chat: Chat) -> None:

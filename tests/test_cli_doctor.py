@@ -242,7 +242,7 @@ def test_the_doctor_is_quick_unless_it_is_asked_for_the_full_self_test(
     monkeypatch.setattr(self_test, "run", None)  # to call it would fail
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "linear mxfp4" in out and "experts" not in out and "'quire doctor --full' tries every kernel" in out
+    assert "linear mxfp4" in out and "experts" not in out and "'quire doctor --full' tests every kernel" in out
 
 
 def test_lines_come_as_soon_as_something_is_known(

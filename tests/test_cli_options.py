@@ -277,7 +277,7 @@ def test_every_name_of_vllms_is_a_flag_that_the_help_does_not_show(
         ("--target-itl-ms=soon", "'soon' is not a number"),
         ("--block-size=x", "'x' is not a whole number"),
         ("--stop-token-ids=1;2", "'1;2' is not a list of whole numbers"),
-        ("--logit-bias=5", "'5' is not a bias a token"),
+        ("--logit-bias=5", "'5' is not a list of token ids with biases"),
         ("--speculative-config={method: ngram}", r"'{method: ngram}' is not a JSON object, as in '{\"method\""),
         ('--speculative-config=["ngram"]', "is not a JSON object"),
         ("--speculative-config=ngram", "'ngram' is not a JSON object"),

@@ -267,7 +267,10 @@ class EngineConfig:
             raise ConfigError("model is empty; give a folder, org/name, or 'demo'")
         for name in SIZES:
             if (size := getattr(self, name)) is not None:
-                parse_size(size)
+                try:
+                    parse_size(size)
+                except ConfigError as error:
+                    raise ConfigError(f"{name}: {error}") from None
         if self.quantization == "int8" and self.quantization_group_size is not None:
             raise ConfigError(
                 f"quantization_group_size={self.quantization_group_size} is for int4, but quantization=int8 has one "

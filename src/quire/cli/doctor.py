@@ -243,7 +243,7 @@ def _of_torch(args: argparse.Namespace, show: Show) -> dict[str, Any]:
         show(name, value)
     demo = resolve("demo") / "model.safetensors"
     show("demo model", "present" if demo.is_file() else f"missing: {demo}")
-    show("Self-test: do a row's bits depend on the rows beside it?", "")
+    show("Self-test: are a row's bits independent of the other rows?", "")
     checks = []
     for check in self_test.run(kernels) if args.full else self_test.run_short(kernels):
         told = {"name": check.name, "cases": check.cases, "passed": check.passed, "failures": list(check.failures)}
@@ -280,7 +280,7 @@ def _close(problems: Sequence[Problem], ok: bool, full: bool) -> None:
     for problem in problems:
         print(f"{'PROBLEM' if problem.fatal else 'note'}: {problem.what}\n  -> {problem.remedy}")
     if ok and not full:
-        print("'quire doctor --full' tries every kernel.")
+        print("'quire doctor --full' tests every kernel.")
     print("Quire is ready." if ok else "Quire is not ready.")
 
 

@@ -102,6 +102,8 @@ def _check_model(model: str) -> None:
     """
     from quire.models.hub import HUB_NAME, resolve
 
+    if not model:
+        raise ConfigError("the first argument, the model, is empty; give a folder, org/name, or 'demo'")
     if HUB_NAME.fullmatch(model):  # a download: when the model is loaded
         return
     try:

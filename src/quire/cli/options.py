@@ -202,7 +202,7 @@ def _add_flag(
         try:
             return parse_value(name, hint, given)
         except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
+            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}: ")) from error
 
     if _takes_texts(hint):
         text += " (may be repeated)"
@@ -269,7 +269,7 @@ _CONVERTERS: dict[str, tuple[Any, str]] = {
     "float": (float, "a number"),
     "str": (str, "a text"),
     "list": (lambda text: [int(part) for part in text.split(",")], "a list of whole numbers, as in 1,2,3"),
-    "dict": (_bias, "a bias a token, as in 17:-100,42:2.5"),
+    "dict": (_bias, "a list of token ids with biases, as in 17:-100,42:2.5"),
     "mapping": (_mapping, """a JSON object, as in '{"method": "ngram"}'"""),
     "StructuredOutputsParams": (_mapping, """a JSON object, as in '{"choice": ["yes", "no"]}'"""),
 }

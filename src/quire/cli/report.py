@@ -44,10 +44,10 @@ def closing_line(outputs: Sequence[RequestOutput], seconds: float) -> str:
     failed = sum(choice.finish_reason == "error" for output in outputs for choice in output.outputs)
     clamped = sum(output.clamped_from is not None for output in outputs)
     parts = [
-        f"{made:,} tokens in {seconds:.2f} s ({made / seconds:,.0f} a second)" if seconds > 0 else f"{made:,} tokens",
+        f"{made:,} tokens in {seconds:.2f} s ({made / seconds:,.0f} tokens/s)" if seconds > 0 else f"{made:,} tokens",
         f"{prompt:,} prompt tokens" + (f" ({cached:,} cached)" if cached else ""),
-        *([f"max_tokens clamped for {clamped:,}, to what the context had left"] if clamped else []),
-        *([f"{failed:,} ended with an error"] if failed else []),
+        *([f"max_tokens clamped for {clamped:,}, to the rest of the context"] if clamped else []),
+        *([f"{failed:,} failed"] if failed else []),
     ]
     return ", ".join(parts)
 

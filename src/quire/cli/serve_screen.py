@@ -145,8 +145,8 @@ def start_rows(
             if (replicas := options.engine.replicas) > 1
             else []
         ),
-        ("HTTP processes", f"{server.api_workers}, tokenizers of each: {server.tokenizer_workers}"),
-        ("model's name", ", ".join(options.model_names)),
+        ("HTTP processes", f"{server.api_workers}, each with {server.tokenizer_workers} for tokenization"),
+        ("served as", ", ".join(options.model_names)),
         ("API keys", str(len(server.api_key)) if server.api_key else "none: requests need no key"),
         ("URL", url if (url := url_of(listener, server)).startswith("unix:") else f"{url}/v1"),
         ("ready after", f"{seconds:.1f} s"),

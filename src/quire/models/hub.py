@@ -10,7 +10,7 @@ from quire.errors import CheckpointNotFoundError, ConfigError
 from quire.models.identify import hub_name_of, identify
 
 EMBEDDED_MODELS = {
-    "demo": "the embedded model: 4 million parameters, trained to complete Python; it is no assistant",
+    "demo": "the embedded model: 4 million parameters, trained to complete Python; it is not an assistant",
     "demo-draft": "an embedded model that drafts for demo",
     "demo-eagle": "an embedded head that drafts for demo",
 }

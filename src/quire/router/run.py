@@ -79,7 +79,7 @@ class Router:
             self._hurry.set()
             return
         seconds = self._config.drain_timeout
-        text = f"{number.name}: no new requests; running ones have {seconds:g} s to end (Ctrl-C ends them now)"
+        text = f"{number.name}: no new requests; running ones have {seconds:g} s to finish (Ctrl-C ends them now)"
         event(logger, "draining", text, seconds=seconds, signal=number.name)
         self._site.draining = True
         self._leaving = asyncio.create_task(leave(self._http, self._site, seconds, self._hurry))

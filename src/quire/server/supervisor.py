@@ -194,7 +194,7 @@ class Supervisor:
             self._finish(0)
         elif not self._leaving:
             seconds = self.options.server.drain_timeout
-            text = f"{number.name}: no new requests; running ones have {seconds:g} s to end (Ctrl-C ends them now)"
+            text = f"{number.name}: no new requests; running ones have {seconds:g} s to finish (Ctrl-C ends them now)"
             log.event(logger, "draining", text, seconds=seconds, signal=number.name)
             self._leave(seconds, 0)
         elif number == signal.SIGHUP:  # some send it right behind SIGTERM: it is no second wish

@@ -228,7 +228,7 @@ export class ChatView {
     const text =
       mode === "chat"
         ? "It runs on this server alone: nothing that you write goes anywhere else."
-        : "Write a beginning; the model goes on from there.";
+        : "Write the beginning of a text; the model continues it.";
     return h(
       "div",
       { class: "welcome" },
