@@ -1,27 +1,28 @@
-"""The products in tile registers (AMX), which are emulated here: exact to the bit, and the same in any company."""
+"""Products and attention in tile registers (AMX), emulated here: exact to the bit, and a row's bits are its own."""
 
 from __future__ import annotations
 
 import runpy
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from quire.errors import ConfigError
-from quire.ops import Kernels
-from quire.ops.cpu import experts, instruction_sets, library, linear
-from quire.ops.cpu import rows as row_kernels
+from quire.ops import Kernels, KVCache, store_kv
+from quire.ops.cpu import attention, experts, instruction_sets, latent, library, linear, rows
 from quire.ops.cpu.instruction_sets import INSTRUCTION_SETS
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.cpu.library import Library
-from quire.ops.experts import Experts, HeadProducts, LoopedExperts, LoopedHeads
-from quire.ops.linear import Product
+from quire.ops.experts import LoopedExperts, LoopedHeads
+from quire.ops.kv_cache import KVCacheDtype
 from quire.ops.memory import Scratch
-from quire.ops.quantized import Quantization, QuantizedWeight, quantize
-from quire.parallel.group import Gather
+from quire.ops.quantized import Quantization, quantize
+from tests import test_cpu_attention as plain
+from tests import test_cpu_latent as absorbed
+from tests import test_trees as trees
 from tests.compiled import KERNELS, ROOT, compiled
 from tests.test_cpu_experts import EXPERTS, HIDDEN, draw_layer, draw_routes
 from tests.test_cpu_linear import SCHEMES, SHAPES, draw
@@ -30,32 +31,20 @@ ROWS = (1, 4, 5, 16, 17, 33, 50)
 """Few rows, one tile, two of nearly one height, three, and four whose last one shares rows with the one before."""
 
 
-class InTiles(Kernels):
-    """The products of the emulating library, and the experts' and heads'; the rest is torch's."""
+class InTiles(CpuKernels):
+    """What the emulating library has: products, experts, heads, rows and attention."""
 
-    threads = CpuKernels.threads
+    MODULES = attention, experts, latent, linear, rows
 
-    def __init__(self, lib: Library) -> None:
-        self._lib, self._scratch = lib, Scratch()
-
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-        return linear.CpuProduct(self._lib, weight, bias, self._scratch)
-
-    def pack_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
-        return linear.CpuProduct(self._lib, weight, bias, self._scratch)
-
-    def experts(self, gate_up: Sequence[Product], down: Sequence[Product], inner: Gather | None = None) -> Experts:
-        return experts.CpuExperts(self._lib, gate_up, down, Scratch())
-
-    def heads(self, products: Sequence[Product]) -> HeadProducts:
-        return experts.CpuHeads(self._lib, products, Scratch())
-
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        return row_kernels.silu_mul(self._lib, x)
+    def __init__(self) -> None:
+        Kernels.__init__(self)
+        self.name = "amx"
+        self._lib = Library("amx", {name: what for module in self.MODULES for name, what in module.PROTOTYPES.items()})
+        self._scratch, self._workspace = Scratch(), Scratch()
 
 
 @pytest.fixture(scope="module")
-def tiles() -> Iterator[Kernels]:
+def tiles() -> Iterator[CpuKernels]:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler (g++) to build the emulation with")
@@ -68,7 +57,7 @@ def tiles() -> Iterator[Kernels]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "built", lambda: {"amx": path})
         patch.setattr(library, "cpu_flags", lambda: frozenset(library.NEEDS["amx"]))
-        yield InTiles(Library("amx", {**linear.PROTOTYPES, **row_kernels.PROTOTYPES, **experts.PROTOTYPES}))
+        yield InTiles()
 
 
 @pytest.mark.parametrize("granted", [True, False])
@@ -88,20 +77,20 @@ def test_where_linux_refuses_tile_registers_the_next_best_is_taken(
 
 
 def emulation(compiler: str, isa: str) -> Path:
-    """A library of the products and what is made of them, for any machine: tile registers are emulated."""
+    """A library of what uses tile registers, for any machine: they are emulated."""
     script = runpy.run_path(str(ROOT / "scripts" / "compile_kernels.py"), run_name="options")
-    names = ("experts.cpp", "group.cpp", "library.cpp", "linear.cpp", "pack.cpp", "route.cpp", "rows.cpp", "team.cpp")
+    names = ("attention", "experts", "group", "latent", "library", "linear", "pack", "route", "rows", "team")
     flags = [*script["OPTIONS"], *INSTRUCTION_SETS[isa].options, "-O1", "-DQUIRE_EMULATE_AMX", "-Werror", "-shared"]
-    return compiled("lib_amx", [KERNELS / name for name in names], flags, compiler)
+    return compiled("lib_amx", [KERNELS / f"{name}.cpp" for name in names], flags, compiler)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bf16_products_equal_those_in_fp64(tiles: Kernels, shape: tuple[int, int]) -> None:
+def test_bf16_products_equal_those_in_fp64(tiles: CpuKernels, shape: tuple[int, int]) -> None:
     weight, bias = draw(*shape, dtype=torch.bfloat16, seed=1), draw(shape[0], dtype=torch.bfloat16, seed=2)
     for used in (None, bias):
         product = tiles.pack([weight], used)
-        for rows in ROWS:
-            x = draw(rows, shape[1], dtype=torch.bfloat16, seed=rows)
+        for count in ROWS:
+            x = draw(count, shape[1], dtype=torch.bfloat16, seed=count)
             expected = x.double() @ weight.double().T + (0 if used is None else used.double())
             wide = product.matmul(x, torch.float32)
             torch.testing.assert_close(wide.double(), expected, rtol=1e-5, atol=1e-3)
@@ -123,7 +112,7 @@ def as_documented(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(40, 32), (33, 66), (70, 257)])
-def test_bf16_products_have_the_bits_that_intel_documents(tiles: Kernels, shape: tuple[int, int]) -> None:
+def test_bf16_products_have_the_bits_that_intel_documents(tiles: CpuKernels, shape: tuple[int, int]) -> None:
     weight, x = draw(*shape, dtype=torch.bfloat16, seed=1), draw(37, shape[1], dtype=torch.bfloat16, seed=2)
     assert torch.equal(tiles.pack([weight]).matmul(x, torch.float32), as_documented(x, weight))
 
@@ -131,29 +120,29 @@ def test_bf16_products_have_the_bits_that_intel_documents(tiles: Kernels, shape:
 @pytest.mark.parametrize("how", SCHEMES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 128), (33, 384), (160, 1024)])
 def test_quantized_products_have_the_bits_of_their_reference(
-    tiles: Kernels, shape: tuple[int, int], how: Quantization
+    tiles: CpuKernels, shape: tuple[int, int], how: Quantization
 ) -> None:
     weight, bias = quantize(draw(*shape, seed=1), how), draw(shape[0], seed=2)
     for used in (None, bias):
         ours, reference = tiles.pack_quantized(weight, used), Kernels().pack_quantized(weight, used)
-        for rows in ROWS:
-            x = draw(rows, shape[1], dtype=torch.bfloat16, seed=rows)
+        for count in ROWS:
+            x = draw(count, shape[1], dtype=torch.bfloat16, seed=count)
             assert torch.equal(ours.matmul(x, torch.float32), reference.matmul(x, torch.float32))
 
 
-def test_groups_of_32_may_end_within_a_tile(tiles: Kernels) -> None:
+def test_groups_of_32_may_end_within_a_tile(tiles: CpuKernels) -> None:
     weight, x = quantize(draw(40, 96), Quantization("int4", 32)), draw(20, 96, seed=3)
     assert torch.equal(tiles.pack_quantized(weight).matmul(x), Kernels().pack_quantized(weight).matmul(x))
 
 
-def test_int8_takes_inputs_that_fill_no_tile(tiles: Kernels) -> None:
+def test_int8_takes_inputs_that_fill_no_tile(tiles: CpuKernels) -> None:
     for inputs in (1, 70, 129):
         weight, x = quantize(draw(40, inputs), Quantization("int8")), draw(20, inputs, seed=3)
         assert torch.equal(tiles.pack_quantized(weight).matmul(x), Kernels().pack_quantized(weight).matmul(x))
 
 
 @pytest.mark.parametrize("how", SCHEMES[:2], ids=str)
-def test_a_row_that_is_not_finite_gives_nan_and_one_of_zeros_gives_zeros(tiles: Kernels, how: Quantization) -> None:
+def test_a_row_that_is_not_finite_gives_nan_and_one_of_zeros_gives_zeros(tiles: CpuKernels, how: Quantization) -> None:
     product = tiles.pack_quantized(quantize(draw(40, 64), how))
     x = draw(20, 64, seed=4)
     x[0, 3], x[1, 60], x[2, 0], x[3] = torch.nan, torch.inf, -torch.inf, 0
@@ -163,7 +152,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_one_of_zeros_gives_zeros(tiles: 
     assert torch.equal(out[4:], product.matmul(x[4:]))
 
 
-def test_a_bf16_row_that_is_not_finite_leaves_the_others_alone(tiles: Kernels) -> None:
+def test_a_bf16_row_that_is_not_finite_leaves_the_others_alone(tiles: CpuKernels) -> None:
     product, x = tiles.pack([draw(40, 70, dtype=torch.bfloat16)]), draw(20, 70, dtype=torch.bfloat16, seed=4)
     expected = product.matmul(x)
     x[7, 69], x[9, 0] = torch.nan, torch.inf
@@ -174,15 +163,15 @@ def test_a_bf16_row_that_is_not_finite_leaves_the_others_alone(tiles: Kernels) -
 
 
 @pytest.mark.parametrize("how", [None, *SCHEMES], ids=str)
-def test_a_rows_bits_do_not_depend_on_the_other_rows_or_on_threads(tiles: Kernels, how: Quantization | None) -> None:
+def test_a_rows_bits_do_not_depend_on_the_other_rows_or_on_threads(tiles: CpuKernels, how: Quantization | None) -> None:
     weight = draw(72, 192 if how is None else 256)
     product = tiles.pack([weight.bfloat16()]) if how is None else tiles.pack_quantized(quantize(weight, how))
     x = draw(150, weight.shape[1], dtype=torch.bfloat16, seed=5)
     whole = product.matmul(x)
-    for rows in (*range(1, 70), 127, 149):
-        for first in (0, 150 - rows):
-            part = slice(first, first + rows)
-            assert torch.equal(product.matmul(x[part]), whole[part]), (rows, first)
+    for count in (*range(1, 70), 127, 149):
+        for first in (0, 150 - count):
+            part = slice(first, first + count)
+            assert torch.equal(product.matmul(x[part]), whole[part]), (count, first)
     with tiles.threads(3):
         assert torch.equal(product.matmul(x), whole)
         assert torch.equal(product.matmul(x[:7]), whole[:7])
@@ -190,7 +179,7 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows_or_on_threads(tiles: Kernel
 
 @pytest.mark.parametrize("form", [torch.bfloat16, *SCHEMES[:2]], ids=str)
 def test_experts_and_heads_have_the_bits_of_their_products_one_by_one(
-    tiles: Kernels, form: torch.dtype | Quantization, monkeypatch: pytest.MonkeyPatch
+    tiles: CpuKernels, form: torch.dtype | Quantization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.ops.experts.silu_mul", tiles.silu_mul)
     layer = draw_layer(tiles, form)
@@ -202,3 +191,68 @@ def test_experts_and_heads_have_the_bits_of_their_products_one_by_one(
             assert torch.equal(grouped(x, *routes), looped(x, *routes)), (tokens, top_k)
         each = x.view(tokens, 1, HIDDEN).expand(-1, EXPERTS, -1)
         assert torch.equal(tiles.heads(layer[0])(each), LoopedHeads(layer[0])(each))
+
+
+# -- attention ------------------------------------------------------------------------------------------------------
+
+
+def keys_that_show_their_sums(width: int) -> torch.Tensor:
+    """Two keys; that of the second's product with ones is 1 where the first and the second numbers of pairs are summed
+    apart, and 0 where each number is added to what came before."""
+    keys = torch.zeros(2, 1, width, dtype=torch.bfloat16)
+    keys[1, 0, :3] = torch.tensor([2.0**24, 1.0, -(2.0**24)])
+    return keys
+
+
+def test_scores_are_summed_as_tiles_sum(tiles: CpuKernels) -> None:
+    q, keys = torch.ones(1, 1, 32, dtype=torch.bfloat16), keys_that_show_their_sums(32)
+    values = torch.tensor([0.0, 1.0], dtype=torch.bfloat16).view(2, 1, 1).expand(-1, -1, 32)
+    kv, table = KVCache(2, 1, 1, 32, 16, torch.bfloat16), [torch.tensor([1])]
+    store_kv(keys, values, kv, plain.batch_of([(0, 2)], table, 16), 0)
+    for kernels, score in ((tiles, 1.0), (Kernels(), 0.0)):
+        out = kernels.attend(q, kv, plain.batch_of([(1, 1)], table, 16), 0, 1.0, None)
+        torch.testing.assert_close(out.float(), torch.full((1, 32), score).sigmoid(), atol=2**-8, rtol=0)
+
+
+@pytest.mark.parametrize("stored", ["auto", "int8", "fp8"])
+def test_attention_equals_the_reference(tiles: CpuKernels, stored: KVCacheDtype) -> None:
+    plain.test_attention_equals_the_reference(tiles, torch.bfloat16, stored)
+
+
+@pytest.mark.parametrize("stored, window", [("auto", None), ("auto", 150), ("int8", 70), ("fp8", None)])
+@pytest.mark.parametrize("shape", [(4, 2, 64), (7, 1, 24)])
+def test_bits_of_attention_depend_on_the_request_alone(
+    tiles: CpuKernels, shape: tuple[int, int, int], stored: KVCacheDtype, window: int | None
+) -> None:
+    plain.test_bits_depend_on_the_request_alone(tiles, torch.bfloat16, shape, stored, window)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_attention_to_what_follows(tiles: CpuKernels, window: int | None) -> None:
+    plain.test_whole_prompts_see_what_follows_and_not_their_company(tiles, torch.bfloat16, window)
+
+
+@pytest.mark.parametrize("stored", ["auto", "int8", "fp8"])
+def test_trees(tiles: CpuKernels, stored: KVCacheDtype) -> None:
+    trees.test_a_row_of_a_tree_has_the_bits_of_its_path_alone(tiles, torch.bfloat16, stored)
+    trees.test_a_row_of_a_tree_has_the_bits_of_its_path_alone_in_latent_attention(tiles, stored)
+
+
+@pytest.mark.parametrize("stored", ["auto", "int8", "fp8"])
+def test_latent_attention_equals_sums_in_fp64(tiles: CpuKernels, stored: KVCacheDtype) -> None:
+    for seed in range(3):
+        absorbed.test_attention_equals_sums_in_fp64(tiles, torch.bfloat16, stored, seed)
+
+
+@pytest.mark.parametrize("stored", ["auto", pytest.param("int8", marks=pytest.mark.slow), "fp8"])
+@pytest.mark.parametrize("shape", [pytest.param((3, 24, 8), marks=pytest.mark.slow), (16, 64, 16)])
+def test_bits_of_latent_attention_depend_on_the_request_alone(
+    tiles: CpuKernels, shape: tuple[int, int, int], stored: KVCacheDtype
+) -> None:
+    absorbed.test_bits_depend_on_the_request_alone(tiles, torch.bfloat16, shape, stored)
+
+
+def test_a_number_that_is_not_finite_reaches_the_rows_that_see_it(tiles: CpuKernels) -> None:
+    plain.test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(tiles, "auto")
+    absorbed.test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(tiles, "auto")
+    absorbed.test_one_token_has_the_same_bits_whoever_shares_its_splits(tiles)

@@ -85,7 +85,7 @@ struct Tiles {
     void clear(int tile) { std::memset(data[tile], 0, sizeof data[tile]); }
 };
 
-INLINE Tiles& tiles() {
+inline Tiles& tiles() {
     static thread_local Tiles all;
     return all;
 }

@@ -6,8 +6,9 @@
 // multiplies, and merges the tile into the rows' running softmax (https://arxiv.org/abs/2205.14135).
 //
 // Why a row's bits depend on nothing else: key tiles lie at constant absolute positions; a score and an output number
-// have one fp32 accumulator each, over head dimensions and over keys in ascending order; a tile, or 16 keys, that a
-// row cannot see changes none of its numbers, so it does not matter which of them are left out.
+// have one fp32 accumulator each, over head dimensions and over keys in ascending order (in tile registers 32 numbers are
+// summed apart first: see attention_tiles.h); a tile, or 16 keys, that a row cannot see changes none of its numbers, so
+// it does not matter which of them are left out.
 //
 // Rows of a tree all see the same keys up to the tree's base. The tiles before it are theirs together; those from
 // there on, one or two, are packed for each row by itself, with the keys of its path.
@@ -55,12 +56,13 @@ struct Scratch {
     // Lays it out from `at` on, for at most `m` rows of a head; the bytes that it takes.
     int64_t lay_out(char* at, int64_t m, const KvCache& kv) {
         char* const begin = at;
+        m = rows_in_tiles<L>(m);
         const int64_t states = std::max<int64_t>(m, 2 * FEW_ROWS);
         auto take = [&](auto*& pointer, int64_t count) {
             pointer = (std::remove_reference_t<decltype(pointer)>)at;
             at += (count * sizeof(*pointer) + 63) / 64 * 64;
         };
-        tile.depth = (kv.head_dim + L::NUMBERS - 1) / L::NUMBERS;
+        tile.depth = round_up(kv.head_dim, L::NUMBERS * DEPTH_STEP<L>) / L::NUMBERS;
         tile.dims = (kv.head_dim + LANES * L::NUMBERS - 1) / (LANES * L::NUMBERS) * (LANES * L::NUMBERS);
         tile.panel = (tile.depth + LANES - 1) / LANES * LANES * LANES + LANES;
         take(tile.keys, GROUPS * tile.panel);
@@ -98,11 +100,14 @@ struct Item {
     Groups groups(int64_t tile, int64_t r, int64_t stop) const {
         const int64_t from = first_seen(branches ? position : position_of(r)) - tile * KEY_TILE;
         const int64_t to = (branches ? end : behind_seen(position_of(stop - 1))) - tile * KEY_TILE;
-        return {std::max<int64_t>(0, from) / LANES, std::min((std::max<int64_t>(0, to) + LANES - 1) / LANES, GROUPS)};
+        constexpr int64_t KEYS_AT_ONCE = std::max<int64_t>(LANES, L::NUMBERS * DEPTH_STEP<L>), EACH = KEYS_AT_ONCE / LANES;
+        return {std::max<int64_t>(0, from) / KEYS_AT_ONCE * EACH,
+                std::min(round_up(std::max<int64_t>(0, to), KEYS_AT_ONCE) / LANES, GROUPS)};
     }
 
     void run(const T* q, int64_t q_stride, T* out) {
         if (end > base) branch();
+        configure();
         const int64_t first = first_seen(position) / KEY_TILE;
         const int64_t last = branches ? base / KEY_TILE - 1 : (end - 1) / KEY_TILE;  // of the tiles of all rows
         const int64_t most = rows() <= FEW_ROWS ? 2 : 1;  // heads that take turns at a tile
@@ -115,6 +120,11 @@ struct Item {
             for (int64_t k = 0; branches && k < count; k++) attend_paths(h + k, k * rows(), last + 1, ahead);
             for (int64_t k = 0; k < count; k++) finish(h + k, k * rows(), out);
         }
+        if constexpr (IN_TILES<L>) release_tiles();
+    }
+
+    void configure() const {
+        if constexpr (IN_TILES<L>) configure_attention(rows());
     }
 
     void branch() {
@@ -127,9 +137,11 @@ struct Item {
     void attend_paths(int64_t h, int64_t state, int64_t first, Ahead& ahead) {
         for (int64_t t = 0; t < tokens; t++) {
             Item one{step, scratch, span, row + t, 1, branches[t], branches[t] + 1, head, heads, layer, sinks};
+            one.configure();
             for (int64_t tile = std::max(first, first_seen(one.position) / KEY_TILE); tile * KEY_TILE < one.end; tile++)
                 one.attend(one.source(h, tile), state + t * group, ahead);
         }
+        configure();
     }
 
     TileSource source(int64_t h, int64_t tile) const {
@@ -145,7 +157,7 @@ struct Item {
         const int64_t size = step.kv.head_dim;
         for (int64_t r = 0; r < rows(); r++) {
             const T* from = q + (row + r / group) * q_stride + query_head(h, r) * size;
-            pack_query<L>(from, size, scratch.q + (state + r) * scratch.tile.depth);
+            pack_query<L>(from, size, scratch.tile.depth, scratch.q + (state + r) * scratch.tile.depth);
             scratch.top[state + r] = sinks ? sinks[query_head(h, r)] * LOG2_E : LOWEST;
             scratch.total[state + r] = f32x16{sinks ? 1.0f : 0.0f};
         }
@@ -210,8 +222,8 @@ struct Item {
     // Calls work(first row, rows, groups that they see) for the rows in blocks of the products' size.
     template <class F>
     void each_block(int64_t tile, F work) const {
-        for (int64_t r = 0; r < rows(); r += ROWS) {
-            const int64_t n = std::min<int64_t>(ROWS, rows() - r);
+        for (int64_t r = 0; r < rows(); r += BLOCK_ROWS<L>) {
+            const int64_t n = std::min(BLOCK_ROWS<L>, rows() - r);
             work(r, n, groups(tile, r, r + n));
         }
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_pack.h"
+#include "attention_tiles.h"
 
 namespace quire {
 
@@ -13,6 +14,8 @@ constexpr int ROWS = 6, VECTORS = 1;
 #else
 constexpr int ROWS = 3, VECTORS = 1;
 #endif
+template <class L>
+constexpr int64_t BLOCK_ROWS = IN_TILES<L> ? 2 * TILE_ROWS : ROWS;
 
 // Stands for "nothing seen yet" in a running maximum: finite, so that differences are never NaN.
 constexpr float LOWEST = std::numeric_limits<float>::lowest();
@@ -23,7 +26,7 @@ template <class T>
 struct LanesOf {
     using type = FloatLanes;
 };
-#if defined(__AVX512BF16__)
+#if defined(QUIRE_PAIR_LANES)
 template <>
 struct LanesOf<bf16> {
     using type = PairLanes;
@@ -71,9 +74,14 @@ void product(const Operands<typename L::lane>& o) {
         for (int v = 0; v < V * PARTS; v++) std::memcpy(o.c + r * o.c_stride + v * SIZE, &sum[r][v], sizeof(Sum));
 }
 
-// The product for a number of rows and vectors known only now, at most R and V.
+// The product for a number of rows and vectors known only now, at most R (in tiles: two of them) and V.
 template <class L, bool MERGE, int R = ROWS, int V = VECTORS>
 void multiply(int64_t rows, int64_t vectors, const Operands<typename L::lane>& o) {
+    if constexpr (IN_TILES<L>) {
+        if (MERGE) shrink_rows(o.c, o.c_stride, o.factor, rows, vectors);
+        return multiply_in_tiles<MERGE>(rows, vectors, {{o.a, o.a + TILE_ROWS * o.a_stride}, {o.a_stride, o.a_stride},
+                                                        o.b, o.b_stride, o.depth, o.c, o.c_stride});
+    }
     if constexpr (R > 1)
         if (rows < R) return multiply<L, MERGE, R - 1, V>(rows, vectors, o);
     if constexpr (V > 1)

@@ -1,7 +1,7 @@
 // Numbers of the cache in the form in which attention multiplies them: 32-bit lanes.
 //
 // `FloatLanes`: a lane is one number in fp32. `PairLanes`: a lane is two bf16 numbers, for instruction sets that
-// multiply such pairs. Which one it is follows from the data type and the instruction set alone.
+// multiply such pairs, in vectors or in tiles. Which one it is follows from the data type and the instruction set alone.
 #pragma once
 
 #include "simd.h"
@@ -96,7 +96,8 @@ struct FloatLanes {
     INLINE void store_side_by_side(lane* to, const f32x16* numbers) { store(to, numbers[0]); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(QUIRE_EMULATE_AMX)
+#define QUIRE_PAIR_LANES
 struct PairLanes {
     using lane = uint32_t;
     using vector = u32x16;
@@ -114,6 +115,7 @@ struct PairLanes {
     }
     INLINE vector wide(const int8* row) { return join(load(row), load(row + LANES)); }
     INLINE vector wide(const fp8* row) {
+#if defined(__AVX512BF16__)
         const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)row));
         const __m512i magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
         // Exponent and mantissa in place, with bf16's bias; multiples of 2^-9, which have no exponent, from a table.
@@ -123,9 +125,17 @@ struct PairLanes {
         const __m512i number = _mm512_mask_permutexvar_epi16(normal, is_small, magnitude, (__m512i)small);
         const __m512i sign = _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), code), 8);
         return (vector)_mm512_or_si512(number, sign);
+#else
+        return join(load(row), load(row + LANES));
+#endif
     }
     INLINE vector join(f32x16 low, f32x16 high) {
+#if defined(__AVX512BF16__)
         return (vector)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+        const u16x16 halves[2] = {to_bf16(low), to_bf16(high)};
+        return bits_of<vector>(halves);
+#endif
     }
     template <class S>
     INLINE vector of_row(const S* row, int n) {
@@ -146,7 +156,7 @@ struct PairLanes {
         to[1] = (vector)__builtin_shuffle(even, odd, low + 16);
     }
     INLINE void store_weights(lane* to, f32x16 weights) {
-        __m256bh narrow = _mm512_cvtneps_pbh((__m512)weights);
+        const u16x16 narrow = to_bf16(weights);
         std::memcpy(to, &narrow, sizeof narrow);
     }
     INLINE void side_by_side(const lane* const* rows, int64_t at, vector* to) {

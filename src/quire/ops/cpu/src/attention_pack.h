@@ -152,14 +152,13 @@ class Ahead {
     const char* at_;                       // the group; null behind the last
 };
 
-// A query row [size] in lanes, the last one filled up with zeros.
+// A query row [size] in `depth` lanes, the last ones filled up with zeros.
 template <class L, class T>
-INLINE void pack_query(const T* row, int64_t size, typename L::lane* to) {
+INLINE void pack_query(const T* row, int64_t size, int64_t depth, typename L::lane* to) {
     constexpr int64_t WIDTH = LANES * L::NUMBERS;
-    for (int64_t i = 0; i < size; i += WIDTH) {
-        const int64_t n = std::min(size - i, WIDTH);
-        const typename L::vector v = L::of_row(row + i, int(n));
-        std::memcpy(to + i / L::NUMBERS, &v, (n + L::NUMBERS - 1) / L::NUMBERS * sizeof(typename L::lane));
+    for (int64_t i = 0, lane = 0; i < size; i += WIDTH, lane += LANES) {
+        const typename L::vector v = L::of_row(row + i, int(std::min(size - i, WIDTH)));
+        std::memcpy(to + lane, &v, std::min<int64_t>(depth - lane, LANES) * sizeof(typename L::lane));
     }
 }
 

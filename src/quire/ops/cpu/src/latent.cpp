@@ -73,8 +73,6 @@ struct States {
     }
 };
 
-int64_t padded(int64_t numbers, int64_t multiple) { return (numbers + multiple - 1) / multiple * multiple; }
-
 // -- memory -------------------------------------------------------------------------------------------------------
 
 // A thread's memory for an item of at most `m` rows.
@@ -84,16 +82,19 @@ struct LatentScratch {
     int64_t depth;        // lanes of a key
     int64_t width;        // lanes of a row that is written out
     int64_t stride;       // rows, padded
+    lane* columns;        // in tiles, [dims / 16][KEY_TILE / NUMBERS][16]: the values of the key tile
+    lane* weights_of;     // in tiles, [stride][KEY_TILE / NUMBERS]: the weights, row by row
     lane* q;              // [stride / 16][depth][16]
     lane* tile;           // [KEY_TILE][width]: rows that cannot be read in place
     lane* zeros;          // such a row
-    const lane** row_of;  // [KEY_TILE + 1]: of the tile's keys, and zeros behind them
+    const lane** row_of;  // [KEY_TILE + KEYS_AT_ONCE]: of the tile's keys, and zeros behind them
     float* scales;        // [KEY_TILE]
     float* scores;        // [KEY_TILE][stride]
     lane* weights;        // [KEY_TILE / NUMBERS][stride]
     float* shrink;        // [stride]
     RowTotals* totals;    // [stride / 16]
     States first, later;  // of the first split, then of all so far; of another
+    static constexpr int64_t COLUMNS = Packed<L>::COLUMNS;
 
     // Lays it out from `at` on; the bytes that it takes.
     int64_t lay_out(char* at, int64_t m, int64_t key, int64_t latent) {
@@ -102,21 +103,25 @@ struct LatentScratch {
             pointer = (std::remove_reference_t<decltype(pointer)>)at;
             at += (count * sizeof(*pointer) + 63) / 64 * 64;
         };
-        first.dims = later.dims = padded(latent, WIDE<L>);
-        depth = padded(key, L::NUMBERS) / L::NUMBERS;
-        width = padded(key, WIDE<L>) / L::NUMBERS;
-        stride = padded(m, LANES);
+        first.dims = later.dims = round_up(latent, WIDE<L>);
+        depth = round_up(key, L::NUMBERS * DEPTH_STEP<L>) / L::NUMBERS;
+        width = round_up(key, WIDE<L>) / L::NUMBERS;
+        stride = round_up(m, LANES);
         take(q, stride * depth);
         take(tile, KEY_TILE * width);
         take(zeros, width);
-        take(row_of, KEY_TILE + 1);
+        take(row_of, KEY_TILE + KEYS_AT_ONCE<L>);
         take(scales, KEY_TILE);
         take(scores, KEY_TILE * stride);
         take(weights, KEY_TILE / L::NUMBERS * stride);
         take(shrink, stride);
         take(totals, stride / LANES);
-        take(first.at, m * first.stride());
-        take(later.at, m * later.stride());
+        const int64_t states = IN_TILES<L> ? stride : m;  // tiles are whole
+        take(first.at, states * first.stride());
+        take(later.at, states * later.stride());
+        if (!IN_TILES<L>) return at - begin;
+        take(columns, first.dims / LANES * COLUMNS);
+        take(weights_of, stride * KEY_TILE / L::NUMBERS);
         return at - begin;
     }
 };
@@ -159,25 +164,37 @@ struct LatentWork {
     const int64_t rows = item.tokens * item.heads, end = item.position + item.tokens;  // keys that the last row sees
     const int64_t panels = (rows + LANES - 1) / LANES;
     const int64_t panel_groups = (panels + SCORE_VECTORS - 1) / SCORE_VECTORS;  // what the products take at once
-    const int64_t row_blocks = (rows + VALUE_ROWS - 1) / VALUE_ROWS, stripes = scratch.first.dims / WIDE<L>;
+    const int64_t row_blocks = (rows + ROWS_AT_ONCE<L> - 1) / ROWS_AT_ONCE<L>, stripes = scratch.first.dims / WIDE<L>;
 
     int64_t position_of(int64_t r) const { return item.position + r / item.heads; }
     int64_t head(int64_t r) const { return item.head + r % item.heads; }
 
     void run(const T* q, int64_t q_stride, T* out) {
         pack_queries(q, q_stride);
+        if constexpr (IN_TILES<L>) configure_attention(TILE_ROWS);
+        merge_splits();
+        if constexpr (IN_TILES<L>) release_tiles();
+        for (int64_t r = 0; item.left < 0 && r < rows; r++)
+            scratch.first.finish(r, out + ((item.row + r / item.heads) * step.heads + head(r)) * step.latent, step.latent);
+    }
+
+    void merge_splits() {
         const States &first = scratch.first, &later = scratch.later;
         for (int64_t s = 0; s < item.splits; s++) {
             if (item.left >= 0) {
-                attend(item.split + s, {step.left + (item.left + s * rows) * first.stride(), first.dims});
+                leave(s);
                 continue;
             }
             attend(s, s ? later : first);
             for (int64_t r = 0; s && r < rows; r++) first.merge(r, later, r);
         }
-        if (item.left >= 0) return;
-        for (int64_t r = 0; r < rows; r++)
-            first.finish(r, out + ((item.row + r / item.heads) * step.heads + head(r)) * step.latent, step.latent);
+    }
+
+    // The states of the item's s-th split, to memory; in tiles by way of the scratch memory, which has room for whole ones.
+    void leave(int64_t s) {
+        const States &here = scratch.first, there{step.left + (item.left + s * rows) * here.stride(), here.dims};
+        attend(item.split + s, IN_TILES<L> ? here : there);
+        if (IN_TILES<L>) std::memcpy(there.at, here.at, rows * here.stride() * sizeof(float));
     }
 
     // Queries side by side, 16 a panel; the last panel is filled up with zeros.
@@ -193,7 +210,7 @@ struct LatentWork {
                 }
                 transpose(square);
                 std::memcpy(scratch.q + (panel * scratch.depth + i / L::NUMBERS) * LANES, square,
-                            (n + L::NUMBERS - 1) / L::NUMBERS * sizeof square[0]);
+                            std::min<int64_t>(scratch.depth - i / L::NUMBERS, LANES) * sizeof square[0]);
             }
     }
 
@@ -216,7 +233,7 @@ struct LatentWork {
                                 step.trees.base(item.span), step.trees.path(item.row)};
         const int64_t item_end = std::min(end, (item.split + item.splits) * step.split), next = source.start + KEY_TILE;
         const int64_t keys = std::min(end - source.start, KEY_TILE);
-        const int64_t steps = (keys + SCORE_KEYS - 1) / SCORE_KEYS * panel_groups + stripes * row_blocks;
+        const int64_t steps = (keys + KEYS_AT_ONCE<L> - 1) / KEYS_AT_ONCE<L> * panel_groups + stripes * row_blocks;
         const int64_t in_order = std::min({item_end, next + KEY_TILE, source.base});  // rows of a path lie anywhere
         RowsAhead ahead(source, next, std::max(next, in_order), steps);
         find_rows(source, keys);
@@ -239,11 +256,12 @@ struct LatentWork {
             if constexpr (is_code<S>) source.scales(position, KEYS, scratch.scales + k);
             for (int64_t i = k; i < std::min(k + LANES, keys); i++, at += step.kv.row_bytes()) {
                 const char* row = branching ? of_path[i - k] : at;
-                scratch.row_of[i] = direct ? (const lane*)row : scratch.tile + i * scratch.width;
-                if (!direct) write_out((const S*)row, scratch.tile + i * scratch.width);
+                const bool here = direct && !(IN_TILES<L> && branching);  // a tile's rows lie evenly
+                scratch.row_of[i] = here ? (const lane*)row : scratch.tile + i * scratch.width;
+                if (!here) write_out((const S*)row, scratch.tile + i * scratch.width);
             }
         }
-        scratch.row_of[keys] = scratch.zeros;
+        for (int64_t i = 0; i < KEYS_AT_ONCE<L>; i++) scratch.row_of[keys + i] = scratch.zeros;
     }
 
     void write_out(const S* row, lane* to) const {
@@ -258,12 +276,25 @@ struct LatentWork {
     void multiply_keys(int64_t keys, int64_t panel, RowsAhead& ahead) {
         if constexpr (V > 1)
             if (panels - panel < V) return multiply_keys<V - 1>(keys, panel, ahead);
-        for (int64_t k = 0; k < keys; k += SCORE_KEYS) {
-            multiply<L, V>(std::min<int64_t>(SCORE_KEYS, keys - k),
-                           {scratch.row_of + k, scratch.q + panel * scratch.depth * LANES, scratch.depth,
-                            scratch.scores + k * scratch.stride + panel * LANES, scratch.stride});
+        for (int64_t k = 0; k < keys; k += KEYS_AT_ONCE<L>) {
+            const int64_t count = std::min(KEYS_AT_ONCE<L>, keys - k);
+            const lane* q = scratch.q + panel * scratch.depth * LANES;
+            float* scores = scratch.scores + k * scratch.stride + panel * LANES;
+            if constexpr (IN_TILES<L>)
+                multiply_in_tiles<false>(count, V, {{scratch.row_of[k], scratch.row_of[k + TILE_ROWS]},
+                                                    {apart(k, keys), apart(k + TILE_ROWS, keys)}, q,
+                                                    scratch.depth * LANES, scratch.depth, scores, scratch.stride});
+            else
+                multiply<L, V>(count, {scratch.row_of + k, q, scratch.depth, scores, scratch.stride});
             ahead.step();
         }
+    }
+
+    // Lanes from key k's row to the next one's. Rows of the last tile that are no keys' may hold anything: nobody looks at
+    // their scores.
+    int64_t apart(int64_t k, int64_t keys) const {
+        const bool written_out = scratch.row_of[k] >= scratch.tile && scratch.row_of[k] < scratch.tile + KEY_TILE * scratch.width;
+        return k >= keys ? 0 : written_out ? scratch.width : step.kv.row_bytes() / int64_t(sizeof(lane));
     }
 
     void softmax(int64_t tile, int64_t keys, int64_t panel) {
@@ -282,6 +313,7 @@ struct LatentWork {
     }
 
     void multiply_values(int64_t keys, const States& states, RowsAhead& ahead) {
+        if constexpr (IN_TILES<L>) return multiply_values_in_tiles(keys, states, ahead);
         for (int64_t stripe = 0; stripe < stripes; stripe++)
             for (int64_t block = 0; block < row_blocks; block++) {
                 const int64_t r = block * rows / row_blocks;  // blocks of nearly equal size
@@ -290,6 +322,42 @@ struct LatentWork {
                              scratch.stride, scratch.shrink + r, states.out(r) + stripe * WIDE<L>, states.stride()});
                 ahead.step();
             }
+    }
+
+    // Values and weights laid out as tiles want them, once for all rows and columns; up to whole tiles of 32 keys, zeros.
+    void multiply_values_in_tiles(int64_t keys, const States& states, RowsAhead& ahead) {
+        constexpr int64_t LENGTH = KEY_TILE / L::NUMBERS, COLUMNS = LatentScratch<L>::COLUMNS;
+        const int64_t length = round_up(keys, KEYS_AT_ONCE<L>) / L::NUMBERS;
+        for (int64_t i = 0; i < length; i++)
+            for (int64_t stripe = 0; stripe < stripes; stripe++) {
+                typename L::part columns[L::NUMBERS];
+                L::side_by_side(scratch.row_of + i * L::NUMBERS, stripe * LANES, columns);
+                for (int64_t p = 0; p < L::NUMBERS; p++)
+                    std::memcpy(scratch.columns + (stripe * L::NUMBERS + p) * COLUMNS + i * LANES, &columns[p], 64);
+            }
+        for (int64_t panel = 0; panel < panels; panel++)
+            for (int64_t i = 0; i < length; i += LANES) turn_weights(panel, i, (keys + L::NUMBERS - 1) / L::NUMBERS);
+        for (int64_t stripe = 0; stripe < stripes; stripe++)
+            for (int64_t r = 0; r < rows; r += ROWS_AT_ONCE<L>) {
+                const int64_t n = std::min(ROWS_AT_ONCE<L>, rows - r), stride = states.stride();
+                const lane* weights = scratch.weights_of + r * LENGTH;
+                float* out = states.out(r) + stripe * WIDE<L>;
+                shrink_rows(out, stride, scratch.shrink + r, n, L::NUMBERS);
+                multiply_in_tiles<true>(n, L::NUMBERS, {{weights, weights + TILE_ROWS * LENGTH}, {LENGTH, LENGTH},
+                                                        scratch.columns + stripe * L::NUMBERS * COLUMNS, COLUMNS, length,
+                                                        out, stride});
+                ahead.step();
+            }
+    }
+
+    // 16 rows' weights of 16 lanes of keys from lane `at` on, of which there are `count`.
+    void turn_weights(int64_t panel, int64_t at, int64_t count) {
+        typename L::vector square[LANES] = {};
+        for (int64_t i = at; i < std::min<int64_t>(at + LANES, count); i++)
+            std::memcpy(&square[i - at], scratch.weights + i * scratch.stride + panel * LANES, sizeof square[0]);
+        transpose(square);
+        for (int64_t r = 0; r < LANES; r++)
+            std::memcpy(scratch.weights_of + (panel * LANES + r) * KEY_TILE / L::NUMBERS + at, &square[r], sizeof square[0]);
     }
 };
 
@@ -301,7 +369,7 @@ constexpr int64_t MERGED_ROWS = 8;  // that a thread merges, at least
 template <class T>
 void merge_row(const LatentStep& step, const LatentMerge& tile, int64_t r, T* out) {
     const int64_t rows = tile.tokens * tile.heads;
-    const States states{step.left, padded(step.latent, WIDE<typename LanesOf<T>::type>)};
+    const States states{step.left, round_up(step.latent, WIDE<typename LanesOf<T>::type>)};
     for (int64_t s = 1; s < tile.splits; s++) states.merge(tile.left + r, states, tile.left + s * rows + r);
     const int64_t token = tile.row + r / tile.heads, head = tile.head + r % tile.heads;
     states.finish(tile.left + r, out + (token * step.heads + head) * step.latent, step.latent);

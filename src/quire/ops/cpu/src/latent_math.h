@@ -19,6 +19,11 @@ constexpr int SCORE_KEYS = 6, SCORE_VECTORS = 1, VALUE_ROWS = 6;
 constexpr int SCORE_KEYS = 3, SCORE_VECTORS = 1, VALUE_ROWS = 3;
 #endif
 
+template <class L>
+constexpr int64_t KEYS_AT_ONCE = IN_TILES<L> ? 2 * TILE_ROWS : SCORE_KEYS;
+template <class L>
+constexpr int64_t ROWS_AT_ONCE = IN_TILES<L> ? 2 * TILE_ROWS : VALUE_ROWS;
+
 // Numbers of a vector.
 template <class L>
 constexpr int64_t WIDE = LANES * L::NUMBERS;
@@ -28,7 +33,7 @@ constexpr int64_t WIDE = LANES * L::NUMBERS;
 template <class L, class S>
 bool in_place(const KvCache& kv, int64_t key, int64_t latent) {
     return sizeof(typename L::lane) == sizeof(S) * L::NUMBERS && kv.head_dim % L::NUMBERS == 0 &&
-           key % L::NUMBERS == 0 &&
+           key % (L::NUMBERS * DEPTH_STEP<L>) == 0 &&
            (latent + WIDE<L> - 1) / WIDE<L> * WIDE<L> <= kv.head_dim;
 }
 

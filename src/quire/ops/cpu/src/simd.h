@@ -34,6 +34,8 @@ using i8x64 = int8_t __attribute__((vector_size(64)));
 constexpr int LANES = 16;
 
 // Numbers in memory. `DType` is how Python names them.
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
 struct bf16 {
     uint16_t bits;
 };

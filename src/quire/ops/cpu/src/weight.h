@@ -20,7 +20,6 @@ constexpr int PANEL = 32;
 constexpr int64_t BLOCK = 256;  // inputs of a row that are quantized with one scale (int8, int4)
 constexpr int AHEAD = 4096;  // bytes that are asked for before they are needed
 
-inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 inline int64_t panels(const Weight& w) { return (w.out + PANEL - 1) / PANEL; }
 
 // Scales of a row of activations.
