@@ -164,7 +164,7 @@ def expected() -> list[Outcome]:
         (signal.SIGKILL, "shared_memory"),
         pytest.param(signal.SIGKILL, "socket", marks=pytest.mark.slow),
         pytest.param(signal.SIGSTOP, "shared_memory", marks=pytest.mark.slow),
-        (signal.SIGSTOP, "socket"),
+        pytest.param(signal.SIGSTOP, "socket", marks=pytest.mark.slow),
     ],
 )
 async def test_a_prefill_process_that_dies_or_hangs_costs_time_and_no_token(

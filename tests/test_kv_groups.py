@@ -217,7 +217,10 @@ def test_drafts_change_nothing(folders, alone, target, spec):
     assert run(small, range(16)) == alone[target]
 
 
-@pytest.mark.parametrize("spec", [None, {"method": "draft_model", "model": "draft", "adaptive": False}])
+@pytest.mark.parametrize(
+    "spec",
+    [None, pytest.param({"method": "draft_model", "model": "draft", "adaptive": False}, marks=pytest.mark.slow)],
+)
 def test_where_the_device_reads_the_spans_tokens_are_the_same(folders, alone, spec):
     """Tables of each group lie on the device; steps are recorded, and overlap."""
     options = {} if spec is None else {"speculative_config": spec | {"model": folders["draft"]}}

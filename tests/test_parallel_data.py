@@ -143,7 +143,7 @@ def test_a_rank_that_dies_or_hangs_is_named(two: LLM, number: signal.Signals) ->
     assert time.monotonic() - begin < 8
 
 
-@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize("replica", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_who_makes_steps_fail_ends_alone_on_whichever_replica(folder: str, replica: int) -> None:
     """The failure is of one rank, and the others give the step up: it is not known whose it was before it is tried."""
     prompts = [[5, n] for n in range(6)]

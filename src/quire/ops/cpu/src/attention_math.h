@@ -79,14 +79,15 @@ template <class L, bool MERGE, int R = ROWS, int V = VECTORS>
 void multiply(int64_t rows, int64_t vectors, const Operands<typename L::lane>& o) {
     if constexpr (IN_TILES<L>) {
         if (MERGE) shrink_rows(o.c, o.c_stride, o.factor, rows, vectors);
-        return multiply_in_tiles<MERGE>(rows, vectors, {{o.a, o.a + TILE_ROWS * o.a_stride}, {o.a_stride, o.a_stride},
-                                                        o.b, o.b_stride, o.depth, o.c, o.c_stride});
+        multiply_in_tiles<MERGE>(rows, vectors, {{o.a, o.a + TILE_ROWS * o.a_stride}, {o.a_stride, o.a_stride},
+                                                 o.b, o.b_stride, o.depth, o.c, o.c_stride});
+    } else {
+        if constexpr (R > 1)
+            if (rows < R) return multiply<L, MERGE, R - 1, V>(rows, vectors, o);
+        if constexpr (V > 1)
+            if (vectors < V) return multiply<L, MERGE, R, V - 1>(rows, vectors, o);
+        product<L, MERGE, R, V>(o);
     }
-    if constexpr (R > 1)
-        if (rows < R) return multiply<L, MERGE, R - 1, V>(rows, vectors, o);
-    if constexpr (V > 1)
-        if (vectors < V) return multiply<L, MERGE, R, V - 1>(rows, vectors, o);
-    product<L, MERGE, R, V>(o);
 }
 
 // A row's scores [KEY_TILE] become weights 2^(score - top), for the groups g, where it sees the keys from .. end - 1;

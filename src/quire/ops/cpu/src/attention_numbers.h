@@ -133,7 +133,9 @@ struct PairLanes {
 #if defined(__AVX512BF16__)
         return (vector)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 #else
-        const u16x16 halves[2] = {to_bf16(low), to_bf16(high)};
+        const struct {
+            u16x16 low, high;
+        } halves = {to_bf16(low), to_bf16(high)};
         return bits_of<vector>(halves);
 #endif
     }

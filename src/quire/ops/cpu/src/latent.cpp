@@ -313,7 +313,13 @@ struct LatentWork {
     }
 
     void multiply_values(int64_t keys, const States& states, RowsAhead& ahead) {
-        if constexpr (IN_TILES<L>) return multiply_values_in_tiles(keys, states, ahead);
+        if constexpr (IN_TILES<L>)
+            multiply_values_in_tiles(keys, states, ahead);
+        else
+            multiply_values_in_rows(keys, states, ahead);
+    }
+
+    void multiply_values_in_rows(int64_t keys, const States& states, RowsAhead& ahead) {
         for (int64_t stripe = 0; stripe < stripes; stripe++)
             for (int64_t block = 0; block < row_blocks; block++) {
                 const int64_t r = block * rows / row_blocks;  // blocks of nearly equal size

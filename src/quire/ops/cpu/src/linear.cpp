@@ -448,37 +448,78 @@ void prepare_tiled_row(const Weight& w, const T* x, int64_t row, const Activatio
         for (int64_t j = 0; j < w.in; j += LANES) store_some((bf16*)at + j, load_some(from + j, w.in - j), w.in - j);
 }
 
-template <int COUNT, class Out>
-void tiled_block(const Weight& w, int64_t panel, const Activations& input, const RowTiles& tiles, int64_t first,
-                 Results<Out> to) {
-    const char* data = panel_data(w, panel);
-    TileBlock<COUNT> x{{}, {}, tiled_row_words(w) * 4, (int)tiles.height};
-    for (int t = 0; t < COUNT; t++) {
-        x.rows[t] = (const char*)input.words + tiles.begin(first + t) * x.stride;
-        x.scales[t] = input.scales + tiles.begin(first + t) * blocks_a_row(w);
+// Some rows of activations that meet a panel in tiles: blocks of two tiles of rows each; the last block may have one.
+struct TiledRows {
+    const Weight& w;
+    const Activations& input;
+    const RowTiles& tiles;
+
+    bool has_two(int64_t block) const { return 2 * block + 1 < tiles.count; }
+
+    template <int COUNT>
+    TileBlock<COUNT> block(int64_t index) const {
+        TileBlock<COUNT> x{{}, {}, tiled_row_words(w) * 4, (int)tiles.height};
+        for (int t = 0; t < COUNT; t++) {
+            x.rows[t] = (const char*)input.words + tiles.begin(2 * index + t) * x.stride;
+            x.scales[t] = input.scales + tiles.begin(2 * index + t) * blocks_a_row(w);
+        }
+        return x;
     }
-    alignas(64) TileSums<COUNT, f32x16> sums = {};
+};
+
+// Adds what bytes begin .. end - 1 of a block's activations bring; `codes` are int4's, unpacked.
+template <int COUNT>
+void add_part(const TiledRows& rows, int64_t block, int64_t panel, const char* codes, int64_t begin, int64_t end,
+              TileSums<COUNT, f32x16>& sums) {
+    const Weight& w = rows.w;
+    const TileBlock<COUNT> x = rows.block<COUNT>(block);
     switch (w.format) {
-        case DENSE_BF16: times_panel_bf16(w, data, x, sums); break;
-        case INT8: times_panel_int8(w, panel, data, x, sums); break;
-        default: times_panel_int4(w, panel, data, x, sums);
-    }
-    for (int t = 0; t < COUNT; t++) {
-        const int shared = (int)tiles.shared(first + t);
-        store_rows(w, panel, sums[t] + shared, x.height - shared, (first + t) * tiles.height, to);
+        case DENSE_BF16: return add_part_bf16(w, panel_data(w, panel), begin, end, x, sums);
+        case INT8: return add_part_int8(panel_data(w, panel), begin, end, x, blocks_a_row(w), sums);
+        default: return add_part_int4(w, panel, codes, begin, end, x, sums);
     }
 }
 
-// A panel times the blocks first .. last - 1, of two tiles each; the last block may have one.
+template <int COUNT, class Out>
+void store_block(const TiledRows& rows, int64_t block, int64_t panel, TileSums<COUNT, f32x16>& sums, Results<Out> to) {
+    const RowTiles& tiles = rows.tiles;
+    if (rows.w.format == INT8) scale_outputs<COUNT>(rows.w, panel, (int)tiles.height, sums);
+    for (int t = 0; t < COUNT; t++) {
+        const int64_t tile = 2 * block + t, shared = tiles.shared(tile);
+        store_rows(rows.w, panel, sums[t] + shared, int(tiles.height - shared), tile * tiles.height, to);
+    }
+}
+
+// A panel times the blocks first .. last - 1, at most a STRIP.
+template <class Out>
+void times_strip(const TiledRows& rows, int64_t panel, int64_t first, int64_t last, Results<Out> to) {
+    const Weight& w = rows.w;
+    alignas(64) TileSums<2, f32x16> sums[STRIP];
+    alignas(64) char codes[PART * PANEL];
+    std::memset(sums, 0, (last - first) * sizeof sums[0]);
+    const int64_t bytes = w.format == DENSE_BF16 ? round_up(2 * w.in, TILE_BYTES) : w.in;
+    const int64_t part = std::min(bytes, part_bytes(w, last - first));
+    for (int64_t begin = 0; begin < bytes; begin += part) {
+        const int64_t end = std::min(bytes, begin + part);
+        if (w.format == INT4) unpack_int4(panel_data(w, panel) + begin * PANEL / 2, end - begin, codes);
+        for (int64_t b = first; b < last; b++)
+            if (rows.has_two(b))
+                add_part<2>(rows, b, panel, codes, begin, end, sums[b - first]);
+            else
+                add_part<1>(rows, b, panel, codes, begin, end, (TileSums<1, f32x16>&)sums[b - first]);
+    }
+    for (int64_t b = first; b < last; b++)
+        if (rows.has_two(b))
+            store_block<2>(rows, b, panel, sums[b - first], to);
+        else
+            store_block<1>(rows, b, panel, (TileSums<1, f32x16>&)sums[b - first], to);
+}
+
 template <class Out>
 void times_tiled_blocks(const Weight& w, int64_t panel, const Activations& x, const RowTiles& tiles, int64_t first,
                         int64_t last, Results<Out> to) {
-    for (int64_t b = first; b < last; b++) {
-        if (2 * b + 1 < tiles.count)
-            tiled_block<2>(w, panel, x, tiles, 2 * b, to);
-        else
-            tiled_block<1>(w, panel, x, tiles, 2 * b, to);
-    }
+    const TiledRows rows{w, x, tiles};
+    for (int64_t b = first; b < last; b += STRIP) times_strip(rows, panel, b, std::min(last, b + STRIP), to);
 }
 
 constexpr int64_t TILED_ROWS = 8;  // that a thread prepares, at least

@@ -5,9 +5,13 @@
 // sums. What a row's sum is made of, and in which order, does not depend on the other rows of its tile. In bf16 the
 // sum of each 32 inputs is made apart and then added, so the bits are not those of other instruction sets; those of
 // quantized products are.
+//
+// Many rows are multiplied in strips, a part of the panel at a time: it stays in the first-level cache while the strip's
+// rows come by, and int4 is unpacked once for all of them. Sums wait in memory meanwhile, which does not change bits.
 #pragma once
 
 #include <algorithm>
+#include <limits>
 
 #include "amx.h"
 #include "weight.h"
@@ -50,6 +54,18 @@ inline int64_t tiled_row_words(const Weight& w) {
     return (bytes / TILE_BYTES % 2 ? bytes : bytes + TILE_BYTES) / 4;
 }
 
+// Blocks of rows in a strip: their sums, 4 KB each, stay in the second-level cache.
+constexpr int64_t STRIP = 8;
+
+// Bytes of activations that a part of a panel meets: 32 KB of the panel.
+constexpr int64_t PART = 1024;
+
+// Of a panel that meets one block, the part that it is read in: nothing is there to be used again.
+inline int64_t part_bytes(const Weight& w, int64_t blocks) {
+    if (blocks > 1) return PART;
+    return w.format == INT4 ? w.group : std::numeric_limits<int64_t>::max();
+}
+
 // Bytes of activations that are multiplied at a time: a tile's, or those of a group that is smaller.
 inline int64_t depth(const Weight& w) {
     return w.format == INT4 ? std::min<int64_t>(w.group, TILE_BYTES) : TILE_BYTES;
@@ -69,6 +85,16 @@ template <int COUNT>
 INLINE void zero_sums() {
     zero_tile<sums_tile(0, 0)>(), zero_tile<sums_tile(0, 1)>();
     if constexpr (COUNT == 2) zero_tile<sums_tile(1, 0)>(), zero_tile<sums_tile(1, 1)>();
+}
+
+template <int COUNT, class V>
+INLINE void load_sums(const TileSums<COUNT, V>& from) {
+    load_tile<sums_tile(0, 0)>(&from[0][0][0], 2 * TILE_BYTES);
+    load_tile<sums_tile(0, 1)>(&from[0][0][1], 2 * TILE_BYTES);
+    if constexpr (COUNT == 2) {
+        load_tile<sums_tile(1, 0)>(&from[1][0][0], 2 * TILE_BYTES);
+        load_tile<sums_tile(1, 1)>(&from[1][0][1], 2 * TILE_BYTES);
+    }
 }
 
 template <int COUNT, class V>
@@ -106,18 +132,19 @@ INLINE void fetch_step(const char* panel) {
     for (int64_t line = 0; line < STEP; line += 2 * TILE_BYTES) fetch(panel + line);
 }
 
-// bf16. Where a panel ends within a tile, zeros complete it.
+// Bytes begin .. end - 1 of bf16 activations. Where a panel ends within a tile, zeros complete it.
 template <int COUNT>
-void times_panel_bf16(const Weight& w, const char* panel, const TileBlock<COUNT>& x, TileSums<COUNT, f32x16>& sums) {
-    const int64_t whole = w.in / 32 * TILE_BYTES;  // bytes of activations
-    zero_sums<COUNT>();
-    for (int64_t at = 0; at < whole; at += TILE_BYTES, panel += STEP) {
-        fetch_step(panel);
-        add_products<false>(panel, x, at);
+void add_part_bf16(const Weight& w, const char* panel, int64_t begin, int64_t end, const TileBlock<COUNT>& x,
+                   TileSums<COUNT, f32x16>& sums) {
+    const int64_t whole = std::min(end, w.in / 32 * TILE_BYTES);
+    load_sums<COUNT>(sums);
+    for (int64_t at = begin; at < whole; at += TILE_BYTES) {
+        fetch_step(panel + at * PANEL);
+        add_products<false>(panel + at * PANEL, x, at);
     }
-    if (w.in % 32) {
+    if (whole < end) {
         alignas(64) char last[STEP] = {};
-        std::memcpy(last, panel, (w.in % 32 + 1) / 2 * 4 * PANEL);
+        std::memcpy(last, panel + whole * PANEL, (w.in % 32 + 1) / 2 * 4 * PANEL);
         add_products<false>(last, x, whole);
     }
     store_sums<COUNT>(sums);
@@ -134,24 +161,27 @@ INLINE void add_scaled(const TileSums<COUNT, i32x16>& dots, const f32x16 (&outpu
                                     outputs[h] * x.scales[t][r * blocks + block], sums[t][r][h]);
 }
 
+// Inputs begin .. end - 1, which begin with a BLOCK.
 template <int COUNT>
-void times_panel_int8(const Weight& w, int64_t index, const char* panel, const TileBlock<COUNT>& x,
-                      TileSums<COUNT, f32x16>& sums) {
+void add_part_int8(const char* panel, int64_t begin, int64_t end, const TileBlock<COUNT>& x, int64_t blocks,
+                   TileSums<COUNT, f32x16>& sums) {
     alignas(64) TileSums<COUNT, i32x16> dots;
-    const int64_t blocks = blocks_a_row(w);
-    for (int64_t b = 0; b < blocks; b++) {
+    for (int64_t first = begin; first < end; first += BLOCK) {
         zero_sums<COUNT>();
-        const int64_t end = std::min(w.in, (b + 1) * BLOCK);
-        for (int64_t at = b * BLOCK; at < end; at += TILE_BYTES, panel += STEP) {
-            fetch_step(panel);
-            add_products<true>(panel, x, at);
+        for (int64_t at = first; at < std::min(end, first + BLOCK); at += TILE_BYTES) {
+            fetch_step(panel + at * PANEL);
+            add_products<true>(panel + at * PANEL, x, at);
         }
         store_sums<COUNT>(dots);
-        add_scaled(dots, {splat(1.0f), splat(1.0f)}, x, blocks, b, sums);
+        add_scaled(dots, {splat(1.0f), splat(1.0f)}, x, blocks, first / BLOCK, sums);
     }
+}
+
+template <int COUNT>
+void scale_outputs(const Weight& w, int64_t index, int height, TileSums<COUNT, f32x16>& sums) {
     const float* scales = (const float*)w.scales + index * PANEL;
     for (int t = 0; t < COUNT; t++)
-        for (int r = 0; r < x.height; r++)
+        for (int r = 0; r < height; r++)
             for (int h = 0; h < 2; h++) sums[t][r][h] *= load(scales + h * LANES);
 }
 
@@ -168,23 +198,19 @@ INLINE void unpack_int4(const char* packed, int64_t inputs, char* to) {
     }
 }
 
-// int4: each group's dot products are taken out and scaled.
+// Inputs begin .. end - 1, whose codes are unpacked: each group's dot products are taken out and scaled.
 template <int COUNT>
-void times_panel_int4(const Weight& w, int64_t index, const char* panel, const TileBlock<COUNT>& x,
-                      TileSums<COUNT, f32x16>& sums) {
-    alignas(64) char codes[STEP];
+void add_part_int4(const Weight& w, int64_t index, const char* codes, int64_t begin, int64_t end,
+                   const TileBlock<COUNT>& x, TileSums<COUNT, f32x16>& sums) {
     alignas(64) TileSums<COUNT, i32x16> dots;
     const int64_t groups = w.in / w.group, step = depth(w), blocks = blocks_a_row(w);
-    const f16* scales = (const f16*)w.scales + index * groups * PANEL;
-    for (int64_t at = 0; at < w.in; scales += PANEL) {
-        const int64_t block = at / BLOCK;
+    for (int64_t first = begin; first < end; first += w.group) {
         zero_sums<COUNT>();
-        for (const int64_t end = at + w.group; at < end; at += step, panel += step * PANEL / 2) {
-            unpack_int4(panel, step, codes);
-            add_products<true>(codes, x, at);
-        }
+        for (int64_t at = first; at < first + w.group; at += step)
+            add_products<true>(codes + (at - begin) * PANEL, x, at);
         store_sums<COUNT>(dots);
-        add_scaled(dots, {load(scales), load(scales + LANES)}, x, blocks, block, sums);
+        const f16* scales = (const f16*)w.scales + (index * groups + first / w.group) * PANEL;
+        add_scaled(dots, {load(scales), load(scales + LANES)}, x, blocks, first / BLOCK, sums);
     }
 }
 
