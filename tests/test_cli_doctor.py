@@ -203,7 +203,7 @@ def test_the_doctor_tells_of_kernels_that_fail_the_self_test_at_start(
     )
 
 
-def test_the_self_test_notices_products_that_err(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_notices_kernels_that_err(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(Kernels):
         def pack(
             self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None, outputs: int | None = None
@@ -219,10 +219,14 @@ def test_the_self_test_notices_products_that_err(monkeypatch: pytest.MonkeyPatch
             wrong = [replace(part, codes=part.codes ^ 16) for part in parts]  # one step, every second number
             return super().pack_mxfp4(wrong, bias)
 
+        def attend(self, q: torch.Tensor, kv: KVCache, *given: Any) -> torch.Tensor:
+            return super().attend(q, kv, *given) * 1.1
+
     checks = list(self_test.run_short(Wrong()))
-    assert [check.name for check in checks] == ["linear bfloat16", "linear int8", "linear int4", "linear mxfp4"]
-    assert all(check.failures[-1].endswith("against plain torch") for check in checks)
-    assert all(len(check.failures) == 1 for check in checks)
+    linear = [f"linear {form}" for form in ("bfloat16", "int8", "int4", "mxfp4")]
+    assert [check.name for check in checks] == [*linear, "attention bfloat16", "latent attention bfloat16"]
+    assert all(check.failures == (check.failures[0],) for check in checks)
+    assert all(check.failures[0].endswith("against plain torch") for check in checks)
     assert all(check.passed for check in self_test.run_short(Kernels()))
 
 

@@ -18,7 +18,7 @@ they multiply rightly."""
 
 @functools.cache
 def failed_checks(isa: str) -> tuple[str, ...]:
-    """The checks of the short self-test that these kernels fail on this machine: a tenth of a second, once.
+    """The checks of the short self-test that these kernels fail on this machine: less than a second, once.
 
     Raises:
         ConfigError: they were compiled from other sources.

@@ -103,9 +103,11 @@ def run(kernels: Kernels) -> Iterator[Check]:
 
 
 def run_short(kernels: Kernels) -> Iterator[Check]:
-    """Small products alone: what a processor's instructions for matrices are tried with at every start."""
+    """Small products and a few chunks: what a processor's instructions for matrices are tried with at every start."""
     yield check_linear(kernels, torch.bfloat16, SHORT_SHAPES)
     yield from (check_quantized_linear(kernels, how) for how in QUANTIZATIONS)
+    yield check_attention(kernels, torch.bfloat16, chunkings=CHUNKINGS[:1])
+    yield check_latent_attention(kernels, torch.bfloat16, chunkings=CHUNKINGS[:1])
 
 
 def check_linear(kernels: Kernels, dtype: torch.dtype, shapes: Sequence[tuple[int, int]] | None = None) -> Check:
@@ -269,14 +271,30 @@ def _near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool((apart <= NEAR * size).all())
 
 
-def check_attention(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> Check:
-    """A context's attention cut into chunks, and beside another request, against all of it at once."""
-    return _check_chunks("attention", self_test_layers.Attention, kernels, dtype, kv_cache_dtype)
+def check_attention(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    kv_cache_dtype: KVCacheDtype = "auto",
+    chunkings: Sequence[Sequence[int]] | None = None,
+) -> Check:
+    """A context's attention cut into chunks, and beside another request, against all of it at once.
+
+    Args:
+        chunkings: None: `CHUNKINGS`.
+    """
+    return _check_chunks("attention", self_test_layers.Attention, kernels, dtype, kv_cache_dtype, chunkings)
 
 
-def check_latent_attention(kernels: Kernels, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> Check:
+def check_latent_attention(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    kv_cache_dtype: KVCacheDtype = "auto",
+    chunkings: Sequence[Sequence[int]] | None = None,
+) -> Check:
     """As `check_attention`, of latent attention, with the products of its heads."""
-    return _check_chunks("latent attention", self_test_layers.LatentAttention, kernels, dtype, kv_cache_dtype)
+    return _check_chunks(
+        "latent attention", self_test_layers.LatentAttention, kernels, dtype, kv_cache_dtype, chunkings
+    )
 
 
 def check_sparse_attention(kernels: Kernels, dtype: torch.dtype) -> Check:
@@ -309,6 +327,7 @@ def _check_chunks(
     kernels: Kernels,
     dtype: torch.dtype,
     kv_cache_dtype: KVCacheDtype,
+    chunkings: Sequence[Sequence[int]] | None = None,
 ) -> Check:
     failures, cases = [], 1
     with kernels.threads(1):
@@ -317,7 +336,7 @@ def _check_chunks(
         failures.append("against plain torch")
     for block_size, neighbour, threads in ((16, 0, 1), (64, 37, 2)):
         attend = kind(kernels, dtype, kv_cache_dtype, block_size)
-        for chunks in CHUNKINGS:
+        for chunks in chunkings or CHUNKINGS:
             cases += 1
             with kernels.threads(threads):
                 same = torch.equal(attend(chunks, neighbour), whole)
