@@ -19,7 +19,7 @@ from quire.core.step import Move, StepPlan
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.kv.disk import HEADER, DiskTier, DiskTierError, open_folder
-from quire.kv.host import HostTier
+from quire.kv.host import HostTier, Slots
 from tests.test_kv_host import Outcome, hosted, params, prompts, run
 
 BLOCK = 256
@@ -34,9 +34,9 @@ class Store:
     """A disk tier and its host tier, of which slot n holds block n."""
 
     def __init__(self, folder: Path, budget: int = 2**20, key: bytes = bytes(32)) -> None:
-        self.host = HostTier(16, BLOCK, key)
+        self.host = HostTier([Slots(16, BLOCK)], key)
         self.pool = torch.arange(16 * BLOCK, dtype=torch.int64).mul(7).to(torch.uint8).view(16, BLOCK)
-        self.host.save(self.pool, [Move(number, number, name_of(number)) for number in range(16)])
+        self.host.save([self.pool], [Move(number, number, name_of(number)) for number in range(16)])
         folder.mkdir(exist_ok=True)
         self.disk = DiskTier(folder, key, budget, self.host)
 
@@ -52,13 +52,13 @@ class Store:
         """Those that can be read and are what they were."""
         found = []
         for number in numbers:
-            self.host.memory[15] = 0
+            self.host.block(15)[:] = 0
             self.host.checks[15] = b""
             self.disk.mailbox.take()
             self.disk.read(0, [(15, name_of(number))])
             self.wait()
             if [ended.blocks for ended in self.disk.mailbox.take() if ended.kind == "read"] == [1]:
-                assert self.host.load(self.pool, [Move(14, 15, name_of(number))]) == []
+                assert self.host.load([self.pool], [Move(14, 15, name_of(number))]) == []
                 found.append(number)
         return found
 
@@ -108,14 +108,14 @@ def test_one_flipped_bit_of_a_record_is_a_miss_or_a_bad_load_and_never_another_b
     else:
         again.disk.read(0, [(15, name_of(1))])
         again.wait()
-        assert again.host.load(again.pool, [Move(14, 15, name_of(1))]) == [15]
+        assert again.host.load([again.pool], [Move(14, 15, name_of(1))]) == [15]
         assert again.good(2) == [2]
 
 
 def test_the_oldest_segment_goes_when_the_budget_is_full(folder: Path) -> None:
     store = Store(folder, budget=8 * 4 * RECORD)
     for number in range(100):
-        store.host.save(store.pool, [Move(number % 16, number % 16, name_of(number))])
+        store.host.save([store.pool], [Move(number % 16, number % 16, name_of(number))])
         store.write(number)
         assert sum(file.stat().st_size for file in folder.glob("*.kv")) <= 8 * 4 * RECORD
     kept = store.good(*range(100))

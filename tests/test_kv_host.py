@@ -19,7 +19,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import Move
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, MemoryPlanError
-from quire.kv.host import HostTier
+from quire.kv.host import HostTier, Slots
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import save_checkpoint
 
@@ -161,7 +161,7 @@ def test_one_flipped_bit_in_a_slot_is_one_bad_load_and_no_other_token(filled: En
     request = Request(99, prompts(2)[1], params(0), max_tokens=1)
     filled.scheduler.kv.match(request)
     slot = tier.find(request.hashes)[2]
-    host.memory[slot, place] ^= bit
+    host.block(slot)[place] ^= bit
     assert run(filled, prompts(2)[1:], first_id=100, most=8) == _cold(prompts(2)[1:], most=8)
     assert (hosted(filled)["bad"], hosted(filled)["loaded"]) == (1, 2)
     assert len(tier.find(request.hashes)) == 2
@@ -171,11 +171,11 @@ def test_a_step_that_fails_while_blocks_are_loaded_is_given_up_with_them(filled:
     host = filled.executor._runner.host
     load, calls = host.load, []
 
-    def fails_once(pool: torch.Tensor, moves: list[Move]) -> list[int]:
+    def fails_once(pools: list[torch.Tensor], moves: list[Move]) -> list[int]:
         calls.append(len(moves))
         if moves and sum(count > 0 for count in calls) == 1:
             raise RuntimeError("no memory, say")
-        return load(pool, moves)
+        return load(pools, moves)
 
     host.load = fails_once
     assert run(filled, prompts(2)[1:], first_id=100, most=8) == _cold(prompts(2)[1:], most=8)
@@ -184,14 +184,14 @@ def test_a_step_that_fails_while_blocks_are_loaded_is_given_up_with_them(filled:
 
 def test_a_copy_is_good_only_under_its_name_its_key_and_with_all_its_bytes() -> None:
     pool = torch.randint(0, 256, (4, 96), dtype=torch.uint8)
-    host = HostTier(2, 96, bytes(32))
+    host = HostTier([Slots(2, 96)], bytes(32))
     saved, move = pool[1].clone(), Move(1, 0, b"name")
-    host.save(pool, [move])
-    assert host.load(pool, [Move(3, 0, b"name")]) == [] and torch.equal(pool[3], saved)
-    assert host.load(pool, [Move(3, 0, b"other")]) == [0]
-    assert host.load(pool, [Move(3, 1, b"name")]) == [1]
-    other = HostTier(2, 96, bytes(31) + b"1")
-    other.save(pool, [move])
+    host.save([pool], [move])
+    assert host.load([pool], [Move(3, 0, b"name")]) == [] and torch.equal(pool[3], saved)
+    assert host.load([pool], [Move(3, 0, b"other")]) == [0]
+    assert host.load([pool], [Move(3, 1, b"name")]) == [1]
+    other = HostTier([Slots(2, 96)], bytes(31) + b"1")
+    other.save([pool], [move])
     assert other.checks[0] != host.checks[0]
 
 
@@ -224,28 +224,21 @@ def test_what_cannot_be_is_refused_by_name(more: dict[str, Any], error: type[Exc
         make({"model": "demo", "threads": 1, "num_kv_blocks": 60}, **more)
 
 
-def test_models_with_windows_are_refused_by_name(tmp_path: Path) -> None:
-    window = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 64, "num_hidden_layers": 2}
-    folder = save_checkpoint(tmp_path, "qwen2", **window)
-    with pytest.raises(ConfigError, match="sliding window, or recurrent ones: not yet"):
-        make({"model": str(folder), "threads": 1, "num_kv_blocks": 60}, host_kv_memory="1MiB")
-
-
 def test_a_note_says_how_much_the_tier_holds_and_when_it_pays(filled: Engine) -> None:
     [note] = [note for note in filled.notes if "host tier" in note]
     assert "64 MiB" in note and "on a CPU this is the same memory" in note
 
 
 def test_other_processes_see_the_slots_and_the_memory_is_given_back() -> None:
-    host = HostTier(4096, 4096, bytes(32))
+    host = HostTier([Slots(4096, 4096)], bytes(32))
     assert os.fstat(host.fd).st_blocks == 0  # nothing is taken before it is used
     region = host.region
-    host.save(torch.full((1, 4096), 7, dtype=torch.uint8), [Move(0, 5, b"name")])
+    host.save([torch.full((1, 4096), 7, dtype=torch.uint8)], [Move(0, 5, b"name")])
     assert os.fstat(host.fd).st_blocks * 512 < 4 * 2**20
     child = "import mmap, sys; m = mmap.mmap(int(sys.argv[1]), 6 * 4096); print(m[5 * 4096]); m[5 * 4096] = 8"
     output = subprocess.run([sys.executable, "-c", child, str(host.fd)], pass_fds=[host.fd], capture_output=True)
     assert output.stdout == b"7\n"
-    assert host.load(torch.empty(1, 4096, dtype=torch.uint8), [Move(0, 5, b"name")]) == [5]
+    assert host.load([torch.empty(1, 4096, dtype=torch.uint8)], [Move(0, 5, b"name")]) == [5]
     fd, inode = host.fd, os.fstat(host.fd).st_ino
     del host
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -360,7 +360,7 @@ def test_a_node_that_lies_is_found_out_banned_and_told_of(
     def lie(memory: Any, moves: Sequence[Any]) -> None:
         save(memory, moves)
         for move in moves:
-            host.memory[move.slot, 5] ^= 1
+            host.block(move.slot)[5] ^= 1
 
     monkeypatch.setattr(host, "save", lie)
     computed_by(liar)

@@ -367,7 +367,7 @@ def test_a_bit_that_is_flipped_on_the_way_costs_a_computed_block(
 
     def flip(slot: int) -> None:
         if len(flipped) == where:
-            host.memory[slot, 77] ^= 1
+            host.block(slot)[77] ^= 1
         flipped.append(slot)
         filled(slot)
 

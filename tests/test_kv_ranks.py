@@ -17,7 +17,7 @@ from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.step import Move
 from quire.engine.engine import Engine
-from quire.kv.host import HEAD, HostTier
+from quire.kv.host import HEAD, HostTier, Slots
 from quire.kv.layout import WHOLE, Layout, Share, Split
 from quire.ops import KVShape
 from tests.oracle import save_checkpoint
@@ -72,8 +72,8 @@ def some_blocks(layout: Layout, count: int = 3) -> torch.Tensor:
 def tiers(split_shares: list[Share]) -> list[HostTier]:
     """One memory, of which each rank has its share."""
     block_bytes = split_shares[0].layout.block_bytes
-    first = HostTier(4, block_bytes, bytes(32), share=split_shares[0])
-    return [first, *(HostTier(4, block_bytes, bytes(32), share=share, fd=first.fd) for share in split_shares[1:])]
+    first = HostTier([Slots(4, block_bytes, split_shares[0])], bytes(32))
+    return [first, *(HostTier([Slots(4, block_bytes, share)], bytes(32), fd=first.fd) for share in split_shares[1:])]
 
 
 @pytest.mark.parametrize(("layout", "split"), [*cases()])
@@ -85,16 +85,16 @@ def test_a_slot_has_the_same_bytes_and_every_rank_finds_its_own_whoever_saved_it
     ranks = shares(layout, split, alike)
     saving = tiers(ranks)
     for share, tier in zip(ranks, saving, strict=True):
-        tier.save(pool_of(share, blocks), moves)
-    assert torch.equal(saving[0].memory[[1, 3]], blocks[[2, 0]])
+        tier.save([pool_of(share, blocks)], moves)
+    assert torch.equal(saving[0].memory[0][[1, 3]], blocks[[2, 0]])
     for other in SPLITS:
         if not layout.has(other):
             continue
         loading = shares(layout, other, alike)
         for share in loading:
-            tier = HostTier(4, layout.block_bytes, bytes(32), share=share, fd=saving[0].fd)
+            tier = HostTier([Slots(4, layout.block_bytes, share)], bytes(32), fd=saving[0].fd)
             empty = torch.zeros_like(pool_of(share, blocks))
-            assert tier.load(empty, moves) == []
+            assert tier.load([empty], moves) == []
             assert torch.equal(empty[[2, 0]], pool_of(share, blocks)[[2, 0]])
 
 
@@ -106,19 +106,19 @@ def test_one_flipped_bit_is_bad_for_those_who_have_it_and_for_all_who_share_othe
     ranks = shares(layout, split)
     saving = tiers(ranks)
     for share, tier in zip(ranks, saving, strict=True):
-        tier.save(pool_of(share, blocks), [move])
+        tier.save([pool_of(share, blocks)], [move])
     for place in torch.randint(0, layout.block_bytes, (6,)).tolist():
         if split != WHOLE and _is_padding(layout, place):
             continue
-        saving[0].memory[0, place] ^= 16
-        found = [tier.load(pool_of(share, blocks), [move]) for share, tier in zip(ranks, saving, strict=True)]
+        saving[0].block(0)[place] ^= 16
+        found = [tier.load([pool_of(share, blocks)], [move]) for share, tier in zip(ranks, saving, strict=True)]
         drafts = place >= layout.block_bytes - layout.draft_bytes
         assert found.count([0]) == (len(ranks) if drafts else 1), place
         other = Share(layout, Split(1, 2) if split == WHOLE and layout.has(Split(1, 2)) else WHOLE)
         if other.split != split:
-            tier = HostTier(4, layout.block_bytes, bytes(32), share=other, fd=saving[0].fd)
-            assert tier.load(pool_of(other, blocks), [move]) == [0]
-        saving[0].memory[0, place] ^= 16
+            tier = HostTier([Slots(4, layout.block_bytes, other)], bytes(32), fd=saving[0].fd)
+            assert tier.load([pool_of(other, blocks)], [move]) == [0]
+        saving[0].block(0)[place] ^= 16
 
 
 def _is_padding(layout: Layout, place: int) -> bool:
@@ -130,11 +130,11 @@ def _is_padding(layout: Layout, place: int) -> bool:
 def test_a_check_that_makes_no_sense_is_bad(head: tuple[int, int, int]) -> None:
     layout = LAYOUTS["plain"]
     blocks, share = some_blocks(layout), Share(layout)
-    tier = HostTier(4, layout.block_bytes, bytes(32), share=share)
-    tier.save(blocks, [Move(0, 0, b"a")])
+    tier = HostTier([Slots(4, layout.block_bytes, share)], bytes(32))
+    tier.save([blocks], [Move(0, 0, b"a")])
     tier.checks[0] = HEAD.pack(*head) + tier.checks[0][HEAD.size :]
     good = head == (1, 1, 63)  # more hashes than are asked for
-    assert tier.load(blocks, [Move(0, 0, b"a")]) == ([] if good else [0])
+    assert tier.load([blocks], [Move(0, 0, b"a")]) == ([] if good else [0])
 
 
 # -- engines -------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_one_flipped_bit_in_one_rank_s_share_is_one_bad_load_and_no_other_token(
         fill(engine)
         layout = Layout.of(engine.kv_cache[0], engine.model)
         split = Split(ranks.get("pipeline_parallel_size", 1), ranks.get("tensor_parallel_size", 1))
-        piece = layout.pieces(host_of(engine).memory, split)[number][slot_of(engine, 2)]
+        piece = layout.pieces(host_of(engine).memory[0], split)[number][slot_of(engine, 2)]
         piece[0, 0, 5] ^= 1
         assert run(engine, prompts(4)[1:], first_id=100, most=8) == expected
         assert (hosted(engine)["bad"], hosted(engine)["loaded"]) == (1, 2)

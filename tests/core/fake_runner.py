@@ -15,9 +15,9 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
 from quire.core.cache_events import CacheEvents
-from quire.core.fetches import Forget, Prefill, Read, Write
 from quire.core.kv_group import KVGroup, States
 from quire.core.kv_manager import KVManager
+from quire.core.orders import Forget, Prefill, Read, Write
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduler import Scheduler
@@ -164,11 +164,11 @@ class FakeRunner:
         for info in plan.started:
             self.tables[info.request] = [[] for _ in self.windows]
             self.texts[info.request] = [*info.prompt_token_ids, *info.output_token_ids]
-        for block, slot, name in plan.saves:
-            tokens = list(self.memory[0][block])
+        for block, slot, name, group in plan.saves:
+            tokens = list(self.memory[group][block])
             assert POISON not in tokens, "what is saved is full"
             self.slots[slot] = name, tokens, tokens
-        bad_loads = [slot for block, slot, name in plan.loads if not self._load(block, slot, name)]
+        bad_loads = [move.slot for move in plan.loads if not self._load(*move)]
         for span in plan.spans:
             for group, source, target, tokens in span.copies:
                 memory = self.memory[group]
@@ -176,10 +176,11 @@ class FakeRunner:
         spans = [self._run_span(span) for span in plan.spans]
         return StepResult(plan.number, spans, seconds=0.001, bad_loads=bad_loads, loading=1e-5 * len(plan.loads))
 
-    def _load(self, block: int, slot: int, name: bytes) -> bool:
+    def _load(self, block: int, slot: int, name: bytes, group: int) -> bool:
         """Whether the bytes are those that were saved."""
         saved, tokens, check = self.slots[slot]
-        self.memory[0][block] = list(tokens)
+        assert len(tokens) == len(self.memory[group][block]), "slots of a group hold blocks of that group"
+        self.memory[group][block] = list(tokens)
         return saved == name and check == tokens
 
     def flip(self, slot: int) -> None:
@@ -268,7 +269,7 @@ def make_scheduler(
     adaptive: bool = False,
     needs_next_token: bool = False,
     events: CacheEvents | None = None,
-    num_slots: int = 0,
+    num_slots: int | list[int] = 0,
     disk: FakeDisk | None = None,
     tier: Tier | None = None,
     **options,
@@ -278,7 +279,8 @@ def make_scheduler(
     Args:
         num_blocks: of each KV group, or of all of them the same.
         windows: of each group.
-        num_slots: of the host tier. disk: behind it. tier: one that others have, too.
+        num_slots: of the host tier, for each group, or for all of them the same.
+        disk: behind it. tier: one that others have, too.
     """
     if drafts:
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, "adaptive": adaptive}
@@ -298,7 +300,7 @@ def make_scheduler(
         hasher,
         needs_next_token,
         events,
-        tier or Tier(num_slots),
+        tier or Tier(*([num_slots] * len(windows) if isinstance(num_slots, int) else num_slots)),
         None if disk is None else disk.blocks,
     )
     return Scheduler(config, kv, max_model_len), FakeRunner(sizes, block_size, windows, drafter if drafts else None)

@@ -58,7 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafts=draw(st.sampled_from([0, 0, 1, 3, 8])),
             needs_next_token=draw(st.booleans()),
             events=CacheEvents(),
-            num_slots=draw(st.sampled_from([0, 3, 10, 40])) if self.windows == ALL else 0,
+            num_slots=draw(st.sampled_from([0, 3, 10, 40])),
         )
         luck, spoilt = random.Random(draw(st.integers(0, 99))), draw(st.sampled_from([0.0, 0.0, 0.3]))
         self.runner.spoils = lambda: luck.random() < spoilt

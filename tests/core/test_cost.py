@@ -19,7 +19,7 @@ def computed(costs: Costs, tokens: int, context: int, seconds: float) -> None:
 
 def loaded(costs: Costs, blocks: int, seconds: float) -> None:
     plan = StepPlan(0, [], loads=[Move(block, block, b"") for block in range(blocks)])
-    costs.observe(plan, StepResult(0, [], seconds, loading=seconds))
+    costs.observe(plan, StepResult(0, [], seconds, loading=seconds), len(plan.loads))
 
 
 @pytest.mark.parametrize(("a", "b"), [(1e-3, 0.0), (1e-3, 1e-6), (1e-5, 1e-6)])
@@ -42,21 +42,21 @@ def test_chunks_that_are_all_alike_are_extrapolated_by_their_tokens() -> None:
 
 def test_the_cheaper_way_is_chosen_and_what_is_not_known_is_tried() -> None:
     costs = Costs()
-    assert costs.prefers_load("host", 2, SIZE, 0)
+    assert costs.prefers_load("host", 2, 2 * SIZE, 0)
     computed(costs, 64, 0, 0.064)  # 1 ms a token
-    assert costs.prefers_load("host", 2, SIZE, 0)
+    assert costs.prefers_load("host", 2, 2 * SIZE, 0)
     loaded(costs, 10, 10 * SIZE * 0.0007)
-    assert costs.prefers_load("host", 10, SIZE, 0)
+    assert costs.prefers_load("host", 10, 10 * SIZE, 0)
     for _ in range(30):
         loaded(costs, 10, 10 * SIZE * 0.0009)
-    assert not costs.prefers_load("host", 10, SIZE, 0)
+    assert not costs.prefers_load("host", 10, 10 * SIZE, 0)
 
 
 def test_a_source_that_was_slow_is_tried_again() -> None:
     costs = Costs()
     computed(costs, 64, 0, 0.064)
     loaded(costs, 4, 4 * SIZE * 0.002)
-    tries = next(count for count in range(1000) if costs.prefers_load("host", 4, SIZE, 0))
+    tries = next(count for count in range(1000) if costs.prefers_load("host", 4, 4 * SIZE, 0))
     assert 10 < tries < 100
 
 

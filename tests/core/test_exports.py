@@ -9,8 +9,9 @@ import pytest
 
 from quire.core.cost import Costs
 from quire.core.exports import Gone, Have
-from quire.core.fetches import PATIENCE, PEER, Prefill
+from quire.core.fetches import PATIENCE, PEER
 from quire.core.invariants import check
+from quire.core.orders import Prefill
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
 from tests.core.fake_runner import FakeRunner, expected_output, make_request, make_scheduler, outputs, run_all

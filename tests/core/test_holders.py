@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from quire.core.chain import Chain
 from quire.core.exports import Gone, Have
-from quire.core.fetches import PATIENCE, REMOTE, Ban, Fetches, Lacks, Locate, Pull, SlotFetch
+from quire.core.fetches import PATIENCE, REMOTE, Fetches, SlotFetch
 from quire.core.holders import (
     FRESH_SECONDS,
     KEPT_SECONDS,
@@ -21,7 +22,9 @@ from quire.core.holders import (
     Published,
 )
 from quire.core.invariants import check
-from quire.core.prefix_cache import Node
+from quire.core.kv_group import KVGroup
+from quire.core.orders import Ban, Lacks, Locate, Pull
+from quire.core.prefix_cache import Node, PrefixCache
 from quire.core.step import Span, StepPlan, StepResult
 from quire.core.tier import Tier
 from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs
@@ -129,14 +132,14 @@ def test_what_two_others_hold_is_not_saved_in_one_more_tier():
         fetches = scheduler.kv.fetches
         fetches.holders = told([["a", "b"][:others]])
         node = Node(None, b"", 1, CHAIN[0], "")
-        node.uses = 5
-        fetches.evicted(node, 1)
+        node.uses = [5]
+        fetches.evicted(node, 0, 1)
         assert fetches.has_moves == (others < REPLICAS)
 
 
 def a_pull(fetches: Fetches, now: float) -> Lookup | SlotFetch | None:
     """What a chain that is not here is brought by."""
-    return fetches.begin_pull(CHAIN, 16, 0, now)
+    return fetches.begin_pull(Chain(PrefixCache([KVGroup(2)], 16), CHAIN, 0, len(CHAIN)), now)
 
 
 def costing(compute: float, **load: float) -> Fetches:
@@ -177,7 +180,7 @@ def test_a_node_that_is_slower_than_it_was_is_waited_for_twice_as_long_as_comput
     fetch = a_pull(quick, 1.0)
     assert isinstance(fetch, SlotFetch) and fetch.deadline == pytest.approx(1.0 + 2 * 0.1 * len(CHAIN))
     assert not quick.expired(fetch.deadline - 0.1) and quick.expired(fetch.deadline + 0.1) == [fetch]
-    assert a_pull(quick, 3.0) is None and not quick.costs.prefers_load("a", len(CHAIN), 16, 0)
+    assert a_pull(quick, 3.0) is None and not quick.costs.prefers_load("a", len(CHAIN), len(CHAIN) * 16, 0)
 
 
 class PoolNode:

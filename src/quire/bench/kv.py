@@ -57,7 +57,7 @@ READY_SECONDS = 60.0
 class Always(Costs):
     """Loads whatever there is."""
 
-    def prefers_load(self, source: str, blocks: int, block_size: int, first: int) -> bool:
+    def prefers_load(self, source: str, blocks: float, tokens: int, context: int) -> bool:
         return True
 
 

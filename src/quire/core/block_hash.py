@@ -11,6 +11,11 @@ from collections.abc import Iterable
 from blake3 import blake3
 
 
+def part_name(block_hash: bytes, group: int) -> bytes:
+    """What names a KV group's block of those tokens outside the pool: of the first group, the block's hash itself."""
+    return block_hash if group == 0 else block_hash[:-1] + bytes([block_hash[-1] ^ group])
+
+
 class BlockHasher:
     """Chained, keyed BLAKE3 over parent hash and key ids.
 

@@ -43,10 +43,10 @@ class Costs:
         self._loads: dict[str, tuple[float, float]] = {}  # by where from: blocks, and seconds that they took
         self._decode = 0.0, 0.0  # steps that only decode, and seconds that they took
 
-    def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Learn from a step."""
-        if plan.loads:
-            self.moved("host", len(plan.loads), result.loading)
+    def observe(self, plan: StepPlan, result: StepResult, loaded: float = 0.0) -> None:
+        """Learn from a step, which has loaded so many blocks."""
+        if loaded:
+            self.moved("host", loaded, result.loading)
         if plan.saves:
             return
         y = result.seconds - result.loading
@@ -76,7 +76,7 @@ class Costs:
                 a, b = (base, slope) if base > 0.0 else (0.0, self._zy / self._zz)
         return tokens * (a + b * (context + tokens / 2))
 
-    def moved(self, source: str, blocks: int, seconds: float) -> None:
+    def moved(self, source: str, blocks: float, seconds: float) -> None:
         """So many blocks came from a tier, or the node of that name, in so many seconds."""
         before = self._loads.get(source, (0.0, 0.0))
         self._loads[source] = _later(before[0], blocks), _later(before[1], seconds)
@@ -85,7 +85,7 @@ class Costs:
         """Forget how fast others are than these."""
         self._loads = {source: known for source, known in self._loads.items() if source in sources}
 
-    def load_seconds(self, source: str, blocks: int) -> float | None:
+    def load_seconds(self, source: str, blocks: float) -> float | None:
         """To load so many blocks; None: not known yet."""
         known, seconds = self._loads.get(source, (0.0, 0.0))
         return blocks * seconds / known if known else None
@@ -116,10 +116,11 @@ class Costs:
         (steps, seconds), tokens, compute = self._decode, self._xx, self._xy  # a mean: no fit may say that one is free
         return int(BESIDE_DECODES * seconds / steps * tokens / compute) if steps and compute else 0
 
-    def prefers_load(self, source: str, blocks: int, block_size: int, first: int) -> bool:
-        """Whether to load so many blocks, which follow `first` others. What is not known yet is found out."""
+    def prefers_load(self, source: str, blocks: float, tokens: int, context: int) -> bool:
+        """Whether to load so many blocks, rather than compute so many tokens after others. What is not known yet is
+        found out."""
         load = self.load_seconds(source, blocks)
-        compute = self.compute_seconds(blocks * block_size, first * block_size)
+        compute = self.compute_seconds(tokens, context)
         if load is None or compute is None or load < MARGIN * compute:
             return True
         known, seconds = self._loads[source]

@@ -32,7 +32,7 @@ class Export:
     """Blocks of a chain that another engine waits for.
 
     Attributes:
-        hashes: of the blocks.
+        hashes: names of the blocks.
         computing: a request computes those that are not there yet.
         told: so many are in slots that the other engine knows.
         released: so many of these it has read.
@@ -74,7 +74,7 @@ class Exports:
 
     def missing(self, hashes: Sequence[bytes], cache: PrefixCache) -> bool:
         """Whether some of a chain's blocks would have to be computed."""
-        return any(each not in self._tier and cache.find(each) is None for each in hashes)
+        return any(each not in self._tier and cache.part(each) is None for each in hashes)
 
     def begin(self, number: int, hashes: Sequence[bytes], computing: bool) -> None:
         """Another engine waits for these blocks."""
@@ -121,8 +121,8 @@ class Exports:
         for block_hash in export.hashes[export.told :]:
             if self._tier.is_filling(block_hash):
                 continue
-            node = cache.find(block_hash)
-            if node is None or not self._fetches.save(node, node.blocks[0]):
+            found = cache.part(block_hash)
+            if found is None or not self._fetches.save(*found, found[0].blocks[found[1]]):
                 break
         return export.computing or self._tier.is_filling(export.hashes[export.told])
 

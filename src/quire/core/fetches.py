@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Container, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
+from quire.core.block_hash import part_name
+from quire.core.chain import Chain, Part
 from quire.core.cost import Costs
 from quire.core.holders import REPLICAS, Holders, Lookup, Published
+from quire.core.orders import Ban, Forget, Lacks, Locate, Order, Prefill, Pull, Read, Write
 from quire.core.prefix_cache import Node
 from quire.core.request import Request
 from quire.core.step import Move, StepPlan, StepResult
@@ -64,8 +66,10 @@ class Fetch:
         parent: node of the block before them; None: they begin the chain.
         scope: whose chain it is.
         hashes, keys: of the blocks, one each.
-        moves: one a block.
-        promised: blocks beside these that must stay available for the request that asked for them.
+        moves: of those parts of the blocks that are not in the pool yet. places: of each, which block it belongs to.
+        size: of all moves, in blocks of the first group.
+        brings: so many blocks further requests may begin once they are there.
+        promised: blocks of each group beside these that must stay available for the request that asked for them.
         num_published: blocks that came.
         from_nodes: those that another node has: they need no place in a tier of this one.
         request: that it was begun for.
@@ -75,79 +79,40 @@ class Fetch:
     request: Request | None = None
 
     def __init__(
-        self, parent: Node | None, scope: str, keys: list[bytes], moves: list[Move], promised: int = 0
+        self,
+        parent: Node | None,
+        scope: str,
+        hashes: list[bytes],
+        keys: list[bytes],
+        moves: list[Move],
+        places: list[int],
+        size: float,
+        brings: int,
+        promised: list[int],
     ) -> None:
-        self.parent, self.scope, self.keys, self.moves, self.promised = parent, scope, keys, moves, promised
-        self.hashes = [move.hash for move in moves]
+        self.parent, self.scope, self.hashes, self.keys = parent, scope, hashes, keys
+        self.moves, self.places, self.size, self.brings, self.promised = moves, places, size, brings, promised
         self.num_published = 0
         self.from_nodes: set[bytes] = set()
 
+    @property
+    def complete(self) -> bool:
+        """All came."""
+        return self.num_published == len(self.hashes)
 
-class Write(NamedTuple):
-    """To be written to the disk: the block in a slot, which is pinned until `Fetches.written`."""
+    def came(self) -> int:
+        """So many blocks further requests may begin."""
+        return min(self.brings, self.num_published)
 
-    slot: int
-    hash: bytes
-
-
-class Read(NamedTuple):
-    """To be read from the disk into slots, until `Fetches.read_ended`."""
-
-    number: int
-    blocks: tuple[tuple[int, bytes], ...]
-
-
-class Prefill(NamedTuple):
-    """To be computed by another engine and read from there into slots, until `Fetches.read_ended`.
-
-    Attributes:
-        tokens: the prompt that has the blocks, and the token after them.
-        priority, owner, scope: the request's.
-        engine: the one that it is to be, if that can be reached; "": any.
-    """
-
-    number: int
-    blocks: tuple[tuple[int, bytes], ...]
-    tokens: list[int]
-    priority: int
-    owner: str
-    scope: str
-    engine: str = ""
-
-
-class Locate(NamedTuple):
-    """The directory is to say who holds these blocks, by `Holders.answered`."""
-
-    number: int
-    hashes: list[bytes]
-
-
-class Pull(NamedTuple):
-    """To be read from another node's tier into slots, until `Fetches.read_ended`."""
-
-    number: int
-    blocks: tuple[tuple[int, bytes], ...]
-    node: str
-
-
-class Lacks(NamedTuple):
-    """A node has not these blocks, which the directory says it holds."""
-
-    node: str
-    hashes: list[bytes]
-
-
-class Ban(NamedTuple):
-    """A node has given a block with other bytes."""
-
-    node: str
-    hash: bytes
-
-
-class Forget(NamedTuple):
-    """The disk has the block no longer: it was bad."""
-
-    hash: bytes
+    def parts(self) -> Iterator[tuple[bytes, bytes, list[Move]]]:
+        """Hash and key of each block that came, up to the last one of which something moved, and its moves."""
+        moves: list[list[Move]] = [[] for _ in range(self.num_published)]
+        for place, move in zip(self.places, self.moves, strict=True):
+            if place < self.num_published:
+                moves[place].append(move)
+        while moves and not moves[-1]:
+            moves.pop()
+        return zip(self.hashes, self.keys, moves, strict=False)
 
 
 class SlotFetch:
@@ -156,7 +121,9 @@ class SlotFetch:
     Attributes:
         source: `DISK`, `PEER` or `REMOTE`.
         hashes: of the chain, those that are in the tier already among them.
-        filling: slots that are read into. pinned: slots of those that are there.
+        filling: slots that are read into. sizes: of these, in blocks of the first group. pinned: of those that are
+            there.
+        brings: of so many blocks something is read.
         patience: seconds without progress that requests wait. deadline: from then on they do not.
         late: it has passed.
         request: that it was begun for.
@@ -168,11 +135,30 @@ class SlotFetch:
     node = ""
     wanted: Sequence[bytes] = ()
 
-    def __init__(self, source: str, hashes: list[bytes], filling: list[int], pinned: list[int], now: float) -> None:
-        self.source, self.hashes, self.filling, self.pinned = source, hashes, filling, pinned
+    def __init__(
+        self,
+        source: str,
+        hashes: list[bytes],
+        filling: list[int],
+        sizes: list[float],
+        pinned: list[int],
+        brings: int,
+        now: float,
+    ) -> None:
+        self.source, self.hashes, self.filling, self.sizes, self.pinned = source, hashes, filling, sizes, pinned
+        self.brings, self.num_filled = brings, 0
         self.begin, self.patience = now, PATIENCE[source]
         self.deadline = now + self.patience
         self.late = False
+
+    @property
+    def complete(self) -> bool:
+        """All came."""
+        return self.num_filled == len(self.filling)
+
+    def came(self) -> int:
+        """So many blocks came."""
+        return self.brings * self.num_filled // len(self.filling)
 
     def wait_for(self, seconds: float) -> None:
         """Requests wait no longer for it than so."""
@@ -186,6 +172,7 @@ class Fetches:
     Args:
         tier: the host tier's index.
         disk: names of the blocks that the disk has; None: there is none.
+        sizes: of each group's blocks, that of the first group's being 1.
 
     Attributes:
         orders: for the disk and other engines, in their order; whoever carries them out takes them from here.
@@ -198,21 +185,21 @@ class Fetches:
         published: what others may read here; None: nothing.
     """
 
-    def __init__(self, tier: Tier, disk: Container[bytes] | None = None) -> None:
-        self.tier, self.disk, self.costs = tier, disk, Costs()
+    def __init__(self, tier: Tier, disk: Container[bytes] | None = None, sizes: Sequence[float] = (1.0,)) -> None:
+        self.tier, self.disk, self.sizes, self.costs = tier, disk, sizes, Costs()
         self.saved = self.loaded = self.bad_loads = self.stored = 0
         self.read = {DISK: 0, PEER: 0, REMOTE: 0}
         self.holders: Holders | None = None
         self.published: Published | None = None
         self.prefill_tokens: int | None = None
-        self._recent_loads = 0  # of the last plans
+        self._recent_loads = 0.0  # of the last plans
         self._next_read = 0
         self.reset()
 
     def reset(self) -> None:
         """Nothing is in the tier, or on its way. The disk does nothing any more of what it was asked for."""
         self.tier.reset()
-        self.orders: list[Write | Read | Prefill | Locate | Pull | Lacks | Ban | Forget] = []
+        self.orders: list[Order] = []
         self.reads: dict[int, SlotFetch] = {}
         self._origins: dict[int, str] = {}  # by slot, the node whose block it was, until it was loaded once
         if self.holders is not None:
@@ -248,9 +235,11 @@ class Fetches:
         return bool(self.reads) or (self.holders is not None and bool(self.holders.lookups))
 
     @property
-    def promised(self) -> int:
-        """Blocks that must stay available for requests whose blocks are on their way."""
-        return sum(fetch.promised for fetch in self.under_way)
+    def promised(self) -> list[int]:
+        """Blocks of each group that must stay available for requests whose blocks are on their way."""
+        return [
+            sum(counts) for counts in zip([0] * len(self.sizes), *(f.promised for f in self.under_way), strict=True)
+        ]
 
     @property
     def under_way(self) -> list[Fetch]:
@@ -262,12 +251,24 @@ class Fetches:
         """All that have not ended, for checks."""
         return [*self._saves, *(move for _, saves, _ in self._in_flight for move in saves)]
 
-    def worth(self, num_blocks: int, block_size: int, first: int) -> bool:
-        """Whether so many blocks of a chain, from its block `first` on, are better loaded than computed."""
-        return num_blocks >= LEAST_FETCH and self.costs.prefers_load(HOST, num_blocks, block_size, first)
+    def size(self, parts: Iterable[Part | Move]) -> float:
+        """Of blocks of any groups, in such of the first."""
+        return sum(self.sizes[part.group] for part in parts)
 
-    def most_loads(self, decoding: bool, spare: float = math.inf) -> int | None:
-        """How many blocks the next plan may load for one more request; None: any number.
+    def worth(self, source: str, parts: Sequence[Part], chain: Chain, end: int, first: int | None = None) -> bool:
+        """Whether parts that a request needs to begin after `end` blocks are better loaded than computed.
+
+        Args:
+            first: it could begin there without them; None: where the chain says.
+        """
+        size, first = chain.cache.block_size, chain.first if first is None else first
+        if not parts or end - chain.first < LEAST_FETCH:
+            return False
+        return self.costs.prefers_load(source, self.size(parts), (end - first) * size, first * size)
+
+    def most_loads(self, decoding: bool, spare: float = math.inf) -> float | None:
+        """How many blocks of the first group, or as much of others, the next plan may load for one more request; None:
+        any number.
 
         Args:
             decoding: requests decode in it, and are not to wait for long.
@@ -275,25 +276,26 @@ class Fetches:
         """
         if not decoding:
             return None
-        most = max(FIRST_LOADS, 2 * self._recent_loads)
+        most: float = max(FIRST_LOADS, 2 * self._recent_loads)
         if (allowed := self.costs.blocks_beside_decodes(HOST)) is not None:
             most = min(most, allowed)
-        most -= sum(len(fetch.moves) for fetch in self._begun)
+        most -= sum(fetch.size for fetch in self._begun)
         if spare < math.inf and (each := self.costs.tokens_per_load(HOST)):
             most = min(most, int(spare / each))
         return max(LEAST_FETCH, most)
 
-    def used(self, node: Node, block: int) -> None:
+    def used(self, node: Node, group: int) -> None:
         """A request has taken a block from the prefix cache. What is worth it is on the disk before it is evicted, so
         that it is there after a restart."""
-        node.uses += 1
-        if node.uses == WORTH and self.disk is not None:
-            self.evicted(node, block)
+        node.uses[group] += 1
+        if node.uses[group] == WORTH and self.disk is not None:
+            self.evicted(node, group, node.blocks[group])
 
-    def evicted(self, node: Node, block: int) -> None:
+    def evicted(self, node: Node, group: int, block: int) -> None:
         """A block goes from the pool: it is saved if it is worth it."""
-        if node.uses >= WORTH and node.hash and (self.holders is None or self.holders.count(node.hash) < REPLICAS):
-            self.save(node, block)
+        replicas = 0 if self.holders is None else self.holders.count(node.hash)
+        if node.uses[group] >= WORTH and node.hash and replicas < REPLICAS:
+            self.save(node, group, block)
         self.touched(node.hash)
 
     def touched(self, block_hash: bytes) -> None:
@@ -301,13 +303,14 @@ class Fetches:
         if self.published is not None and block_hash:
             self.published.touch(block_hash)
 
-    def save(self, node: Node, block: int) -> bool:
+    def save(self, node: Node, group: int, block: int) -> bool:
         """The next plan saves a block, before anything is written into it. False: it is in the tier already, or on its
         way there, or there is no slot for it."""
-        slot = self.tier.take(node.hash)
+        name = part_name(node.hash, group)
+        slot = self.tier.take(name, group)
         if slot is not None:
             self._origins.pop(slot, None)
-            self._saves.append(Move(block, slot, node.hash))
+            self._saves.append(Move(block, slot, name, group))
         return slot is not None
 
     def begin(self, fetch: Fetch) -> None:
@@ -324,8 +327,8 @@ class Fetches:
     def committed(self, plan: StepPlan, result: StepResult) -> list[Fetch]:
         """A plan has committed. Returns its fetches; each has come up to its `num_published`."""
         if self.tier.num_slots:
-            self.costs.observe(plan, result)
-            self._recent_loads = max(len(plan.loads), self._recent_loads * 3 // 4)  # steps that overlap take turns
+            self.costs.observe(plan, result, loaded := self.size(plan.loads))
+            self._recent_loads = max(loaded, self._recent_loads * 3 // 4)  # steps that overlap take turns
         if not self._in_flight or self._in_flight[0][0] != plan.number:
             return []
         _, saves, fetches = self._in_flight.popleft()
@@ -341,9 +344,10 @@ class Fetches:
                 self.orders += [] if self.disk is None else [Forget(move.hash)]
                 self._blame(move)
         for fetch in fetches:
-            bad = (index for index, move in enumerate(fetch.moves) if move.slot in bad_loads)
-            fetch.num_published = next(bad, len(fetch.moves))
-            self.loaded += fetch.num_published
+            good = [move.slot not in bad_loads for move in fetch.moves]
+            lost = (place for place, fine in zip(fetch.places, good, strict=True) if not fine)
+            fetch.num_published = min(lost, default=len(fetch.hashes))
+            self.loaded += sum(place < fetch.num_published for place in fetch.places)
             self._unpin(fetch)
             self._cool(fetch)
         return fetches
@@ -372,35 +376,33 @@ class Fetches:
         self.tier.unpin(slot)
         self.stored += stored
 
-    def begin_read(self, hashes: Sequence[bytes], block_size: int, first: int, now: float) -> SlotFetch | None:
-        """Have a chain's next blocks read, as far as disk and tier have them; None where none need be.
-
-        Args:
-            first: so many blocks of the chain lie before them.
-        """
-        disk = self.disk
+    def begin_read(self, chain: Chain, now: float) -> SlotFetch | None:
+        """Have a chain's next blocks read, as far as disk and tier have them; None where none need be."""
+        disk, tier = self.disk, self.tier
         if disk is None or any(fetch.late and fetch.source == DISK for fetch in self.reads.values()):
             return None  # a disk that is late is asked for nothing before it has answered
-        count = next((i for i, each in enumerate(hashes) if each not in self.tier and each not in disk), len(hashes))
-        missing = sum(each not in self.tier for each in hashes[:count])
-        if not missing or count < LEAST_FETCH or not self.costs.prefers_load(DISK, missing, block_size, first):
+        end = chain.reach(lambda name: name in tier or name in disk)
+        parts = chain.missing(end)
+        missing = [part for part in parts if part.name not in tier]
+        if not missing or not self.worth(DISK, missing, chain, end, chain.reach(tier.__contains__)):
             return None
-        fetch, blocks = self._begin_read(DISK, hashes[:count], now)
+        fetch, blocks = self._begin_read(DISK, chain, parts, now)
         if fetch is not None:
             self.orders.append(Read(self._next_read, blocks))
         return fetch
 
-    def begin_prefill(self, request: Request, first: int, last: int, block_size: int, now: float) -> SlotFetch | None:
-        """Have a request's blocks `first` to `last - 1` computed by another engine; None where it is not worth it."""
-        hashes, asked = request.hashes[first:last], request.params.kv_transfer_params or {}
-        num_tokens = block_size * sum(each not in self.tier for each in hashes)
+    def begin_prefill(self, request: Request, chain: Chain, now: float) -> SlotFetch | None:
+        """Have a request's blocks computed by another engine; None where it is not worth it."""
+        size, asked = chain.cache.block_size, request.params.kv_transfer_params or {}
         if self.prefill_tokens is None or asked.get("do_remote_decode"):
             return None
+        num_tokens = size * (chain.last - chain.reach(self.tier.__contains__))
         if num_tokens < (1 if asked.get("do_remote_prefill") else self.prefill_tokens):
             return None
-        fetch, blocks = self._begin_read(PEER, hashes, now)
+        end = min(chain.last, chain.first + self.tier.room(0))
+        fetch, blocks = self._begin_read(PEER, chain, chain.missing(end), now)
         if fetch is not None:
-            tokens = request.tokens[: (first + len(fetch.hashes)) * block_size + 1]
+            tokens = request.tokens[: (chain.first + len(fetch.hashes)) * size + 1]
             priority, owner = request.params.priority, request.owner
             engine = asked.get("remote_engine_id", "")
             self.orders.append(Prefill(self._next_read, blocks, tokens, priority, owner, request.scope, engine))
@@ -408,16 +410,18 @@ class Fetches:
 
     # -- other nodes -----------------------------------------------------------------------------------------
 
-    def begin_pull(self, hashes: Sequence[bytes], block_size: int, first: int, now: float) -> SlotFetch | Lookup | None:
-        """Have a chain's next blocks read from the node that has most of them, or ask who has them; None: neither."""
+    def begin_pull(self, chain: Chain, now: float) -> SlotFetch | Lookup | None:
+        """Have a chain's next blocks read from the node that has most of them, or ask who has them; None: neither. Only
+        for models with one group."""
+        hashes, first, size = chain.hashes, chain.first, chain.cache.block_size
         if self.holders is None or len(hashes) < LEAST_FETCH:
             return None
         start = next((i for i, each in enumerate(hashes) if each not in self.tier), len(hashes))
         if start == len(hashes):
             return None
         rest, first = hashes[start:], first + start
-        nodes = self.holders.nodes
-        if nodes is not None and not any(self.costs.prefers_load(each, len(rest), block_size, first) for each in nodes):
+        nodes, tokens = self.holders.nodes, (len(rest) * size, first * size)
+        if nodes is not None and not any(self.costs.prefers_load(each, len(rest), *tokens) for each in nodes):
             return None  # nobody is there, or even all of it would be computed sooner: it need not be known who has it
         if lookup := self.holders.ask(rest, self.tier, now):
             self.orders.append(Locate(lookup.number, lookup.hashes))
@@ -426,11 +430,11 @@ class Fetches:
         missing = sum(each not in self.tier for each in rest[:count])
         if not missing or start + count < LEAST_FETCH:
             return None
-        if not self.costs.prefers_load(node, missing, block_size, first):
+        if not self.costs.prefers_load(node, missing, missing * size, first * size):
             return None
-        fetch, blocks = self._begin_read(REMOTE, hashes[: start + count], now)
+        fetch, blocks = self._begin_read(REMOTE, chain, chain.missing(first + count), now)
         if fetch is not None:
-            if compute := self.costs.compute_seconds(missing * block_size, first * block_size):
+            if compute := self.costs.compute_seconds(missing * size, first * size):
                 fetch.wait_for(max(LEAST_PATIENCE, COMPUTED_TIMES * compute))
             fetch.node, fetch.wanted = node, [name for _, name in blocks]
             self.orders.append(Pull(self._next_read, blocks, node))
@@ -477,23 +481,26 @@ class Fetches:
                 self.tier.cool(move.slot)
 
     def _begin_read(
-        self, source: str, hashes: Sequence[bytes], now: float
+        self, source: str, chain: Chain, parts: Sequence[Part], now: float
     ) -> tuple[SlotFetch | None, tuple[tuple[int, bytes], ...]]:
-        """Pin what is there, and take slots for what is not, as far as there are any."""
+        """Pin what is there, so that it does not give way, and take slots for what is not, as far as there are any."""
         blocks: list[tuple[int, bytes]] = []
-        pinned: list[int] = []
-        for each in hashes:
-            slot = self.tier.slot(each)
-            if slot is not None:
-                self.tier.pin(slot)
-                pinned.append(slot)
-            elif (taken := self.tier.take(each)) is not None:
-                self._origins.pop(taken, None)
-                blocks.append((taken, each))
-            else:
-                break
-        chain = list(hashes[: len(blocks) + len(pinned)])
-        fetch = SlotFetch(source, chain, [slot for slot, _ in blocks], pinned, now)
+        taken: list[Part] = []
+        pinned = [slot for part in parts if (slot := self.tier.slot(part.name)) is not None]
+        for slot in pinned:
+            self.tier.pin(slot)
+        reached = chain.first
+        for part in parts:
+            if self.tier.slot(part.name) is None:
+                if (slot := self.tier.take(part.name, part.group)) is None:
+                    break
+                self._origins.pop(slot, None)
+                blocks.append((slot, part.name))
+                taken.append(part)
+            reached = max(reached, part.place + 1)
+        hashes, sizes = chain.all_hashes[chain.first : reached], [self.sizes[part.group] for part in taken]
+        brings = len({part.place for part in taken})
+        fetch = SlotFetch(source, hashes, [slot for slot, _ in blocks], sizes, pinned, brings, now)
         if not blocks:
             self._release(fetch)
             return None, ()
@@ -522,13 +529,14 @@ class Fetches:
             for slot in fetch.filling:
                 self.tier.released(slot)
             return None
+        fetch.num_filled = count
         for index, slot in enumerate(fetch.filling):
             (self.tier.filled if index < count else self.tier.dropped)(slot)
         self.read[fetch.source] += count
         if fetch.source == REMOTE:
             self._pulled(fetch, count, seconds, gone)
         else:
-            self.costs.moved(fetch.source, max(count, 1), seconds)
+            self.costs.moved(fetch.source, sum(fetch.sizes[: max(count, 1)]), seconds)
         self._release(fetch)
         return fetch
 

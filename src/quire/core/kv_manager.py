@@ -5,13 +5,15 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from quire.core.block_hash import BlockHasher
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.cache_events import CacheEvents
+from quire.core.chain import Chain, Part
 from quire.core.exports import Exports
-from quire.core.fetches import LEAST_FETCH, WORTH, Fetch, Fetches, SlotFetch
+from quire.core.fetches import HOST, LEAST_FETCH, WORTH, Fetch, Fetches, SlotFetch
 from quire.core.holders import Lookup
 from quire.core.kv_group import KVGroup
 from quire.core.prefix_cache import CACHES, Match
@@ -49,8 +51,9 @@ class KVManager:
         needs_next_token: what is stored of a token depends on the next one too (a drafting head's KV), so the last
             token of a cached prefix is computed again.
         events: gets what is stored in the prefix cache and removed from it.
-        tier: the host tier, for models with one group that keeps all positions.
+        tier: the host tier.
         disk: names of the blocks on the disk behind it.
+        sizes: see `Fetches`; None: blocks of all groups have one size.
 
     Attributes:
         fetches: what moves between the pool and the tier.
@@ -68,6 +71,7 @@ class KVManager:
         events: CacheEvents | None = None,
         tier: Tier | None = None,
         disk: Container[bytes] | None = None,
+        sizes: Sequence[float] | None = None,
     ) -> None:
         self.needs_next_token = needs_next_token
         self.block_size = block_size
@@ -75,7 +79,7 @@ class KVManager:
         self.events = events
         self._prefix_cache = prefix_cache
         self.groups = groups
-        self.fetches = Fetches(tier or Tier(), disk)
+        self.fetches = Fetches(tier or Tier(), disk, sizes or [1.0] * len(groups))
         self.exports = Exports(self.fetches) if self.fetches.tier.num_slots else None
         self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
         self._recurrent = [number for number, group in enumerate(groups) if group.states is not None]
@@ -208,17 +212,19 @@ class KVManager:
         A request that was preempted comes back only when all its tokens fit while one free block remains for
         each running request; otherwise it would soon be the victim again.
         """
-        promised = self.fetches.promised
+        promised, peaks = self.fetches.promised, self.peak_blocks(len(request.tokens), max_chunk)
         missing = self.blocks_for(num_tokens) - match.num_blocks
         partial = match.partial is not None  # copied, and then a block that the step may not end in
-        tails = [each.states.tail(self.block_size) + partial if each.states else missing for each in self.groups]
-        counts = [min(missing, tail) + promised for tail in tails]
+        most = [
+            each.states.tail(self.block_size) + partial if each.states else peak
+            for each, peak in zip(self.groups, peaks, strict=True)
+        ]
+        counts = [min(missing, own) + others for own, others in zip(most, promised, strict=True)]
         if not request.stats.preemptions:
             return counts
-        peaks, unseen = self.peak_blocks(len(request.tokens), max_chunk), self.first_seen(match)
         return [
-            max(needed, peak - match.num_blocks + first + promised) + num_running
-            for needed, peak, first in zip(counts, peaks, unseen, strict=True)
+            max(needed, peak - match.num_blocks + first + others) + num_running
+            for needed, peak, first, others in zip(counts, peaks, self.first_seen(match), promised, strict=True)
         ]
 
     def lock(self, match: Match) -> None:
@@ -255,8 +261,11 @@ class KVManager:
             request.num_computed += match.partial_tokens
         request.num_committed = request.num_computed
         request.num_sent = request.num_fetches = 0
-        for node in match.nodes() if self.fetches.tier.num_slots else ():
-            self.fetches.used(node, node.blocks[0])
+        places = range(match.num_blocks - 1, -1, -1) if self.fetches.tier.num_slots else ()
+        for place, node in zip(places, match.nodes(), strict=False):
+            for number, passed in enumerate(request.num_passed):
+                if place >= passed:
+                    self.fetches.used(node, number)
 
     def copied(self, request: Request, step: int) -> None:
         """The request's copies are in step `step`; their sources stay locked until it has committed."""
@@ -321,7 +330,14 @@ class KVManager:
     # -- host tier -----------------------------------------------------------------------------------------
 
     def bring(
-        self, request: Request, first: int, last: int, needed: int, step: int, now: float, most: int | None
+        self,
+        request: Request,
+        first: int,
+        last: int,
+        needed: Sequence[int],
+        step: int,
+        now: float,
+        most: float | None,
     ) -> Fetch | SlotFetch | Lookup | None:
         """Begin to bring a waiting request's blocks nearer: to the host tier, or from there; see `fetch`. Where it is
         not known who has them, that is found out first.
@@ -334,71 +350,117 @@ class KVManager:
             most: blocks that the step may load for it; see `Fetches.most_loads`.
         """
         fetch: Fetch | SlotFetch | Lookup | None
-        if not self.fetches.tier.num_slots or self.groups[0].num_available < needed:
+        if not self.fetches.tier.num_slots or self.lacks(needed):
             return None
-        fetch = self.fetches.begin_read(request.hashes[first:last], self.block_size, first, now)
-        fetch = fetch or self.fetches.begin_pull(request.hashes[first:last], self.block_size, first, now)
-        fetch = fetch or self.fetches.begin_prefill(request, first, last, self.block_size, now)
-        fetch = fetch or self.fetch(request, first, last, needed, step, most)
+        chain = Chain(self.cache, request.hashes, first, last, int(self.needs_next_token))
+        fetch = self.fetches.begin_read(chain, now)
+        fetch = fetch or self.fetches.begin_pull(chain, now)
+        fetch = fetch or self.fetches.begin_prefill(request, chain, now)
+        fetch = fetch or self.fetch(request, chain, needed, step, most)
         if fetch is not None and not isinstance(fetch, Lookup):
             fetch.request = request
             request.num_fetches += 1
         return fetch
 
     def fetch(
-        self, request: Request, first: int, last: int, needed: int, step: int, most: int | None = None
+        self, request: Request, chain: Chain, needed: Sequence[int], step: int, most: float | None = None
     ) -> Fetch | None:
-        """Begin to load a waiting request's blocks `first` to `last - 1`, as far as the tier has them, in step `step`.
+        """Begin to load a waiting request's blocks, as far as the tier has them, in step `step`.
 
         None where that is not worth it, or the pool has no room. No more than a quarter of it is loaded at once, nor
         more than `most` blocks; what lies behind these is another fetch's.
 
         Args:
-            first: so many of its blocks are in the prefix cache.
-            needed: blocks that it needs to begin, those of the fetch among them, and those promised to others.
+            needed: blocks of each group that it needs to begin, those of the fetch among them, and those promised to
+                others.
         """
-        group, tier = self.groups[0], self.fetches.tier
-        slots = tier.find(request.hashes[first : min(last, first + group.num_usable // 4)])
-        if not self.fetches.worth(len(slots), self.block_size, first):
+        tier, first = self.fetches.tier, chain.first
+        end = chain.reach(tier.__contains__)
+        wanted = chain.missing(end)
+        parts = self._at_once(wanted)
+        reached = end if len(parts) == len(wanted) else 1 + max((part.place for part in parts), default=-1)
+        if not self.fetches.worth(HOST, parts, chain, reached):
             return None
-        if most is not None and len(slots) - most >= LEAST_FETCH:  # fewer would be computed
-            slots = slots[:most]
-        parent = self.cache.find(request.hashes[first - 1]) if first else None
-        handle, chain = Handle(STEP, step), list(Match(parent).nodes())
-        for node in chain:
-            group.retain(node.blocks[0])
-        if group.num_available < needed:
-            for node in chain:
-                group.release(node.blocks[0])
+        if most is not None and self.fetches.size(parts) - most >= LEAST_FETCH:  # fewer would be computed
+            sizes = accumulate(self.fetches.sizes[part.group] for part in parts)
+            parts = parts[: max(1, sum(size <= most for size in sizes))]
+        brings = reached - first
+        if len(parts) < len(wanted):  # a request may begin there only if no other group's are needed
+            reached = 1 + max(part.place for part in parts)
+            brings = reached - first if len(self.groups) == 1 and not self._windowed else 0
+        handle, found = Handle(STEP, step), list(chain.found(end))
+        self._retain(found)
+        there = Counter(number for place, number, _ in found if place >= first)
+        lacking = [own - there[number] for number, own in enumerate(needed)]
+        if self.lacks(lacking):
+            for _, number, block in found:
+                self.groups[number].release(block)
             return None
+        slots = [tier.find([part.name])[0] for part in parts]
         for slot in slots:
             tier.pin(slot)
-        hashes = request.hashes[first : first + len(slots)]
-        moves = [Move(self._take(0), slot, name) for slot, name in zip(slots, hashes, strict=True)]
-        for block in [*(move.block for move in reversed(moves)), *(node.blocks[0] for node in chain)]:
-            self._hand_over(0, block, handle)
-        keys = request.block_keys(first, first + len(slots), self.block_size)
-        fetch = Fetch(parent, request.scope, keys, moves, needed - len(moves) - self.fetches.promised)
+        moves = [
+            Move(self._take(part.group), slot, part.name, part.group) for part, slot in zip(parts, slots, strict=True)
+        ]
+        for number, block in [*((move.group, move.block) for move in reversed(moves)), *(each[1:] for each in found)]:
+            self._hand_over(number, block, handle)
+        moved, others = Counter(part.group for part in parts), self.fetches.promised
+        fetch = Fetch(
+            self.cache.find(request.hashes[first - 1]) if first else None,
+            request.scope,
+            request.hashes[first:reached],
+            request.block_keys(first, reached, self.block_size),
+            moves,
+            [part.place - first for part in parts],
+            self.fetches.size(parts),
+            brings,
+            [max(0, own - moved[number] - others[number]) for number, own in enumerate(lacking)],
+        )
         self.fetches.begin(fetch)
         return fetch
+
+    def _at_once(self, parts: list[Part]) -> list[Part]:
+        """As many of these as one fetch may load: of a group that keeps all positions, a quarter of its pool."""
+        taken: Counter[int] = Counter()
+        for index, part in enumerate(parts):
+            group = self.groups[part.group]
+            if group.window is None and taken[part.group] == group.num_usable // 4:
+                return parts[:index]
+            taken[part.group] += 1
+        return parts
+
+    def _retain(self, found: Iterable[tuple[int, int, int]]) -> None:
+        for _, number, block in found:
+            self.groups[number].retain(block)
 
     def loaded(self, plan: StepPlan, result: StepResult) -> list[Fetch]:
         """A plan has committed: what it loaded is in the prefix cache from now on. Returns what has ended."""
         fetches = self.fetches.committed(plan, result)
         for fetch in fetches:
             tip = fetch.parent
-            for key, move in list(zip(fetch.keys, fetch.moves, strict=True))[: fetch.num_published]:
+            for block_hash, key, moves in fetch.parts():
                 tip = tip or self.cache.root(fetch.scope, self.hasher.root(fetch.scope))
-                tip = self.cache.insert(tip, key, [move.block], move.hash)
-                self.fetches.touched(move.hash)
-                if move.hash not in fetch.from_nodes:
-                    tip.uses = max(tip.uses, WORTH)
+                blocks = {move.group: move.block for move in moves}
+                tip = self.cache.insert(
+                    tip, key, [blocks.get(number, NULL_BLOCK) for number in range(len(self.groups))], block_hash
+                )
+                self.fetches.touched(block_hash)
+                for move in moves:
+                    if move.hash not in fetch.from_nodes:
+                        tip.uses[move.group] = max(tip.uses[move.group], WORTH)
         return fetches
 
     def preempted(self, request: Request) -> None:
-        """What a request leaves in the prefix cache when it gives way is worth a place in the tier."""
-        for node in Match(request.tip).nodes() if self.fetches.tier.num_slots else ():
-            node.uses = max(node.uses, WORTH)
+        """What a request leaves in the prefix cache when it gives way, and would go on from, is worth a place in the
+        tier."""
+        if request.tip is None or not self.fetches.tier.num_slots:
+            return
+        match = Match(request.tip, request.num_published)
+        seen = self.first_seen(match)
+        for place, node in zip(range(match.num_blocks - 1, -1, -1), match.nodes(), strict=False):
+            for number, first in enumerate(seen):
+                if place >= first:
+                    node.uses[number] = max(node.uses[number], WORTH)
 
     # -- tables --------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from quire.core.block_hash import part_name
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.cache_events import CacheEvents
 from quire.core.kv_group import KVGroup
@@ -40,7 +41,7 @@ class Node:
             there are others below it.
         children: by key. `order` has the same keys sorted, so that a key's neighbours are found by bisection.
         attached: False once the node is no longer in the tree.
-        uses: how often a request that was admitted took it from the cache.
+        uses: how often a request that was admitted took each part from the cache.
     """
 
     __slots__ = ("attached", "blocks", "children", "hash", "key", "order", "parent", "scope", "uses")
@@ -54,7 +55,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.order: list[bytes] = []
         self.attached = True
-        self.uses = 0
+        self.uses = [0] * num_parts
 
 
 @dataclass(slots=True)
@@ -91,7 +92,7 @@ class PrefixCache:
     Args:
         groups: whose blocks they are.
         events: gets an event for each full block that is stored or removed.
-        evicted: told of each block that the cache gives up, and of its node.
+        evicted: told of each block that the cache gives up, of its node and its group.
     """
 
     caching = True
@@ -102,7 +103,7 @@ class PrefixCache:
         groups: Sequence[KVGroup],
         block_size: int,
         events: CacheEvents | None = None,
-        evicted: Callable[[Node, int], None] = lambda node, block: None,
+        evicted: Callable[[Node, int, int], None] = lambda node, group, block: None,
     ) -> None:
         self.groups = groups
         self._evicted = evicted
@@ -128,6 +129,19 @@ class PrefixCache:
     def find(self, block_hash: bytes) -> Node | None:
         """The node of a full block."""
         return self._by_hash.get(block_hash)
+
+    def part(self, name: bytes) -> tuple[Node, int] | None:
+        """The node, and the group, of which a full block has this name (`part_name`)."""
+        for number in range(len(self.groups)):
+            node = self._by_hash.get(part_name(name, number))
+            if node is not None and node.blocks[number] != NULL_BLOCK:
+                return node, number
+        return None
+
+    def has(self, block_hash: bytes, number: int) -> bool:
+        """Whether a group's part of a full block is there."""
+        node = self._by_hash.get(block_hash)
+        return node is not None and node.blocks[number] != NULL_BLOCK
 
     def _shortened(self, match: Match, back: int) -> Match:
         """Up to where a match may end."""
@@ -246,7 +260,7 @@ class PrefixCache:
         """Take one part out of a node, if it is there."""
         block, node.blocks[number] = node.blocks[number], NULL_BLOCK
         if block != NULL_BLOCK:
-            self._evicted(node, block)
+            self._evicted(node, number, block)
             self.groups[number].uncache(block)
             if self._events is not None and node.hash:
                 self._events.add("removed", node.hash, group=number)

@@ -102,7 +102,7 @@ class Scheduler:
         """So many blocks of a read have come into the host tier, in so many seconds; see `Fetches`, `FetchStats`."""
         fetch = self.kv.fetches.read_ended(number, count, seconds, gone)
         if fetch is not None:
-            self._note(fetch, count, seconds, moving)
+            self._note(fetch, seconds, moving)
             self._abandon(fetch)
 
     def located(self, number: int, holders: Sequence[Collection[str]] | None, now: float) -> None:
@@ -169,7 +169,7 @@ class Scheduler:
         for fetch in self.kv.loaded(plan, result):
             for event in self._leaders.published(fetch.hashes[: fetch.num_published]):
                 self.arrived(event)
-            self._note(fetch, fetch.num_published, result.loading)
+            self._note(fetch, result.loading)
             self._abandon(fetch)
         self.kv.step_committed(plan.number)
         for span, outcome, (request, preemptions) in zip(plan.spans, result.spans, flight.requests, strict=True):
@@ -402,24 +402,24 @@ class Scheduler:
         last = (len(request.tokens) - 1) // size
         event = self._leaders.awaited(request, cached, last)
         if event is None and not seats_taken and request.num_fetches < MOST_FETCHES:
-            [needed, *_] = self._blocks_to_start(request, match, len(request.tokens))
+            needed = self._blocks_to_start(request, match, len(request.tokens))
             most = self.kv.fetches.most_loads(step.num_decodes > 0, step.spare)
             fetch = self.kv.bring(request, cached, last, needed, self._next_number, now, most)
             if isinstance(fetch, Lookup):
                 return fetch.event
             if isinstance(fetch, Fetch):
-                step.load(len(fetch.moves), fetch.source)
+                step.load(fetch.size, fetch.source)
             if fetch is not None:
-                request.stats.fetching(fetch.source, len(fetch.hashes) * size, now)
+                request.stats.fetching(fetch.source, fetch.brings * size, now)
                 self._leaders.claim(fetch)
                 return Event(BLOCK, fetch.hashes[-1])
         return event
 
-    def _note(self, fetch: Fetch | SlotFetch, blocks: int, seconds: float, moving: float = 0.0) -> None:
+    def _note(self, fetch: Fetch | SlotFetch, seconds: float, moving: float = 0.0) -> None:
         """A fetch has ended: what the request that it was begun for tells of it."""
         if fetch.request is not None:
-            fetch.request.stats.fetched(blocks * self.kv.block_size, seconds, moving)
-            fetch.request.num_fetches -= blocks == len(fetch.hashes)
+            fetch.request.stats.fetched(fetch.came() * self.kv.block_size, seconds, moving)
+            fetch.request.num_fetches -= fetch.complete
 
     def _abandon(self, leader: Leader) -> None:
         """It computes no further blocks: whoever waits for one of them does without."""

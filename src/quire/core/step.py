@@ -57,17 +57,18 @@ class Span:
 
 
 class Move(NamedTuple):
-    """A full block between the pool and the host tier.
+    """A full block between a KV group's pool and the host tier.
 
     Attributes:
         block: of the pool.
         slot: of the tier.
-        hash: the block's name: its bytes are checked with it.
+        hash: the block's name, see `block_hash.part_name`: its bytes are checked with it.
     """
 
     block: int
     slot: int
     hash: bytes
+    group: int = 0
 
 
 @dataclass(slots=True)

@@ -54,7 +54,7 @@ class PendingStep:
         """Leave prompts and loads no more of the step's time."""
         self.costs, self.spare = costs, spare
 
-    def load(self, blocks: int, source: str) -> None:
+    def load(self, blocks: float, source: str) -> None:
         """So many blocks are loaded in it."""
         if self.costs is not None:
             self.spare -= blocks * self.costs.tokens_per_load(source)

@@ -4,49 +4,55 @@ carries out what is decided here.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 
 class Tier:
-    """The index of a tier: a slot holds one full block, named by its chained hash.
+    """The index of a tier: a slot holds one full block of a KV group, by its name (`block_hash.part_name`). Blocks of
+    different groups differ in size, and so do their slots: those of the first group come first.
 
     A slot is *free*; or it is *filling*: a block is on its way into it; or it *keeps* a block, and may be pinned
     while somebody reads it; or it is in *quarantine*: what lies there counts for nothing, and somebody may still
     read or write it. Of blocks that are kept and not pinned, the least recently used gives way.
 
     Args:
-        num_slots: how many there are; none: nothing is ever found or kept.
+        num_slots: how many there are for each group; none: nothing is ever found or kept.
 
     Attributes:
         changed: told of each block that is kept from now on, and of each that is not any more.
     """
 
-    def __init__(self, num_slots: int = 0) -> None:
-        self.num_slots = num_slots
+    def __init__(self, *num_slots: int) -> None:
+        self.num_slots = sum(num_slots)
+        self._begins = [0, *accumulate(num_slots or (0,))]  # of each group's slots, and the end of all
         self.changed: Callable[[bytes], None] = lambda block_hash: None
         self.reset()
 
     def reset(self) -> None:
         """Nothing is kept, on its way, or read."""
-        self._free = list(range(self.num_slots - 1, -1, -1))
+        own = list(zip(self._begins, self._begins[1:], strict=False))
+        self._free = [list(range(end - 1, begin - 1, -1)) for begin, end in own]  # by group
         self._filling: dict[bytes, int] = {}
         self._kept: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}  # by slot, of those that are filling or kept
         self._pins: dict[int, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # kept without pins, the least recently used first
+        # By group, kept without pins, the least recently used first.
+        self._idle: list[OrderedDict[int, None]] = [OrderedDict() for _ in own]
         self._quarantined: set[int] = set()
 
     @property
     def counts(self) -> dict[str, int]:
         """Slots by their state."""
-        states = self._free, self._filling, self._kept, self._quarantined
-        return dict(zip(("free", "filling", "kept", "quarantined"), map(len, states), strict=True))
+        free, others = sum(map(len, self._free)), (self._filling, self._kept, self._quarantined)
+        return dict(zip(("free", "filling", "kept", "quarantined"), (free, *map(len, others)), strict=True))
 
     @property
     def idle_slots(self) -> list[int]:
         """Those that can give way, the first one first, for checks."""
-        return list(self._idle)
+        return [slot for idle in self._idle for slot in idle]
 
     @property
     def pins(self) -> dict[int, int]:
@@ -71,6 +77,10 @@ class Tier:
             slots.append(slot)
         return slots
 
+    def room(self, group: int) -> int:
+        """Slots for a group's blocks that are free, or may give way."""
+        return len(self._free[group]) + len(self._idle[group])
+
     def is_filling(self, block_hash: bytes) -> bool:
         """Whether a block is on its way into the tier."""
         return block_hash in self._filling
@@ -79,17 +89,18 @@ class Tier:
         """Where a block is kept."""
         return self._kept.get(block_hash)
 
-    def take(self, block_hash: bytes) -> int | None:
-        """A slot for a block, filling from now on; None: the block is here or on its way, or no slot may give way."""
+    def take(self, block_hash: bytes, group: int = 0) -> int | None:
+        """A slot for a group's block, filling from now on; None: the block is here or on its way, or no slot may give
+        way."""
         if block_hash in self._filling:
             return None
         slot = self._kept.get(block_hash)
         if slot is not None:
             self._touch(slot)
             return None
-        if not self._free and not self._give_way():
+        if not self._free[group] and not self._give_way(group):
             return None
-        slot = self._free.pop()
+        slot = self._free[group].pop()
         self._filling[block_hash] = slot
         self._names[slot] = block_hash
         return slot
@@ -99,18 +110,18 @@ class Tier:
         block_hash = self._names[slot]
         del self._filling[block_hash]
         self._kept[block_hash] = slot
-        self._idle[slot] = None
+        self._idle[self._group(slot)][slot] = None
         self.changed(block_hash)
 
     def dropped(self, slot: int) -> None:
         """The block will not come, and nothing else will be written: the slot is free."""
         del self._filling[self._names.pop(slot)]
-        self._free.append(slot)
+        self._free[self._group(slot)].append(slot)
 
     def pin(self, slot: int) -> None:
         """Somebody reads the block: it does not give way before as many have called `unpin`."""
         self._pins[slot] = self._pins.get(slot, 0) + 1
-        self._idle.pop(slot, None)
+        self._idle[self._group(slot)].pop(slot, None)
 
     def unpin(self, slot: int) -> None:
         """One of those who read the block is done: it was used just now."""
@@ -121,12 +132,13 @@ class Tier:
         if slot in self._quarantined:
             self.released(slot)
         else:
-            self._idle[slot] = None
+            self._idle[self._group(slot)][slot] = None
 
     def cool(self, slot: int) -> None:
         """What is kept there is worth nothing more: unless somebody reads it, it gives way first."""
-        if slot in self._idle:
-            self._idle.move_to_end(slot, last=False)
+        idle = self._idle[self._group(slot)]
+        if slot in idle:
+            idle.move_to_end(slot, last=False)
 
     def withdraw(self, slot: int) -> None:
         """What is kept there is bad, and is not found from now on; the slot is free once it is not read any more."""
@@ -135,7 +147,7 @@ class Tier:
             return  # somebody else found it out before
         del self._kept[block_hash]
         self.changed(block_hash)
-        self._idle.pop(slot, None)
+        self._idle[self._group(slot)].pop(slot, None)
         self._quarantined.add(slot)
         if slot not in self._pins:
             self.released(slot)
@@ -148,19 +160,24 @@ class Tier:
     def released(self, slot: int) -> None:
         """A slot of the quarantine is neither read nor written any more: it is free."""
         self._quarantined.remove(slot)
-        self._free.append(slot)
+        self._free[self._group(slot)].append(slot)
+
+    def _group(self, slot: int) -> int:
+        """Whose blocks it is for."""
+        return bisect_right(self._begins, slot) - 1
 
     def _touch(self, slot: int) -> None:
-        if slot in self._idle:
-            self._idle.move_to_end(slot)
+        idle = self._idle[self._group(slot)]
+        if slot in idle:
+            idle.move_to_end(slot)
 
-    def _give_way(self) -> bool:
-        """Free the least recently used slot, if there is one."""
-        if not self._idle:
+    def _give_way(self, group: int) -> bool:
+        """Free a group's least recently used slot, if there is one."""
+        if not self._idle[group]:
             return False
-        slot, _ = self._idle.popitem(last=False)
+        slot, _ = self._idle[group].popitem(last=False)
         block_hash = self._names.pop(slot)
         del self._kept[block_hash]
         self.changed(block_hash)
-        self._free.append(slot)
+        self._free[group].append(slot)
         return True

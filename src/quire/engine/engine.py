@@ -301,7 +301,8 @@ class Engine:
         hasher = BlockHasher(hash_key, "|".join(f"{name}={value}" for name, value in identity.items()))
         ahead = speculation is not None and speculation.needs_next_token
         kept = retentions(config, self.model, speculation)
-        tier = None if host is None else Tier(host.num_slots)
+        tier = None if host is None else Tier(*(each.count for each in host.groups))
+        sizes = [each.block_bytes / host.groups[0].block_bytes for each in host.groups] if host else None
         self.tiers.open(host, identity)
         disk = self.tiers.disk.index if self.tiers.disk else None
         read = self._stats.kv_block_bytes / config.block_size / self.model.weight_bytes
@@ -309,7 +310,7 @@ class Engine:
         for _ in range(config.data_parallel_size):
             groups = [KVGroup(cache.num_blocks, *each) for cache, each in zip(self.kv_cache, kept, strict=True)]
             pool = groups, config.block_size, config.prefix_cache
-            managers.append(KVManager(*pool, hasher, ahead, tier=tier, disk=disk))
+            managers.append(KVManager(*pool, hasher, ahead, tier=tier, disk=disk, sizes=sizes))
             managers[-1].fetches.costs = Costs(self.model.pair_share, read)
         self.tiers.attach(managers[0])
         return managers

@@ -17,10 +17,11 @@ from blake3 import blake3
 
 from quire.config import EngineConfig
 from quire.core.exports import Have
-from quire.core.fetches import PEER, REMOTE, Ban, Forget, Lacks, Locate, Prefill, Pull, Read, Write
+from quire.core.fetches import PEER, REMOTE
 from quire.core.holders import Holders, Published
 from quire.core.kv_manager import KVManager
 from quire.core.lockstep import Lockstep
+from quire.core.orders import Ban, Forget, Lacks, Locate, Prefill, Pull, Read, Write
 from quire.core.scheduler import Scheduler
 from quire.errors import ConfigError
 from quire.kv.disk import DiskTier, DiskTierError, Ended, open_folder
@@ -219,7 +220,7 @@ class KVTiers:
         except OSError as error:
             self._off(error)
             return
-        found = len(self.disk.index) * host.block_bytes
+        found = self.disk.num_bytes
         self.notes.append(f"disk tier: {format_size(budget)} in {folder}, which has {format_size(found)} of KV")
 
     def _off(self, error: Exception) -> None:

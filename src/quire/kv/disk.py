@@ -139,6 +139,11 @@ class DiskTier:
         self._shrink()
         self._thread = ThreadPoolExecutor(1, "quire-disk")
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return sum(self._sizes.values())
+
     # -- the engine's side -----------------------------------------------------------------------------------
 
     def write(self, slot: int, name: bytes) -> None:
@@ -183,7 +188,7 @@ class DiskTier:
     def _append(self, slot: int, name: bytes) -> int:
         if name in self.index:
             return 1
-        payload, check = self.host.memory[slot].numpy().data, self.host.checks[slot]
+        payload, check = self.host.block(slot).numpy().data, self.host.checks[slot]
         record = HEADER.size + len(payload) + len(check)
         if record > self._segment_bytes:
             raise OSError(f"a block of {len(payload)} bytes is too large for a budget of {self.budget}")
@@ -212,11 +217,12 @@ class DiskTier:
             place = self.index.get(name)
             if place is None:
                 return count
-            header, payload = bytearray(HEADER.size), self.host.memory[slot].numpy().data
+            header, payload = bytearray(HEADER.size), self.host.block(slot).numpy().data
             check = bytearray(CHECK_BYTES)  # or, behind a shorter one, what follows
             read = os.preadv(self._files[place.segment], [header, payload, check], place.offset)
             known = self._parsed(header)
-            if known is None or known[0] != name or read < HEADER.size + len(payload) + known[2]:
+            whole = known is not None and known[:2] == (name, len(payload))
+            if known is None or not whole or read < HEADER.size + len(payload) + known[2]:
                 self.forget(name)
                 self._failed(OSError(f"segment {place.segment}: a record is not what it was"))
                 return count
@@ -244,12 +250,12 @@ class DiskTier:
             return  # not ours
         self._files[number], self._names[number] = descriptor, []
         self._sizes[number] = end = os.fstat(descriptor).st_size
-        offset = 0
+        offset, lengths = 0, {each.block_bytes for each in self.host.groups}
         while (known := self._parsed(os.pread(descriptor, HEADER.size, offset))) is not None:
             name, length, check = known
             if offset + HEADER.size + length + check > end:
                 break
-            if length == self.host.block_bytes:
+            if length in lengths:
                 self.index[name] = Place(number, offset)
                 self._names[number].append(name)
             offset += HEADER.size + length + check

@@ -106,7 +106,8 @@ class Exporter:
 
     def have(self, number: int, first: int, slots: Sequence[int]) -> None:
         """Blocks can be read, until they are released or dropped."""
-        self._outbox.post((number, first, list(slots), [self._tier.checks[slot] for slot in slots]))
+        offsets = [self._tier.place(slot)[0] for slot in slots]
+        self._outbox.post((number, first, offsets, [self._tier.checks[slot] for slot in slots]))
 
     def gone(self, number: int) -> None:
         """Nothing more comes."""
@@ -192,7 +193,8 @@ class Exporter:
             return
         self._importers[who] = _Importer(hello.name)
         logger.info("engine %s may read KV blocks of this one", hello.name)
-        self._send(who, wire.Welcome(self.name, self._tier.block_bytes, self._transports))
+        sizes = [each.block_bytes for each in self._tier.groups]
+        self._send(who, wire.Welcome(self.name, sizes, self._transports))
 
     def _want(self, who: bytes, importer: _Importer, want: wire.Want) -> None:
         if len(self._known) >= MAX_WANTS or want.number in importer.wants or not want.hashes:
@@ -208,10 +210,10 @@ class Exporter:
         for news in self._outbox.take():
             if news is None:
                 return
-            number, first, slots, checks = news
+            number, first, offsets, checks = news
             if number in self._known:  # else it was dropped meanwhile
                 who, theirs = self._known[number]
-                self._send(who, wire.Gone(theirs) if first < 0 else wire.Have(theirs, first, slots, checks))
+                self._send(who, wire.Gone(theirs) if first < 0 else wire.Have(theirs, first, offsets, checks))
 
     def _beat(self, now: float) -> None:
         for who, importer in list(self._importers.items()):

@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 import struct
 import weakref
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from blake3 import blake3
@@ -58,8 +61,42 @@ class Checks:
         self._memory[begin : begin + HASH_BYTES] = found
 
 
+@dataclass(frozen=True)
+class Slots:
+    """Those for one KV group's blocks.
+
+    Attributes:
+        count, block_bytes: how many, and the size of each.
+        share: what this rank has of each block; None: all of it.
+    """
+
+    count: int
+    block_bytes: int
+    share: Share | None = None
+
+    @property
+    def split(self) -> Split:
+        """How ranks share a block."""
+        return WHOLE if self.share is None else self.share.split
+
+    @property
+    def num_pieces(self) -> int:
+        """Of a block."""
+        return 1 if self.share is None else self.share.layout.num_pieces(self.share.split)
+
+    @property
+    def head(self) -> bytes:
+        """Of their checks."""
+        return HEAD.pack(*self.split, self.num_pieces)
+
+    def pieces(self, pool: Tensor, memory: Tensor) -> list[tuple[int, bool, Tensor, Tensor]]:
+        """See `Share.pieces`."""
+        return [(0, True, pool, memory)] if self.share is None else self.share.pieces(pool, memory)
+
+
 class HostTier:
-    """Slots of one block each, and for each a check: keyed hashes of the block's name and its bytes.
+    """Slots of one block each, and for each a check: keyed hashes of the block's name and its bytes. Slots are numbered
+    through, those for the first KV group's blocks first.
 
     A load checks the copy in the pool, not the slot: whatever wrote there meanwhile, and whatever may be wrong with the
     memory, what is computed with is what was saved. The key keeps others, who may come to write into slots or files,
@@ -67,15 +104,14 @@ class HostTier:
     otherwise (by another engine, or before a restart), it checks all of it, on a copy of its own.
 
     Args:
-        num_slots, block_bytes: how many, and the size of each.
+        groups: of each KV group, its slots.
         key: 32 secret bytes.
         pinned: for a GPU, which copies to and from memory that stays where it is.
-        share: this rank's; None: it has all of a block, and so had whoever saved it.
         fd: of the memory, if it is there already.
 
     Attributes:
-        memory: [num_slots, block_bytes] uint8. On a CPU, pages are only taken once they are used. It is given back when
-            nobody has it, or a `region` of it, any more.
+        memory: by group, [count, block_bytes] uint8. On a CPU, pages are only taken once they are used. It is given
+            back when nobody has it, or a `region` of it, any more.
         fd: of the memory as a file, which other processes may map; -1: it is none, as where it is pinned.
         checks: by slot.
 
@@ -83,68 +119,79 @@ class HostTier:
         ConfigError: there are more ranks than a check has room for.
     """
 
-    def __init__(
-        self,
-        num_slots: int,
-        block_bytes: int,
-        key: bytes,
-        pinned: bool = False,
-        share: Share | None = None,
-        fd: int = -1,
-    ) -> None:
-        self.num_slots, self.block_bytes, self.pinned, self._share = num_slots, block_bytes, pinned, share
-        self._split, count = (WHOLE, 1) if share is None else (share.split, share.layout.num_pieces(share.split))
-        if count > MOST_PIECES:
+    def __init__(self, groups: Sequence[Slots], key: bytes, pinned: bool = False, fd: int = -1) -> None:
+        self.groups, self.pinned = groups, pinned
+        if (count := max(each.num_pieces for each in groups)) > MOST_PIECES:
             raise ConfigError(
                 f"host_kv_memory with {count} ranks that have different KV; at most {MOST_PIECES} may: "
                 "lower pipeline_parallel_size, or leave host_kv_memory out"
             )
-        self._head = HEAD.pack(*self._split, count)
-        size = num_slots * slot_bytes(block_bytes)
+        self._begins = [0, *accumulate(each.count for each in groups)]  # slots
+        self._offsets = [0, *accumulate(each.count * each.block_bytes for each in groups)]  # bytes
+        self.num_slots, blocks = self._begins[-1], self._offsets[-1]
+        size = blocks + self.num_slots * CHECK_BYTES
         own = -1 if fd < 0 else os.dup(fd)
         flat, self.fd = (torch.zeros(size, dtype=torch.uint8, pin_memory=True), -1) if pinned else shared(size, own)
         if self.fd >= 0:
             weakref.finalize(self, os.close, self.fd)
-        self.memory = flat[: num_slots * block_bytes].view(num_slots, block_bytes)
-        self.checks = Checks(flat[num_slots * block_bytes : size])
+        self.memory = [
+            flat[offset : offset + each.count * each.block_bytes].view(each.count, each.block_bytes)
+            for offset, each in zip(self._offsets, groups, strict=False)
+        ]
+        self.checks = Checks(flat[blocks:size])
+        self._flat = flat[:blocks]
         self._key = blake3(key, derive_key_context="quire 2026 check of a KV block's bytes").digest()
 
     @property
     def region(self) -> Region:
         """All slots, for those who give them to other engines."""
-        return Region(self.memory.view(-1).numpy().data, self.fd)
+        return Region(self._flat.numpy().data, self.fd)
 
-    def save(self, pool: Tensor, moves: Sequence[Move]) -> None:
-        """Copy blocks out of the pool, [num_blocks, bytes of this rank's share] uint8 on any device."""
-        pieces = self._pieces(pool) if moves else []
-        for block, slot, name in moves:
-            for number, saves, own, kept in pieces:
-                if saves:
-                    kept[slot].copy_(own[block])
-                    saved = kept[slot] if self.pinned else own[block]
-                    found = self._hash(name, self._split, number, saved)
-                    self.checks.add(slot, self._head, number, found)
+    def place(self, slot: int) -> tuple[int, int]:
+        """Where a slot begins in the region, and its length."""
+        group = bisect_right(self._begins, slot) - 1
+        size = self.groups[group].block_bytes
+        return self._offsets[group] + (slot - self._begins[group]) * size, size
 
-    def load(self, pool: Tensor, moves: Sequence[Move]) -> list[int]:
-        """Copy blocks into the pool. Returns the slots whose copies there are not what was saved."""
-        pieces = self._pieces(pool) if moves else []
-        for block, slot, _ in moves:
-            for _, _, own, kept in pieces:
-                own[block].copy_(kept[slot], non_blocking=self.pinned)
-        return [move.slot for move in moves if not self._is_good(move, pieces)]
+    def block(self, slot: int) -> Tensor:
+        """What lies in a slot, [block_bytes] uint8."""
+        offset, size = self.place(slot)
+        return self._flat[offset : offset + size]
 
-    def _pieces(self, pool: Tensor) -> list[tuple[int, bool, Tensor, Tensor]]:
-        """See `Share.pieces`."""
-        return [(0, True, pool, self.memory)] if self._share is None else self._share.pieces(pool, self.memory)
+    def save(self, pools: Sequence[Tensor], moves: Sequence[Move]) -> None:
+        """Copy blocks out of the groups' pools, each [num_blocks, bytes of this rank's share] uint8 on any device."""
+        for group, pieces in self._pieces(pools, moves).items():
+            slots, begin = self.groups[group], self._begins[group]
+            for block, slot, name, _ in (move for move in moves if move.group == group):
+                for number, saves, own, kept in pieces:
+                    if saves:
+                        kept[slot - begin].copy_(own[block])
+                        saved = kept[slot - begin] if self.pinned else own[block]
+                        self.checks.add(slot, slots.head, number, self._hash(name, slots.split, number, saved))
+
+    def load(self, pools: Sequence[Tensor], moves: Sequence[Move]) -> list[int]:
+        """Copy blocks into the pools. Returns the slots whose copies there are not what was saved."""
+        pieces = self._pieces(pools, moves)
+        for block, slot, _, group in moves:
+            for _, _, own, kept in pieces[group]:
+                own[block].copy_(kept[slot - self._begins[group]], non_blocking=self.pinned)
+        return [move.slot for move in moves if not self._is_good(move, pieces[move.group])]
+
+    def _pieces(
+        self, pools: Sequence[Tensor], moves: Sequence[Move]
+    ) -> dict[int, list[tuple[int, bool, Tensor, Tensor]]]:
+        """By group of which something moves, see `Slots.pieces`."""
+        moved = dict.fromkeys(move.group for move in moves)
+        return {group: self.groups[group].pieces(pools[group], self.memory[group]) for group in moved}
 
     def _is_good(self, move: Move, pieces: list[tuple[int, bool, Tensor, Tensor]]) -> bool:
         """Whether what was loaded is what had been saved."""
-        block, slot, name = move
+        block, slot, name, group = move
         check = self.checks[slot]
         if not check:
             return False
         split = Split(*check[:2])
-        if split != self._split:
+        if split != self.groups[group].split:
             return self._take_over(move, pieces, check, split)
         return all(self._hash(name, split, number, own[block]) == _of(check, number) for number, _, own, _ in pieces)
 
@@ -155,14 +202,15 @@ class HostTier:
 
         All of it is checked, on a copy that nobody else can write to.
         """
-        block, slot, name = move
-        if self._share is None or not self._share.layout.has(split):
+        block, slot, name, group = move
+        share = self.groups[group].share
+        if share is None or not share.layout.has(split):
             return False
-        layout, copy = self._share.layout, self.memory[slot : slot + 1].clone()
+        layout, copy = share.layout, self.block(slot)[None].clone()
         for number, piece in enumerate(layout.pieces(copy, split)):
             if self._hash(name, split, number, piece[0]) != _of(check, number):
                 return False
-        theirs = layout.pieces(copy, self._split)
+        theirs = layout.pieces(copy, share.split)
         for number, _, own, _ in pieces:
             own[block].copy_(theirs[number][0])
         return True

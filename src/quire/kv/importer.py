@@ -263,8 +263,8 @@ class Prefiller:
 
     def _connect(self, welcome: wire.Welcome) -> None:
         """The first way to its host tier that there is."""
-        if welcome.block_bytes != self._tier.block_bytes:
-            raise UnreachableError(f"its blocks have {welcome.block_bytes} bytes, and {self._tier.block_bytes} here")
+        if welcome.block_bytes != (own := [each.block_bytes for each in self._tier.groups]):
+            raise UnreachableError(f"its blocks have {welcome.block_bytes} bytes, and {own} here")
         self.engine, whys = welcome.name, []
         for name, transport in self._transports.items():
             if name in welcome.transports and name not in self._switched_off:
@@ -326,13 +326,12 @@ class Prefiller:
 
     def _fetch(self, reading: Reading, message: wire.Have) -> None:
         """Read the blocks of a message, and say so."""
-        own = reading.slots[message.first : message.first + len(message.slots)]
-        if message.first != reading.count or not len(own) == len(message.slots) == len(message.checks):
+        own = reading.slots[message.first : message.first + len(message.offsets)]
+        if message.first != reading.count or not len(own) == len(message.offsets) == len(message.checks):
             raise TransferError(f"blocks {message.first} and on were told of, and {reading.count} are next")
-        size, link = self._tier.block_bytes, self._link
-        if link is None:
+        if (link := self._link) is None:
             raise TransferError("the connection has ended")
-        ranges = [Range(there * size, here * size, size) for there, here in zip(message.slots, own, strict=True)]
+        ranges = [Range(there, *self._tier.place(here)) for there, here in zip(message.offsets, own, strict=True)]
         begin = time.monotonic()
         link.read(coalesced(ranges), READ_SECONDS)
         reading.moving += time.monotonic() - begin

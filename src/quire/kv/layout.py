@@ -118,9 +118,9 @@ class Share:
     saves: bool = True
 
     @classmethod
-    def of(cls, cache: KVCache, model: Model) -> Share:
-        """Of a rank that has its part in a cache."""
-        layout, width = Layout.of(cache, model), model.stage.size
+    def of(cls, cache: KVCache, model: Model, group: int = 0) -> Share:
+        """Of a rank that has its part in a cache, that of a KV group."""
+        layout, width = Layout.of(cache, model, group), model.stage.size
         split = Split(model.stages, min(width, layout.shape.kv_heads))
         alike = width // split.parts  # ranks next to each other that have the same heads
         stage, place = divmod(model.ranks.rank % (width * model.stages), width)

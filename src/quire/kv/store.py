@@ -278,7 +278,7 @@ class StoreAgent(Agent):
 def _packed(tier: HostTier, slot: int) -> bytes:
     """A block with its check, as it lies in the store."""
     check = tier.checks[slot]
-    return len(check).to_bytes(2, "little") + check + tier.memory[slot].numpy().tobytes()
+    return len(check).to_bytes(2, "little") + check + tier.block(slot).numpy().tobytes()
 
 
 def _unpack(value: bytes | None, tier: HostTier, slot: int) -> bool:
@@ -286,8 +286,8 @@ def _unpack(value: bytes | None, tier: HostTier, slot: int) -> bool:
     if value is None or len(value) < 2:
         return False
     begin = 2 + int.from_bytes(value[:2], "little")
-    if len(value) != begin + tier.block_bytes or begin - 2 > CHECK_BYTES:
+    if len(value) != begin + tier.place(slot)[1] or begin - 2 > CHECK_BYTES:
         return False
     tier.checks[slot] = value[2:begin]
-    tier.memory[slot].numpy()[:] = memoryview(value)[begin:]
+    tier.block(slot).numpy()[:] = memoryview(value)[begin:]
     return True

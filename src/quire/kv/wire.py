@@ -13,7 +13,7 @@ import msgspec
 
 from quire.curve import Curve
 
-PROTOCOL = 1
+PROTOCOL = 2
 BEAT_SECONDS, SILENCE_SECONDS = 1.0, 5.0
 
 
@@ -41,11 +41,12 @@ class Welcome(msgspec.Struct, tag="welcome"):
 
     Attributes:
         name: of the exporter, another one after each start.
+        block_bytes: of each KV group.
         transports: by name, where the exporter's host tier is found.
     """
 
     name: str
-    block_bytes: int
+    block_bytes: list[int]
     transports: dict[str, str]
 
 
@@ -54,7 +55,7 @@ class Want(msgspec.Struct, tag="want"):
 
     Attributes:
         number: the importer's.
-        hashes: the blocks' names, which follow one another.
+        hashes: the blocks' names, in the order in which they are wanted.
         tokens: a prompt that has them: the exporter computes what it has not. None: it computes nothing.
         priority, owner, scope: of the request.
     """
@@ -71,12 +72,12 @@ class Have(msgspec.Struct, tag="have"):
     """Blocks of a `Want`, from its block `first` on, can be read.
 
     Attributes:
-        slots: where in the exporter's host tier. checks: of the blocks, see `HostTier`.
+        offsets: where in the exporter's host tier, in bytes. checks: of the blocks, see `HostTier`.
     """
 
     number: int
     first: int
-    slots: list[int]
+    offsets: list[int]
     checks: list[bytes]
 
 

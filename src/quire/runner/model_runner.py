@@ -218,10 +218,10 @@ class ModelRunner:
         """
         if self.host is None:
             return [], 0.0
-        pool = self.kv[0].memory
-        self.host.save(pool, plan.saves)
+        pools = [each.memory for each in self.kv]
+        self.host.save(pools, plan.saves)
         begin = time.monotonic()
-        return self.host.load(pool, plan.loads), time.monotonic() - begin
+        return self.host.load(pools, plan.loads), time.monotonic() - begin
 
     def _bad_for_any(self, plan: StepPlan, bad_loads: list[int]) -> list[int]:
         """The slots whose loads are bad on any rank that computes the plan."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, Span, StepPlan
 from quire.errors import ConfigError, MemoryPlanError
-from quire.kv.host import HostTier, slot_bytes
+from quire.kv.host import HostTier, Slots, slot_bytes
 from quire.kv.layout import Share
 from quire.models.model import Model
 from quire.ops import KVCache, KVShape
@@ -131,23 +131,57 @@ def _host_tier(
     """
     if not config.host_kv_bytes:
         return None
-    share = Share.of(kv[0], model)
-    size, each = config.host_kv_bytes, slot_bytes(share.layout.block_bytes)
-    if [group.window for group in plan.groups] != [None]:
+    if config.kv_directory is not None and [group.window for group in plan.groups] != [None]:
         raise ConfigError(
-            "host_kv_memory or kv_role with a model that has layers with a sliding window, or recurrent ones: not yet, "
-            "as a slot has a block of all layers; leave them out"
+            f"kv_directory={config.kv_directory} with a model that has layers with a sliding window, or recurrent "
+            "ones: not yet, as the directory's names are of blocks of all layers; leave it out (such models may have "
+            "host_kv_memory, disk_kv_path, and kv_role=prefill and decode)"
         )
-    if size < each:
+    alone = model.stage.size * model.stages == 1
+    recurrent = any(group.recurrent for group in plan.groups)
+    if not alone and (recurrent or (len(kv) > 1 and model.stages > 1)):
+        name = (
+            "a model with recurrent layers over several ranks"
+            if recurrent
+            else ("pipeline_parallel_size and a model of which some layers have a sliding window")
+        )
         raise ConfigError(
-            f"host_kv_memory={format_size(size)} is less than one block of {format_size(each)}; raise it to at "
-            f"least {format_size(64 * each)}, or leave it out"
+            f"host_kv_memory or kv_role with {name}: not yet, as it is not known which part of a block each rank has; "
+            "leave one of them out"
         )
-    return HostTier(size // each, share.layout.block_bytes, key, kv[0].memory.is_cuda, share, fd)
+    shares = [
+        None if group.recurrent else Share.of(cache, model, number)
+        for number, (cache, group) in enumerate(zip(kv, plan.groups, strict=True))
+    ]
+    sizes = [
+        slot_bytes(cache.bytes_per_block if share is None else share.layout.block_bytes)
+        for cache, share in zip(kv, shares, strict=True)
+    ]
+    counts = _slot_counts(config.host_kv_bytes, sizes, [group.num_usable for group in plan.groups])
+    if not all(counts):
+        least = 64 * sum(sizes)
+        raise ConfigError(
+            f"host_kv_memory={format_size(config.host_kv_bytes)} is less than one block of {format_size(sum(sizes))}; "
+            f"raise it to at least {format_size(least)}, or leave it out"
+        )
+    slots = [
+        Slots(count, size - slot_bytes(0), share) for count, size, share in zip(counts, sizes, shares, strict=True)
+    ]
+    return HostTier(slots, key, kv[0].memory.is_cuda, fd)
+
+
+def _slot_counts(memory: int, sizes: Sequence[int], blocks: Sequence[int]) -> list[int]:
+    """How many slots there are for each KV group's blocks: as many as its pool has to those of the others.
+
+    Args:
+        sizes: bytes of a slot, by group. blocks: of the pools.
+    """
+    whole = sum(size * count for size, count in zip(sizes, blocks, strict=True))
+    return [memory * count // whole for count in blocks]
 
 
 def _describe(host: HostTier, config: EngineConfig) -> str:
-    tokens = host.num_slots * config.block_size
+    tokens = host.groups[0].count * config.block_size
     text = f"host tier: {host.num_slots:,} KV blocks ({tokens:,} tokens) in {format_size(config.host_kv_bytes)}"
     if host.pinned or config.kv_role:
         return text
