@@ -19,7 +19,9 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import Move
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, MemoryPlanError
+from quire.kv.ahead import MemoryAhead
 from quire.kv.host import HostTier, Slots
+from quire.ops.kv_cache import zeros
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import save_checkpoint
 
@@ -258,3 +260,27 @@ def test_a_closed_engine_gives_the_tier_s_memory_back() -> None:
     assert is_mapped(inode)
     engine.close()
     assert not is_mapped(inode)
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_is_taken_before_blocks_are_loaded_there_and_what_stands_there_stays() -> None:
+    memory = zeros(256 * 2**20, "cpu").view(256, 2**20)
+    memory[3] = 7
+    before = resident()
+    ahead = MemoryAhead(memory, 40)
+    ahead.drain()
+    taken = resident() - before
+    assert 35 * 2**20 < taken < 60 * 2**20 and memory[3].min() == 7 and not memory[4].any()
+    ahead.used(10)  # enough is left
+    ahead.drain()
+    assert resident() - before < taken + 4 * 2**20
+    ahead.used(100)
+    ahead.drain()
+    assert 135 * 2**20 < resident() - before < 160 * 2**20
+    ahead.used(255)
+    ahead.drain()
+    assert resident() - before > 250 * 2**20

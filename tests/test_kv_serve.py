@@ -26,7 +26,7 @@ PROMPT = "\n".join(f"def f{index}(a, b):\n    return a + {index} * b\n" for inde
 def key(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("cluster") / "key"
     file.write_text("a secret of this cluster")
-    file.chmod(0o600)
+    file.chmod(0o644)  # so that there is something to warn of
     return str(file)
 
 
@@ -53,6 +53,11 @@ def ready(server: ServeProcess) -> None:
 def fetched(server: ServeProcess) -> int:
     """Blocks that came from another engine."""
     return int(server.json("/view")["stats"]["kv_tiers"]["peer"]["loaded"])
+
+
+def test_a_key_that_all_users_can_read_is_one_warning(prefill: ServeProcess) -> None:
+    prefill.wait_ready()
+    assert prefill.stderr.count("can be read by every user of this machine") == 1
 
 
 def test_the_official_client_gets_one_servers_tokens(decode: ServeProcess, prefill: ServeProcess) -> None:

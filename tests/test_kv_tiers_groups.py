@@ -110,6 +110,8 @@ def test_heads_are_loaded_and_a_flipped_bit_in_a_part_of_any_group_costs_no_toke
     host.block([slot for slot in slots if slot is not None][-1])[7] ^= 4
     assert run(engine, texts, first_id=200, most=8) == expected
     assert hosted(engine)["bad"] == 1
+    sizes, moved = [each.block_bytes for each in host.groups], engine.stats.kv_tier_bytes["host"]
+    assert min(sizes) * hosted(engine)["loaded"] <= moved["loaded"] <= max(sizes) * hosted(engine)["loaded"]
     engine.close()
 
 
@@ -165,3 +167,27 @@ def test_what_cannot_be_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make(folders[kind], num_kv_blocks=60, host_kv_memory="16MiB", **more)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_heads_save_and_load_their_parts_of_every_groups_blocks(
+    folders: dict[str, dict[str, Any]],
+) -> None:
+    options = {**folders["some windows"], "tensor_parallel_size": 2}
+    expected = cold(options, prompts(), 40)
+    engine = make(options, num_kv_blocks=24, host_kv_memory="64MiB")
+    assert run(engine, prompts()) == expected
+    counts = hosted(engine)
+    assert engine.stats.preemptions and counts["loaded"] and not counts["bad"]
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "more"), [("states", {"tensor_parallel_size": 2}), ("some windows", {"pipeline_parallel_size": 2})]
+)
+def test_ranks_of_which_nobody_knows_who_has_what_are_refused_by_name(
+    folders: dict[str, dict[str, Any]], kind: str, more: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="host_kv_memory or kv_role with .*: not yet"):
+        make({**folders[kind], **more}, num_kv_blocks=60, host_kv_memory="16MiB")

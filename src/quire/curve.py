@@ -63,8 +63,11 @@ class Address(NamedTuple):
         return f"tcp://{Address(str(found), self.port)}"
 
 
-def read_token(file: str, name: str) -> bytes:
-    """The token in a file, without white space around it.
+def read_token(file: str, name: str, quiet: bool = False) -> bytes:
+    """The token in a file, without white space around it. A file that all may read is a warning.
+
+    Args:
+        quiet: another process of the same program reads it too, and warns.
 
     Raises:
         ConfigError: it cannot be read, or is no token; the message calls the file's option `name`.
@@ -80,7 +83,7 @@ def read_token(file: str, name: str) -> bytes:
             f"{name} {file}: a token of {len(token)} bytes; allowed: {SHORTEST_TOKEN} to {LONGEST_TOKEN}; make one "
             f"with 'openssl rand -hex 32 > {file}'"
         )
-    if stat.S_ISREG(mode) and mode & stat.S_IROTH:
+    if stat.S_ISREG(mode) and mode & stat.S_IROTH and not quiet:
         logger.warning("%s %s can be read by every user of this machine: chmod 600", name, file)
     return token
 

@@ -90,7 +90,7 @@ def read_options(args: argparse.Namespace) -> tuple[Given, ServeOptions]:
     if engine.cluster_key_file is not None:  # several processes read it: one says what is wrong with it
         from quire.curve import read_token
 
-        read_token(engine.cluster_key_file, "--cluster-key-file")
+        read_token(engine.cluster_key_file, "--cluster-key-file", quiet=True)  # the engine's process warns
     if not HUB_NAME.fullmatch(engine.model):  # that may be a download: when the model is loaded
         resolve(engine.model, engine.revision)
 

@@ -109,6 +109,7 @@ class Exports:
                 export.slots.append(slot)
             if export.told > first:
                 self.exported += export.told - first
+                self._fetches.exported(export.slots[first:])
                 news.append(Have(number, first, tuple(export.slots[first:])))
             if export.told < len(export.hashes) and not self._coming(export, cache):
                 news.append(Gone(number))

@@ -17,7 +17,7 @@ until it is said that nothing is written there any more.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 from quire.core.block_hash import part_name
@@ -180,6 +180,7 @@ class Fetches:
         bad_loads: blocks whose bytes were found to be others than those that had been saved.
         stored: blocks that came to the disk.
         read: blocks that came into the tier, by where from.
+        volume: of all that was "stored" in a tier and "loaded" from it, (tier, event), in blocks of the first group.
         prefill_tokens: so many that are to be computed are computed by another engine; None: none is there.
         holders: what other nodes hold; None: nothing is read from others.
         published: what others may read here; None: nothing.
@@ -189,6 +190,7 @@ class Fetches:
         self.tier, self.disk, self.sizes, self.costs = tier, disk, sizes, Costs()
         self.saved = self.loaded = self.bad_loads = self.stored = 0
         self.read = {DISK: 0, PEER: 0, REMOTE: 0}
+        self.volume: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.holders: Holders | None = None
         self.published: Published | None = None
         self.prefill_tokens: int | None = None
@@ -337,6 +339,7 @@ class Fetches:
             self.tier.filled(move.slot)
             self._write(move)
         self.saved += len(saves)
+        self._count(HOST, "stored", self.size(saves))
         self.bad_loads += len(bad_loads)
         for move in plan.loads:
             if move.slot in bad_loads:
@@ -347,7 +350,9 @@ class Fetches:
             good = [move.slot not in bad_loads for move in fetch.moves]
             lost = (place for place, fine in zip(fetch.places, good, strict=True) if not fine)
             fetch.num_published = min(lost, default=len(fetch.hashes))
-            self.loaded += sum(place < fetch.num_published for place in fetch.places)
+            came = [move for place, move in zip(fetch.places, fetch.moves, strict=True) if place < fetch.num_published]
+            self.loaded += len(came)
+            self._count(HOST, "loaded", self.size(came))
             self._unpin(fetch)
             self._cool(fetch)
         return fetches
@@ -360,6 +365,13 @@ class Fetches:
             for fetch in fetches:
                 self._unpin(fetch)
         self._in_flight.clear()
+
+    def exported(self, slots: Sequence[int]) -> None:
+        """Another engine was told of blocks."""
+        self._count(PEER, "stored", sum(self.sizes[self.tier.group(slot)] for slot in slots))
+
+    def _count(self, tier: str, event: str, size: float) -> None:
+        self.volume[tier, event] += size
 
     # -- disk, and other engines ---------------------------------------------------------------------------
 
@@ -375,6 +387,7 @@ class Fetches:
         self.writes.remove(slot)
         self.tier.unpin(slot)
         self.stored += stored
+        self._count(DISK, "stored", stored * self.sizes[self.tier.group(slot)])
 
     def begin_read(self, chain: Chain, now: float) -> SlotFetch | None:
         """Have a chain's next blocks read, as far as disk and tier have them; None where none need be."""
@@ -533,6 +546,7 @@ class Fetches:
         for index, slot in enumerate(fetch.filling):
             (self.tier.filled if index < count else self.tier.dropped)(slot)
         self.read[fetch.source] += count
+        self._count(fetch.source, "loaded", sum(fetch.sizes[:count]))
         if fetch.source == REMOTE:
             self._pulled(fetch, count, seconds, gone)
         else:

@@ -27,7 +27,7 @@ from quire.core.stages import dealt_out, share_of_prompts
 from quire.core.step import Span, SpanResult, StepPlan, StepResult
 from quire.core.step_state import PendingStep, StepInFlight
 from quire.core.trials import Trials
-from quire.core.turns import Turns, outranked
+from quire.core.turns import Turns, first_to_yield, outranked
 from quire.core.waiting_queue import WaitingQueue
 from quire.errors import RequestError
 
@@ -430,7 +430,7 @@ class Scheduler:
         cached = match.num_blocks * self.kv.block_size + match.partial_tokens
         remaining = len(request.tokens) - cached
         count = self._chunk(remaining, step, cached)
-        if not count or (count < remaining and self._too_many_partial(request, step)):
+        if not count or (count < remaining and step.partial_ahead(request) >= self.config.max_num_partial_prefills):
             return False
         num_tokens = cached + count
         if self.kv.lacks(self._blocks_to_start(request, match, num_tokens)) and not outranked(self.running, request):
@@ -446,11 +446,6 @@ class Scheduler:
         if count < remaining:
             step.partial.append(request)
         return True
-
-    def _too_many_partial(self, request: Request, step: PendingStep) -> bool:
-        """Whether no further partial prefill is allowed; those that come after the request do not stand in its way."""
-        before = sum(other.order < request.order for other in step.partial)
-        return before >= self.config.max_num_partial_prefills
 
     def _make_room(self, request: Request, match: Match, num_tokens: int, seats_taken: bool, step: PendingStep) -> bool:
         """Whether there is a seat, and room for the locked match to grow to `num_tokens`.
@@ -490,22 +485,11 @@ class Scheduler:
     def _reserve(self, request: Request, count: int, step: PendingStep) -> bool:
         """Blocks for a running request's next `count` tokens; preempts later ones, and yields if there are none."""
         while not self.kv.reserve(request, request.num_computed + count):
-            victim = self._victim(request)
+            victim = first_to_yield(self.running, request)
             if victim is None or self.kv.num_deferred:  # what steps in flight hold comes back when they commit
                 return False
             self._preempt(victim, step)
         return True
-
-    def _victim(self, requester: Request) -> Request | None:
-        """The last request that comes after `requester`; one that is still recomputing only as the last resort."""
-        last = None
-        for request in reversed(self.running):
-            if request.order <= requester.order:
-                break
-            if request.num_computed > request.high_water or not request.stats.preemptions:
-                return request
-            last = last or request
-        return last
 
     def _preempt(self, victim: Request, step: PendingStep) -> None:
         """Take a request's blocks; it will compute its tokens again, and get the same ones."""

@@ -59,6 +59,10 @@ class PendingStep:
         if self.costs is not None:
             self.spare -= blocks * self.costs.tokens_per_load(source)
 
+    def partial_ahead(self, request: Request) -> int:
+        """How many partial prefills remain that come before a request: those after it do not stand in its way."""
+        return sum(other.order < request.order for other in self.partial)
+
     def withhold(self, most: int) -> None:
         """Leave prompts at most so many tokens."""
         self.withheld += max(0, self.budget - most)

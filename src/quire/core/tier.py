@@ -77,6 +77,10 @@ class Tier:
             slots.append(slot)
         return slots
 
+    def group(self, slot: int) -> int:
+        """Whose blocks a slot is for."""
+        return bisect_right(self._begins, slot) - 1
+
     def room(self, group: int) -> int:
         """Slots for a group's blocks that are free, or may give way."""
         return len(self._free[group]) + len(self._idle[group])
@@ -110,18 +114,18 @@ class Tier:
         block_hash = self._names[slot]
         del self._filling[block_hash]
         self._kept[block_hash] = slot
-        self._idle[self._group(slot)][slot] = None
+        self._idle[self.group(slot)][slot] = None
         self.changed(block_hash)
 
     def dropped(self, slot: int) -> None:
         """The block will not come, and nothing else will be written: the slot is free."""
         del self._filling[self._names.pop(slot)]
-        self._free[self._group(slot)].append(slot)
+        self._free[self.group(slot)].append(slot)
 
     def pin(self, slot: int) -> None:
         """Somebody reads the block: it does not give way before as many have called `unpin`."""
         self._pins[slot] = self._pins.get(slot, 0) + 1
-        self._idle[self._group(slot)].pop(slot, None)
+        self._idle[self.group(slot)].pop(slot, None)
 
     def unpin(self, slot: int) -> None:
         """One of those who read the block is done: it was used just now."""
@@ -132,11 +136,11 @@ class Tier:
         if slot in self._quarantined:
             self.released(slot)
         else:
-            self._idle[self._group(slot)][slot] = None
+            self._idle[self.group(slot)][slot] = None
 
     def cool(self, slot: int) -> None:
         """What is kept there is worth nothing more: unless somebody reads it, it gives way first."""
-        idle = self._idle[self._group(slot)]
+        idle = self._idle[self.group(slot)]
         if slot in idle:
             idle.move_to_end(slot, last=False)
 
@@ -147,7 +151,7 @@ class Tier:
             return  # somebody else found it out before
         del self._kept[block_hash]
         self.changed(block_hash)
-        self._idle[self._group(slot)].pop(slot, None)
+        self._idle[self.group(slot)].pop(slot, None)
         self._quarantined.add(slot)
         if slot not in self._pins:
             self.released(slot)
@@ -160,14 +164,10 @@ class Tier:
     def released(self, slot: int) -> None:
         """A slot of the quarantine is neither read nor written any more: it is free."""
         self._quarantined.remove(slot)
-        self._free[self._group(slot)].append(slot)
-
-    def _group(self, slot: int) -> int:
-        """Whose blocks it is for."""
-        return bisect_right(self._begins, slot) - 1
+        self._free[self.group(slot)].append(slot)
 
     def _touch(self, slot: int) -> None:
-        idle = self._idle[self._group(slot)]
+        idle = self._idle[self.group(slot)]
         if slot in idle:
             idle.move_to_end(slot)
 

@@ -49,3 +49,16 @@ def outranked(running: Sequence[Request], request: Request) -> list[Request]:
         if other.order[0] > priority or (other.owner != request.owner and other.order[1] > turn):
             later.append(other)
     return later
+
+
+def first_to_yield(running: Sequence[Request], requester: Request) -> Request | None:
+    """Of the running requests, which are in order, the last one that comes after another, which needs its blocks; one
+    that is still recomputing only as the last resort."""
+    last = None
+    for request in reversed(running):
+        if request.order <= requester.order:
+            break
+        if request.num_computed > request.high_water or not request.stats.preemptions:
+            return request
+        last = last or request
+    return last

@@ -323,6 +323,7 @@ class Engine:
             self._stats.cached_tokens, self._stats.preemptions = scheduler.num_cached_tokens, scheduler.num_preemptions
             self._stats.running, self._stats.waiting = len(scheduler.running), scheduler.num_waiting
             self._stats.kv_tiers = self.tiers.counts(scheduler.kvs)
+            self._stats.kv_tier_bytes = self.tiers.sizes(scheduler.kvs, self._stats.kv_block_bytes)
             self._stats.kv_slots = scheduler.kvs[0].fetches.slots
         return self._stats
 

@@ -29,7 +29,8 @@ class EngineStats:
             were not those that had been stored: they were computed.
         kv_slots: of the host tier by what they are: "free", "filling" with a block on its way, "kept" for one that is
             there, and "quarantined", where something may still be read or written late; {}: there is no such tier.
-        kv_block_bytes: of each block.
+        kv_tier_bytes: the same of what is `stored` and `loaded`, in bytes.
+        kv_block_bytes: of each block of the first KV group.
     """
 
     steps: int = 0
@@ -51,6 +52,7 @@ class EngineStats:
     waiting: int = 0
     kv_tiers: dict[str, dict[str, int]] = field(default_factory=dict)
     kv_slots: dict[str, int] = field(default_factory=dict)
+    kv_tier_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
     kv_block_bytes: int = 0
 
     def count(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:

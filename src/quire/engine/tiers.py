@@ -344,6 +344,15 @@ class KVTiers:
             counts["remote"] = {"loaded": kvs[0].fetches.read[REMOTE]} | asked
         return counts
 
+    def sizes(self, kvs: Sequence[KVManager], block_bytes: int) -> dict[str, dict[str, int]]:
+        """Bytes that were `stored` in each tier and `loaded` from there, see `counts`."""
+        moved: dict[str, dict[str, int]] = {tier: {} for tier in self.counts(kvs)}
+        for kv in kvs:
+            for (tier, event), size in kv.fetches.volume.items():
+                if tier in moved:
+                    moved[tier][event] = moved[tier].get(event, 0) + round(size * block_bytes)
+        return moved
+
     def waits(self, scheduler: Scheduler | Lockstep, wait_seconds: float) -> bool:
         """Whether requests wait for the tiers; waits a little for these then."""
         if isinstance(scheduler, Lockstep) or not scheduler.kv.fetches.waits:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.core.step import Move
 from quire.errors import ConfigError
+from quire.kv.ahead import MemoryAhead
 from quire.kv.layout import WHOLE, Share, Split
 from quire.kv.transport.base import Region
 from quire.ops.memory import shared
@@ -108,6 +109,7 @@ class HostTier:
         key: 32 secret bytes.
         pinned: for a GPU, which copies to and from memory that stays where it is.
         fd: of the memory, if it is there already.
+        ahead: by group, what takes the memory of the pool before blocks are loaded there; empty: nothing does.
 
     Attributes:
         memory: by group, [count, block_bytes] uint8. On a CPU, pages are only taken once they are used. It is given
@@ -119,8 +121,15 @@ class HostTier:
         ConfigError: there are more ranks than a check has room for.
     """
 
-    def __init__(self, groups: Sequence[Slots], key: bytes, pinned: bool = False, fd: int = -1) -> None:
-        self.groups, self.pinned = groups, pinned
+    def __init__(
+        self,
+        groups: Sequence[Slots],
+        key: bytes,
+        pinned: bool = False,
+        fd: int = -1,
+        ahead: Sequence[MemoryAhead] = (),
+    ) -> None:
+        self.groups, self.pinned, self._ahead = groups, pinned, ahead
         if (count := max(each.num_pieces for each in groups)) > MOST_PIECES:
             raise ConfigError(
                 f"host_kv_memory with {count} ranks that have different KV; at most {MOST_PIECES} may: "
@@ -172,6 +181,8 @@ class HostTier:
     def load(self, pools: Sequence[Tensor], moves: Sequence[Move]) -> list[int]:
         """Copy blocks into the pools. Returns the slots whose copies there are not what was saved."""
         pieces = self._pieces(pools, moves)
+        for group in pieces if self._ahead else ():
+            self._ahead[group].used(max(move.block for move in moves if move.group == group))
         for block, slot, _, group in moves:
             for _, _, own, kept in pieces[group]:
                 own[block].copy_(kept[slot - self._begins[group]], non_blocking=self.pinned)

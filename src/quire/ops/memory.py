@@ -11,6 +11,7 @@ import torch
 
 HUGE_PAGE = 2 * 2**20
 _ADVISE_HUGE_PAGES, _COLLAPSE = 14, 25  # Linux: MADV_HUGEPAGE; MADV_COLLAPSE, since 6.1
+_POPULATE = 23  # MADV_POPULATE_WRITE, since 5.14
 
 
 class Scratch:
@@ -75,6 +76,17 @@ def collapse(tensor: torch.Tensor) -> None:
     if size > 0:
         _madvise(first, size, _ADVISE_HUGE_PAGES)
         _madvise(first, size, _COLLAPSE)
+
+
+def populate(tensor: torch.Tensor) -> None:
+    """Take memory from the system that was not written to yet, where the system can be told so; what stands there
+    stays. Others may use it meanwhile."""
+    if sys.platform != "linux" or not tensor.nbytes:
+        return
+    first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    for begin in range(first, tensor.data_ptr() + tensor.nbytes, HUGE_PAGE):
+        size = min(HUGE_PAGE, tensor.data_ptr() + tensor.nbytes - begin)
+        _madvise(begin, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, _POPULATE)
 
 
 def _madvise(address: int, size: int, advice: int) -> None:

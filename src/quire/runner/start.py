@@ -13,6 +13,7 @@ from quire.config import EngineConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, Span, StepPlan
 from quire.errors import ConfigError, MemoryPlanError
+from quire.kv.ahead import MemoryAhead
 from quire.kv.host import HostTier, Slots, slot_bytes
 from quire.kv.layout import Share
 from quire.models.model import Model
@@ -167,7 +168,10 @@ def _host_tier(
     slots = [
         Slots(count, size - slot_bytes(0), share) for count, size, share in zip(counts, sizes, shares, strict=True)
     ]
-    return HostTier(slots, key, kv[0].memory.is_cuda, fd)
+    ahead = []
+    if config.kv_role == "decode" and not kv[0].memory.is_cuda:  # where streams are to keep their pace
+        ahead = [MemoryAhead(cache.memory, group.peak_blocks) for cache, group in zip(kv, plan.groups, strict=True)]
+    return HostTier(slots, key, kv[0].memory.is_cuda, fd, ahead)
 
 
 def _slot_counts(memory: int, sizes: Sequence[int], blocks: Sequence[int]) -> list[int]:

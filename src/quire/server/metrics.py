@@ -360,7 +360,7 @@ def _engine_families(stats: Mapping[str, Any], vllm_labels: Mapping[str, str]) -
     if "expert_load_balance" in stats and "expert_load_balance_by_layer" in stats:
         yield _expert_family({"all": stats["expert_load_balance"]} | stats["expert_load_balance_by_layer"])
     if stats.get("kv_tiers"):
-        yield from _tier_families(stats["kv_tiers"], stats["kv_block_bytes"])
+        yield from _tier_families(stats["kv_tiers"], stats["kv_tier_bytes"])
     if stats.get("kv_slots"):
         yield _slot_family(stats["kv_slots"])
     if "stage_busy" in stats:
@@ -378,7 +378,7 @@ def _accepted_family(counts: Sequence[int], depth: int, vllm_labels: Mapping[str
     return family
 
 
-def _tier_families(tiers: Mapping[str, Mapping[str, int]], block_bytes: int) -> Iterator[Metric]:
+def _tier_families(tiers: Mapping[str, Mapping[str, int]], sizes: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
     """What moved between the pool and its tiers, in blocks and in bytes."""
     help = "KV blocks: stored in a tier, loaded from it, and loaded with other bytes than had been stored."
     blocks = CounterMetricFamily("quire:kv_tier_blocks", help, labels=["tier", "event"])
@@ -388,7 +388,7 @@ def _tier_families(tiers: Mapping[str, Mapping[str, int]], block_bytes: int) -> 
         for event, count in counts.items():
             blocks.add_metric([tier, event], count)
             if event in ("stored", "loaded"):
-                moved.add_metric([tier, event], count * block_bytes)
+                moved.add_metric([tier, event], sizes[tier].get(event, 0))
     yield from (blocks, moved)
 
 

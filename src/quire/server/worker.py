@@ -47,7 +47,7 @@ class HttpWorker:
     def __init__(self, start: HttpStart, http: HttpServer) -> None:
         directory = Path(start.directory)
         server, cluster_key = start.server, start.engine_options.get("cluster_key_file")
-        secret = None if cluster_key is None else read_token(cluster_key, "--cluster-key-file")
+        secret = None if cluster_key is None else read_token(cluster_key, "--cluster-key-file", quiet=True)
         self.context = AppContext(
             server=server,
             client=EngineClient(directory, start.worker, start.replicas, server.api_workers),
