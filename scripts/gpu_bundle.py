@@ -2,9 +2,9 @@
 
     python scripts/gpu_bundle.py build/gpu-bundle
 
-Which packages these are is found by running: an engine makes two tokens, in a process that refuses to import what only
-the server and the command line need. What it has loaded then, less what comes with torch, is downloaded for Python 3.12
-on x86-64, in the versions that are installed here.
+Which packages these are is found by running: an engine makes two tokens, and the sections of gpu-check are imported, in
+a process that refuses to import what only the server and the command line need. What it has loaded then, less what
+comes with torch, is downloaded for Python 3.12 on x86-64, in the versions that are installed here.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ COMMAND_LINES_OWN = ("rich", "huggingface_hub")
 PRESENT = ("torch", "triton", "numpy")
 """What a machine with a GPU has, together with what these need."""
 
+ROOT = Path(__file__).resolve().parents[1]
 PYTHON = "3.12"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MOST_BYTES = 40 * 2**20
@@ -54,6 +55,11 @@ from quire.llm import LLM
 from quire.core.sampling_params import SamplingParams
 with LLM("demo", device="cpu", max_model_len=64, num_kv_blocks=16) as llm:
     llm.generate("def", SamplingParams(max_tokens=2, seed=0))
+import importlib
+import benchmarks.gpu.first_token
+from benchmarks.gpu.worker import SECTIONS
+for module in sorted({{section[0] for section in SECTIONS.values()}}):
+    importlib.import_module("benchmarks.gpu." + module)
 print(*sorted({{name.partition(".")[0] for name in sys.modules}}))
 """
 
@@ -81,7 +87,7 @@ def engine_modules() -> set[str]:
         CalledProcessError: the engine needs one of them after all.
     """
     code = RUN.format(refused=SERVERS_OWN + COMMAND_LINES_OWN)
-    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     return set(done.stdout.splitlines()[-1].split())
 
 

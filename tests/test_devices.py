@@ -126,6 +126,19 @@ def test_an_old_or_missing_triton_is_refused(monkeypatch, version, message):
         check_cuda()
 
 
+def test_a_triton_that_cannot_build_its_connection_to_the_driver_is_refused(monkeypatch):
+    class Active:
+        @property
+        def utils(self):
+            raise RuntimeError("Failed to find C compiler")
+
+    cuda(monkeypatch)
+    runtime = SimpleNamespace(driver=SimpleNamespace(active=Active()))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.0", runtime=runtime))
+    with pytest.raises(DeviceError, match=r"cannot start here: Failed to find C compiler.*gcc or clang"):
+        check_cuda()
+
+
 def test_a_refusal_is_a_configuration_error():
     assert issubclass(DeviceError, ConfigError)
 

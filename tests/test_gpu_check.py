@@ -24,7 +24,7 @@ from benchmarks.gpu.engines import bench
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.records import NAME, append, read
 from benchmarks.gpu.run import Run
-from benchmarks.gpu.worker import SECTIONS, use_constants
+from benchmarks.gpu.worker import CHECKED_CHOICE, SECTIONS, use_constants
 
 from quire.bench.ceilings import Work
 from quire.core.step import Span
@@ -394,24 +394,45 @@ def test_what_a_sweep_has_chosen_is_what_later_sections_compute_with(monkeypatch
     assert product._short == tile
 
 
+@pytest.mark.parametrize("found", [{"kind": "check", "ok": False}, {"kind": "section", "status": "crashed"}])
+def test_constants_that_fail_their_check_are_not_used_but_those_that_were_swept_later(
+    found: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = splits.PROGRAMS
+    monkeypatch.setattr(splits, "PROGRAMS", programs)
+
+    def chosen(section: str, value: int) -> dict[str, Any]:
+        values = {"PROGRAMS": value}
+        return {"kind": "constants", "section": section, "module": splits.__name__, "values": values}
+
+    checked = found | {"section": CHECKED_CHOICE}
+    use_constants([{"kind": "run", "key": "a"}, chosen("sweep attention", 7), checked])
+    assert programs == splits.PROGRAMS
+    use_constants([chosen("sweep attention", 7), checked, chosen("sweep quantized", 8)])
+    assert splits.PROGRAMS == 8
+
+
 def test_a_choice_of_tiles_that_cannot_be_compiled_is_one_less_but_that_of_the_sources_must_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen, others = sweep_products.choices()[0], sweep_products.choices()[1:3]
 
-    def timed(job: Job, weights: Any, rows: Any, index: int, pair: Any) -> dict[Any, float]:
+    def timed(job: Job, sources: bool) -> dict[Any, float]:
+        pair = linear_dense.SHORT, linear_dense.TALL
+        assert sources == (pair == chosen)
         if pair in failing:
             raise RuntimeError("out of resource: shared memory")
-        return {(weight, count): 1.0 + index for weight in weights for count in rows}
+        return dict.fromkeys("ab", 1.0 if sources else 3.0)
 
-    monkeypatch.setattr(sweep_products, "_one_choice", timed)
+    monkeypatch.setattr(sweep_products, "_timed", timed)
     job = Job("sweep products", "cpu", True, None, tmp_path, tmp_path / NAME, time.monotonic() + 100)
     failing = others[:1]
     sweep_products.run(job)
     found = read(job.records)
-    assert ["failed" in one for one in found[:-1]] == [True, False, False]
-    assert [one["factor"] for one in found[1:-1]] == pytest.approx([1.0, 3.0])
-    assert found[-1]["values"] == {"SHORT": list(chosen[0]), "TALL": list(chosen[1])} and found[-1]["kept"]
+    assert ["failed" in one for one in found[:-2]] == [True, False, False]
+    assert [one["factor"] for one in found[1:-2]] == pytest.approx([1.0, 3.0])
+    assert [one["values"] for one in found[-2:]] == [{"SHORT": list(chosen[0])}, {"TALL": list(chosen[1])}]
+    assert all(one["kept"] for one in found[-2:])
     failing = [chosen]
     with pytest.raises(RuntimeError, match="shared memory"):
         sweep_products.run(job)

@@ -7,6 +7,7 @@ import copy
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from quire.models.layout import partly_turned
 from quire.models.quantize import quantize_folder
 from quire.models.random_checkpoint import write_checkpoint
 from quire.models.registry import load_model, read_config
-from quire.ops import Quantization
+from quire.ops import Fp8Weight, Kernels, Mxfp4Weight, Product, Quantization
 from quire.ops.elementwise import rotate
 from tests import test_determinism as product
 from tests import test_triton_engine as triton
@@ -438,6 +439,23 @@ FP8: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
+class KeepsFp8(Kernels):
+    """Stands for kernels that take such weights as they are stored.
+
+    Attributes:
+        kept: numbers of the weights so far.
+    """
+
+    kept = 0
+
+    def keeps(self, weight: Mxfp4Weight | Fp8Weight) -> bool:
+        return True
+
+    def pack_fp8(self, parts: Sequence[Fp8Weight], *more: Any) -> Product:
+        self.kept += sum(part.codes.numel() for part in parts)
+        return super().pack_fp8(parts, *more)
+
+
 @pytest.mark.parametrize("kind", FP8)
 def test_fp8_weights_are_restored_before_they_are_laid_out(kind: str, tmp_path: Path) -> None:
     case, section, block = FP8[kind]
@@ -460,6 +478,12 @@ def test_fp8_weights_are_restored_before_they_are_laid_out(kind: str, tmp_path: 
     edit_tensors(fp8, **codes)
     edit_tensors(plain, **numbers)
     assert torch.equal(chunked_logits(load_model(fp8), PROMPT, 37), chunked_logits(load_model(plain), PROMPT, 37))
+    kernels = KeepsFp8()
+    kept, whole = load_model(fp8, kernels=kernels), load_model(plain, kernels=Kernels())
+    assert torch.equal(chunked_logits(kept, PROMPT, 37), chunked_logits(whole, PROMPT, 37))
+    count = sum(numbers[name].numel() for name in numbers)
+    assert kernels.kept == count
+    assert 2 * count < whole.weight_bytes - kept.weight_bytes < 3 * count  # of 4 bytes each, but for the scales
 
 
 @pytest.mark.parametrize("case", ["phi3-partly-turned", "mistral3", "minimax_m2", "glm4", "gemma3", "gpt_oss"])

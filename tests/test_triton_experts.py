@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.ops import RaggedBatch, quantized
+from quire.ops import Fp8Weight, RaggedBatch, quantized
 from quire.ops.experts import LoopedExperts, LoopedHeads, Routing, count_experts, route
 from quire.ops.linear import Product
 from quire.ops.mxfp4 import Mxfp4Weight
@@ -16,6 +16,7 @@ from quire.ops.triton import routing as routing_kernel
 from quire.ops.triton.experts import GroupedExperts
 from quire.ops.triton.experts_quantized import QuantizedExperts
 from quire.ops.triton.heads import GroupedHeads
+from quire.ops.triton.kernels import TritonKernels
 from quire.ops.triton.linear_dense import DenseProduct
 from quire.ops.triton.linear_mxfp4 import Mxfp4Product
 from quire.ops.triton.linear_vendor import VendorProduct
@@ -82,6 +83,13 @@ def launch_all() -> None:
     for tokens in (16, 2500):
         ids, weights = torch.empty(tokens, 4, dtype=torch.int64), torch.empty(tokens, 4)
         stored(torch.empty(tokens, 256, dtype=torch.bfloat16), ids, weights)
+    codes = [torch.zeros(*shape, dtype=torch.uint8) for shape in ((768, 256), (256, 384))]
+    in_fp8 = [Fp8Weight(each, torch.zeros(len(each), each.shape[1] // 128), 128) for each in codes]
+    both = [TritonKernels("cpu", True).pack_fp8([each], torch.bfloat16) for each in in_fp8]
+    kept = GroupedExperts([both[0]] * 16, [both[1]] * 16)
+    for tokens in (16, 2500):
+        ids, weights = torch.empty(tokens, 4, dtype=torch.int64), torch.empty(tokens, 4)
+        kept(torch.empty(tokens, 256, dtype=torch.bfloat16), ids, weights)
     v2 = Routing(160, 6, groups=8, top_groups=3, normalize=False, scale=16.0)
     v3 = Routing(256, 8, "sigmoid", 8, 4, "top2", scale=2.5)
     for routing, bias in ((v2, None), (v3, torch.empty(256))):
@@ -110,7 +118,7 @@ def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions(ar
     instructions = {80: {"mma.sync"}, 90: {"wgmma"}, 100: {"tcgen05", "mma.sync"}}[arch]
     for name in ("_gate_up_kernel", "_down_kernel", "_heads_kernel", "_int8_kernel", "_int4_kernel"):
         found = [kernel for kernel in used if kernel["kernel"] == name]
-        assert len(found) == {"_heads_kernel": 1, "_gate_up_kernel": 5, "_down_kernel": 4}.get(name, 2)
+        assert len(found) == {"_heads_kernel": 1, "_gate_up_kernel": 7, "_down_kernel": 6}.get(name, 2)
         for kernel in found:
             assert kernel["matrix"] and set(kernel["matrix"]) <= instructions
             assert kernel["asynchronous"] or arch == 100  # weights found by their addresses are read ahead

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from quire.errors import CheckpointError
-from quire.ops import Kernels, quantized
+from quire.ops import Fp8Weight, Kernels, quantized
 from quire.ops.linear import Product
 from quire.ops.quantized import Quantization, QuantizedWeight, codes_of, layout
 from quire.ops.triton import linear, linear_chunks, linear_dense, linear_quantized
+from quire.ops.triton.kernels import TritonKernels
 from quire.ops.triton.linear_chunks import MOST_CHUNKS, PROGRAMS, Chunks, waves
 from quire.ops.triton.linear_dense import SHORT, TALL, DenseProduct, quicker
 from quire.ops.triton.linear_vendor import VendorProduct
@@ -47,6 +48,10 @@ def launch_all() -> None:
     head = dense(torch.empty(151_936, 64, dtype=torch.bfloat16))
     head.matmul(torch.empty(256, 64, dtype=torch.bfloat16), torch.float32)
     dense(torch.empty(200, 1000), torch.empty(200)).matmul(torch.empty(16, 1000))
+    codes = Fp8Weight(torch.zeros(8192, 3072, dtype=torch.uint8), torch.zeros(8192, 24), 128)
+    kept = TritonKernels("cpu", deterministic=True).pack_fp8([codes], torch.bfloat16)
+    for rows in (16, 1000, 2500):
+        kept.matmul(x[:rows])
     for how in (INT8, Quantization("int4", 64)):
         product = quantized_product(empty(how, 1024, 3072))
         for rows in (16, 600, 2500):
@@ -66,7 +71,7 @@ def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions(ar
     for kernel in used:
         assert kernel["stack"] == 0, kernel
         assert kernel["shared"] <= 99 * 1024, kernel  # what a consumer's card has
-    for name, variants in (("_dense_kernel", 4), ("_int8_kernel", 3), ("_int4_kernel", 2)):
+    for name, variants in (("_dense_kernel", 6), ("_int8_kernel", 3), ("_int4_kernel", 2)):
         found = [kernel["matrix"] for kernel in used if kernel["kernel"] == name]
         assert len(found) == variants
         assert found.count([]) == (name == "_dense_kernel")  # fp32

@@ -52,11 +52,19 @@ def not_finite_at_nine(x: torch.Tensor) -> torch.Tensor:
 
 
 MOST = EXACT_ROWS + 3 * ROUNDED
+KIND = Kind(40, 96, torch.float32, torch.float32, False)
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_vendor, "MOST_ROWS", MOST)
 
 
 def test_a_product_whose_rows_are_alike_is_found_to_be_so() -> None:
-    assert rows_are_alike(whole, ROW, MOST)
-    assert rows_are_alike(halves, ROW, MOST)  # another order, but always the same
+    assert rows_are_alike([whole], ROW, KIND)
+    assert rows_are_alike([halves], ROW, KIND)  # another order, but always the same
+    assert rows_are_alike([lambda x: whole(x)[:, :10], whole], ROW, KIND)
+    assert not rows_are_alike([lambda x: halves(x)[:, :10], whole], ROW, KIND)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +73,7 @@ def test_a_product_whose_rows_are_alike_is_found_to_be_so() -> None:
     ids=["one row", "two", "the last count", "the most rows", "the last of many rows", "not finite"],
 )
 def test_one_number_of_rows_with_other_bits_is_enough_to_refuse_a_product(multiply: Multiply) -> None:
-    assert not rows_are_alike(multiply, ROW, MOST)
+    assert not rows_are_alike([multiply], ROW, KIND)
 
 
 def test_every_number_of_rows_that_is_computed_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +82,9 @@ def test_every_number_of_rows_that_is_computed_is_tried(monkeypatch: pytest.Monk
 
     def watched(self: VendorProduct, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         seen.append(len(x))
-        return whole(x)
+        return whole(x)[:, : len(self.weight)]
 
     monkeypatch.setattr(VendorProduct, "matmul", watched)
-    monkeypatch.setattr(linear_vendor, "MOST_ROWS", MOST)
     product = LibraryProduct(WEIGHT, None, Library())
     x = torch.randn(2 * MOST + 5, 96)
     product.matmul(x[:1])
@@ -91,7 +98,7 @@ def test_every_number_of_rows_that_is_computed_is_tried(monkeypatch: pytest.Monk
 
 
 def test_what_was_refused_is_computed_by_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VendorProduct, "matmul", lambda self, x, out_dtype=None: other_at(3)(x))
+    monkeypatch.setattr(VendorProduct, "matmul", lambda self, x, out_dtype=None: other_at(3)(x)[:, : len(self.weight)])
     monkeypatch.setattr(linear_vendor, "WIDE", 40)
     monkeypatch.setattr(linear_vendor, "MOST_ROWS", 64)
     library = Library()
@@ -101,23 +108,58 @@ def test_what_was_refused_is_computed_by_our_kernel(monkeypatch: pytest.MonkeyPa
     assert not library.tried and not library.describe()
     x = torch.randn(5, 96).half()
     assert torch.equal(product.matmul(x), DenseProduct(weight, None).matmul(x))
-    assert library.tried == {Kind(40, 96, torch.float16, torch.float16, False): False}
+    assert library.tried == {(Kind(40, 96, torch.float16, torch.float16, False), 40): False}
     assert library.describe() == "40 x 96 float16: Triton"
 
 
-def test_a_kind_is_tried_once_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Outputs of each product that the library computes, in one order but with those in `OTHER`."""
+    sizes: list[int] = []
 
-    def counted(x: torch.Tensor) -> torch.Tensor:
-        calls.append(len(x))
-        return whole(x)
+    def matmul(self: VendorProduct, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        sizes.append(len(self.weight))
+        total = (x.double()[:, None] * self.weight.double()).sum(-1).float()
+        return total + len(x) * 1e-3 if len(self.weight) in OTHER else total
 
+    monkeypatch.setattr(VendorProduct, "matmul", matmul)
+    monkeypatch.setattr(linear_vendor, "EXACT_ROWS", FEW)
+    monkeypatch.setattr(linear_vendor, "MOST_ROWS", FEW)
+    OTHER.clear()
+    return sizes
+
+
+OTHER: set[int] = set()
+FEW = 9
+
+
+def test_a_kind_is_tried_once_and_named(tried: list[int]) -> None:
     library = Library()
-    kind = Kind(40, 96, torch.float32, torch.float32, True)
-    monkeypatch.setattr(linear_vendor, "MOST_ROWS", EXACT_ROWS)
-    assert [library.holds(kind, counted, torch.device("cpu")) for _ in range(3)] == [True] * 3
-    assert len(calls) == EXACT_ROWS + 1
+    kind = KIND._replace(biased=True)
+    assert [library.holds(kind, WEIGHT) for _ in range(3)] == [True] * 3
+    assert len(tried) == 4 * FEW + 1
     assert library.describe().startswith("40 x 96 float32 with bias: cuBLASLt")
+
+
+@pytest.mark.parametrize("own", [40, 20, 13])
+def test_what_one_rank_and_several_choose_follows_from_the_whole_weight_and_its_parts(
+    own: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part is tried beside those of 2, 4 and 8 ranks; whichever errs, on none of them the library multiplies."""
+    monkeypatch.setattr(linear_vendor, "WIDE", 40)
+    part = WEIGHT[:own].half()
+    for wrong in (None, 40, 20, 10, 5):
+        OTHER.clear()
+        OTHER.update({wrong} - {None})  # type: ignore[arg-type]
+        tried.clear()
+        product = Library().product(part, None, 40)
+        assert isinstance(product, LibraryProduct)
+        found = product.matmul(ROW[None].half())
+        assert set(tried) == {40, 20, 10, 5, own}
+        ours = DenseProduct(part, None, outputs=40).matmul(ROW[None].half())
+        assert (tried[-1] == own and len(tried) == len({40, 20, 10, 5, own}) * FEW + 2) == (wrong is None)
+        torch.testing.assert_close(found, ours, rtol=1e-2, atol=1e-2, check_dtype=False)
+        assert torch.equal(found, ours) or wrong is None
 
 
 def test_narrow_weights_are_ours() -> None:

@@ -1,9 +1,10 @@
 """Everything that needs a GPU, from one command that may be cut off: `make gpu-check`, or `python -m benchmarks.gpu`.
 
-Runs from the repository's root on any machine with a GPU, torch and Triton; it needs no network, no compiler and no
-installed Quire. Packages that are missing are taken from build/gpu-bundle (`make gpu-bundle`). Results are appended to
-records.jsonl in --out as they come, and gpu.md is written anew after each step. The same command again goes on where
-the last one was cut off: what is done is found in --out, or in build/gpu-check, which also keeps compiled kernels.
+Runs from the repository's root on any machine with a GPU, torch and Triton, and gcc or clang, which Triton needs; it
+needs no network and no installed Quire. Packages that are missing are taken from build/gpu-bundle (`make gpu-bundle`).
+Results are appended to records.jsonl in --out as they come, and gpu.md is written anew after each step. The same
+command again goes on where the last one was cut off: what is done is found in --out, or in build/gpu-check, which also
+keeps compiled kernels.
 Exit code 1: a check failed, or a section with checks did not end.
 """
 
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -33,7 +35,12 @@ KEPT = ROOT / "build" / "gpu-check"
 """Compiled kernels, and a copy of the records, for the next run on this machine."""
 CHECKS = ("parity", "determinism", "unwaited", "accesses")
 
-FIND_GPU = "import torch, triton; torch.zeros(1, device='cuda'); print(torch.cuda.get_device_name())"
+FIND_GPU = """
+import torch, triton
+torch.zeros(1, device="cuda")
+triton.runtime.driver.active.utils  # compiled at its first use
+print(torch.cuda.get_device_name())
+"""
 REHEARSED = "import torch, triton; print('no GPU')"
 IMPORTS = "import quire.llm, quire.engine.engine, quire.models.random_checkpoint"
 """What must run before anything else can."""
@@ -56,8 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = output(REHEARSED if args.rehearse else FIND_GPU, environment)
         if device is None:
             return _refuse(
-                f"the torch of {sys.executable} finds no GPU (PYTHON=... names another Python); "
-                "--rehearse tries the harness on a CPU, with tiny shapes"
+                f"the torch of {sys.executable} finds no GPU, or Triton cannot start, which needs gcc or clang and "
+                "Python's headers (PYTHON=... names another Python); --rehearse tries the harness on a CPU, with tiny "
+                "shapes"
             )
         if output(IMPORTS, environment) is None and not (
             install(Path(scratch) / "site", environment) and output(IMPORTS, environment) is not None
@@ -104,13 +112,13 @@ def output(program: str, environment: dict[str, str]) -> str | None:
 
 
 def install(site: Path, environment: dict[str, str]) -> bool:
-    """Install the bundle into a folder, and have it found there; false where there is none, or none that fits."""
+    """Unpack the bundle into a folder, and have it found there; false where there is none. It needs no pip."""
     wheels = sorted(BUNDLE.glob("*.whl"))
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(site)
     if wheels:
-        options = ["-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--root-user-action=ignore"]
-        if subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", site, *wheels]).returncode:
-            return False
-        environment["PYTHONPATH"] = os.pathsep.join([str(site), environment["PYTHONPATH"]])
+        environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(site)])
     return bool(wheels)
 
 

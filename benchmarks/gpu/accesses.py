@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.job import Job, OutOfTime
-from benchmarks.gpu.parity import Step
+from benchmarks.gpu.parity import Step, fp8_weight
 from quire.ops import KVCache
 from quire.ops.quantized import Quantization
 from quire.ops.triton.kernels import TritonKernels
@@ -53,7 +53,7 @@ def run(job: Job) -> None:
 
 @torch.inference_mode()
 def case(device: str) -> None:
-    """Attention of a decode and a prompt, a dense and an int8 product of 1 and 70 rows, and a norm."""
+    """Attention of a decode and a prompt, a dense, an int8 and an fp8 product of 1 and 70 rows, and a norm."""
     kernels = TritonKernels(device, deterministic=True)
     dtype = torch.float16 if device == "cpu" else torch.bfloat16
     step = Step([(20, 1), (0, 37)], 16, pad_rows=2, pad_spans=1)
@@ -64,6 +64,7 @@ def case(device: str) -> None:
     weight = torch.randn(200, 520, device=device).to(dtype)
     products = [kernels.pack([weight])]
     products.append(kernels.pack_quantized(kernels.quantize(weight.cpu(), Quantization("int8"))))
+    products.append(kernels.pack_fp8([fp8_weight(200, 520)], dtype))
     for rows in (1, 70):
         for product in products:
             product.matmul(torch.randn(rows, 520, device=device).to(dtype))

@@ -38,7 +38,7 @@ def _choices(records: Sequence[Record]) -> str:
         for one in sorted(found, key=lambda one: float(one["factor"]))[:SHOWN_CHOICES]:
             rows.append((module.rpartition(".")[2], one["choice"], f"{one['factor']:.3f}"))
     chosen = [
-        f"{name}={value}"
+        f"{one['module'].rpartition('.')[2]}.{name}={value}"
         for one in of(records, "constants")
         if not one["kept"]
         for name, value in one["values"].items()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.gpu.job import Job
-from quire.ops import Kernels, RaggedBatch
+from quire.ops import Fp8Weight, Kernels, RaggedBatch
 from quire.ops.ragged import DeviceSpans, DeviceTrees, Trees
 from quire.ops.triton.kernels import TritonKernels
 
@@ -65,6 +65,16 @@ class Rig:
         parts = [slice(0, count) for count in (1, 2, 8, 17, 64, 130) if count < rows] + [slice(rows // 2, rows)]
         wrong = sum(not torch.equal(compute(*(x[part] for x in inputs)), whole[part]) for part in parts)
         self.job.check(f"{self.name}: {what}: parts of the rows that change a bit", wrong, 0)
+
+
+def fp8_weight(outputs: int, inputs: int, seed: int = 0) -> Fp8Weight:
+    """Of every code but those that are no number, and of other scales for each 128 inputs of an output."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 127, (outputs, inputs), dtype=torch.uint8, generator=generator)
+    codes |= torch.randint(0, 2, codes.shape, dtype=torch.uint8, generator=generator) << 7
+    return Fp8Weight(
+        codes, (torch.rand(outputs, -(-inputs // 128), generator=generator) + 0.1) * inputs**-0.5 / 99, 128
+    )
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:

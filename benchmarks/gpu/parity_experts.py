@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.job import Job
-from benchmarks.gpu.parity import Rig, Step
+from benchmarks.gpu.parity import Rig, Step, fp8_weight
 from quire.ops import Kernels, Quantization
 from quire.ops.experts import LoopedExperts, LoopedHeads, Routing
 from quire.ops.quantized import QuantizedProduct
@@ -63,6 +63,8 @@ def run(job: Job, dtype: str) -> None:
         for case in TINY_CASES if job.rehearse else cases:
             job.check_time()
             _coded(rig, case, Quantization(scheme, 64 if scheme == "int4" else None), counts)
+    for case in TINY_CASES if job.rehearse else CASES[:2]:
+        _fp8(rig, case, counts)
     for heads in HEADS[-1:] if job.rehearse else HEADS:
         _heads(rig, *heads, counts)
 
@@ -115,6 +117,18 @@ def _coded(rig: Rig, case: Case, how: Quantization, counts: tuple[int, ...]) -> 
     rig.within(f"{how}, {case}", found, reference(x, ids, weights), CODED_TOLERANCE)
     rig.same(f"{how}, {case}: one after the other", found, LoopedExperts(*products)(*sent))
     rig.same_rows(f"{how}, {case}", experts, sent)
+
+
+def _fp8(rig: Rig, case: Case, counts: tuple[int, ...]) -> None:
+    """The bits of dense experts of the same numbers."""
+    shapes = (2 * case.inner, case.hidden), (case.hidden, case.inner)
+    coded = [[fp8_weight(*shape, seed) for seed in range(case.experts)] for shape in shapes]
+    kept = rig.deterministic.experts(*([rig.deterministic.pack_fp8([w], rig.dtype) for w in ws] for ws in coded))
+    dense = rig.kernels.experts(*([rig.kernels.pack([rig.sent(w.restored())]) for w in ws] for ws in coded))
+    x, ids, weights = _tokens(rig, case, counts[-1])
+    for rows in counts:
+        sent = rig.sent(x[:rows]), ids[:rows].to(rig.job.device), weights[:rows].to(rig.job.device)
+        rig.same(f"fp8, {case}, {rows} rows", kept(*sent), dense(*sent))
 
 
 def _weights(rig: Rig, case: Case) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Parity of the matrix products: cuBLAS's, the batch-invariant one, and those with weights in 8 and 4 bits."""
+"""Parity of the matrix products: cuBLAS's, the batch-invariant one, and those with weights in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.job import Job
-from benchmarks.gpu.parity import Rig
+from benchmarks.gpu.parity import Rig, fp8_weight
 from quire.ops import Kernels, Product, Quantization
 from quire.ops.quantized import QuantizedProduct
+from quire.ops.triton import linear_fp8
+from quire.ops.triton.linear_dense import DenseProduct
+from quire.ops.triton.linear_fp8 import Fp8Product
 
 FP32_TOLERANCE = 1e-3
 """Of a result that is not rounded: sums of up to 17,408 products, in whatever order, and codes of 8 bits that may fall
@@ -37,6 +40,8 @@ def run(job: Job, dtype: str) -> None:
     for how in (Quantization("int8"), Quantization("int4", 64), Quantization("int4", 128)):
         for out_features, in_features in [(40, 128)] if job.rehearse else [(4096, 1024), (5120, 17408)]:
             _quantized(rig, how, rig.draw(out_features, in_features, spread=0.02), counts)
+    for out_features, in_features in [(40, 200)] if job.rehearse else [(4096, 1024), (5120, 17408), (1000, 200)]:
+        _fp8(rig, out_features, in_features, counts)
 
 
 def _product(rig: Rig, what: str, product: Product, x: Tensor, wanted: Tensor, counts: tuple[int, ...]) -> None:
@@ -52,6 +57,19 @@ def _same_rows(rig: Rig, what: str, product: Product, x: Tensor, counts: tuple[i
     wrong = sum(not torch.equal(product.matmul(rig.sent(x[:rows])), whole[:rows]) for rows in counts)
     wrong += not torch.equal(product.matmul(rig.sent(x[5:7])), whole[5:7])
     rig.job.check(f"{rig.name}: {what}: row counts that change a bit", wrong, 0)
+
+
+def _fp8(rig: Rig, out_features: int, in_features: int, counts: tuple[int, ...]) -> None:
+    """The bits of a dense weight of the same numbers, with few rows and with so many that it is restored first."""
+    what = f"fp8 product, {out_features} x {in_features}"
+    weight = fp8_weight(out_features, in_features)
+    numbers = rig.sent(weight.restored())
+    product, dense = rig.deterministic.pack_fp8([weight], rig.dtype), DenseProduct(numbers, None)
+    assert isinstance(product, Fp8Product)
+    rig.same(f"{what}: numbers", linear_fp8.restored_weight(product.weight, product.scales), numbers)
+    x = rig.sent(rig.draw(linear_fp8.MANY_ROWS, in_features))
+    for rows in {*(count for count in counts if count <= len(x)), len(x)}:
+        rig.same(f"{what}, {rows} rows", product.matmul(x[:rows]), dense.matmul(x[:rows]))
 
 
 def _quantized(rig: Rig, how: Quantization, weight: Tensor, counts: tuple[int, ...]) -> None:

@@ -60,6 +60,8 @@ STEPS: tuple[tuple[Section, ...], ...] = (
     (Section("B 14B", "B", 70),),
     (Section("kernels 14B", "kernels", 60),),
     (Section("cost of determinism", "cost", 90),),
+    (Section("sweep quantized", "sweep", 120),),
+    (Section("sweep experts", "sweep", 100),),
     (Section("F", "F", 60),),
     (Section("G", "G", 90),),
     (Section("G heads", "G", 90),),

@@ -95,18 +95,19 @@ def _experts(job: Job, size: Sizes, layer: Layer, dtype: torch.dtype) -> None:
     for rows in size.rows:
         job.check_time()
         x = torch.randn(rows, layer.hidden, device=job.device).to(dtype)
-        chosen = [_chosen(job, layer, rows) for _ in range(size.calls)]
+        generator = torch.Generator(job.device).manual_seed(rows)
+        chosen_each = [chosen(layer, rows, generator) for _ in range(size.calls)]
         weights = torch.full((rows, layer.top_k), 1 / layer.top_k, device=job.device)
-        took = seconds_a_call(job, [functools.partial(experts, x, ids, weights) for ids in chosen])
-        read = sum(len(ids.unique()) for ids in chosen) / size.calls
+        took = seconds_a_call(job, [functools.partial(experts, x, ids, weights) for ids in chosen_each])
+        read = sum(len(ids.unique()) for ids in chosen_each) / size.calls
         numbers = 3 * layer.hidden * layer.inner
         cost = Cost(round(read * numbers * dtype.itemsize), 2 * rows * layer.top_k * numbers, 0)
         _figure(job, layer.model, f"experts, rows: {rows:,}", took, cost)
 
 
-def _chosen(job: Job, layer: Layer, rows: int) -> torch.Tensor:
+def chosen(layer: Layer, rows: int, generator: torch.Generator) -> torch.Tensor:
     """Random experts of each row, [rows, top_k]."""
-    scores = torch.rand(rows, layer.experts, device=job.device)
+    scores = torch.rand(rows, layer.experts, generator=generator, device=generator.device)
     return scores.topk(layer.top_k, dim=1).indices.sort(dim=1).values
 
 

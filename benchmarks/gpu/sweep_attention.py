@@ -6,10 +6,8 @@ torch's `scaled_dot_product_attention` reads keys and values that lie side by si
 from __future__ import annotations
 
 import functools
-import math
-from contextlib import ExitStack
+from types import ModuleType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +16,7 @@ from benchmarks.gpu.bound import limit, seconds
 from benchmarks.gpu.device import seconds_a_call
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.parity import Step
+from benchmarks.gpu.sweep import Choice, sweep
 from benchmarks.gpu.workloads import figure
 from quire.bench.ceilings import Cost
 from quire.ops import KVCache
@@ -66,37 +65,23 @@ CHOICES: tuple[dict[str, int], ...] = (
 )
 """What differs from the sources."""
 
-MODULES: dict[str, Any] = {"PROGRAMS": splits, "SPLIT": splits, "TILE_BYTES": attention}
+MODULES: dict[str, ModuleType] = {"TILE_BYTES": attention, "PROGRAMS": splits, "SPLIT": splits}
 
 
 @torch.inference_mode()
 def run(job: Job) -> None:
     """All cases with the constants of the sources, beside torch; then other constants, as many as there is time for."""
-    cases = TINY if job.rehearse else CASES
-    taken: dict[int, list[float]] = {}
-    for index, values in enumerate(CHOICES[:3] if job.rehearse else CHOICES):
-        times = []
-        with ExitStack() as changed:
-            for name, value in values.items():
-                changed.enter_context(mock.patch.object(MODULES[name], name, value))
-            for case in cases:
-                if job.late:
-                    break
-                times.append(_one(job, case, beside=index == 0))
-        if len(times) == len(cases):
-            taken[index] = times
-    if not taken:
-        return
-    best = [min(column) for column in zip(*taken.values(), strict=True)]
-    lost = {
-        index: math.exp(sum(math.log(a / b) for a, b in zip(times, best, strict=True)) / len(best))
-        for index, times in taken.items()
-    }
-    for index, factor in lost.items():
-        job.record("sweep", module=attention.__name__, choice=_words(CHOICES[index]), factor=factor)
-    chosen = min(lost, key=lambda index: lost[index])
-    for name, value in CHOICES[chosen].items():
-        job.record("constants", module=MODULES[name].__name__, values={name: value}, kept=False)
+    sweep(job, MODULES, CHOICES[:3] if job.rehearse else CHOICES, functools.partial(_timed, job), _words)
+
+
+def _timed(job: Job, sources: bool) -> dict[Case, float]:
+    """Seconds of each case that there was time for."""
+    times: dict[Case, float] = {}
+    for case in TINY if job.rehearse else CASES:
+        if job.late:
+            break
+        times[case] = _one(job, case, beside=sources)
+    return times
 
 
 def _one(job: Job, case: Case, beside: bool) -> float:
@@ -143,5 +128,5 @@ def _figure(job: Job, case: Case, took: float, beside: float) -> None:
     figure(job, "H", case.model, what, 1e6 * took, "µs a layer", **fields)
 
 
-def _words(values: dict[str, int]) -> str:
+def _words(values: Choice) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items()) or "as in the sources"

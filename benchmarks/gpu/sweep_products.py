@@ -8,7 +8,6 @@ What limits a product is the larger of its bytes over the copy rate and its oper
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,13 +15,13 @@ import torch
 from benchmarks.gpu.bound import limit, seconds
 from benchmarks.gpu.device import seconds_a_call
 from benchmarks.gpu.job import Job
+from benchmarks.gpu.sweep import Choice, sweep
 from benchmarks.gpu.workloads import figure
 from quire.bench.ceilings import Cost
 from quire.ops.triton import linear_dense
 from quire.ops.triton.linear_dense import DenseProduct, Tile
 from quire.ops.triton.linear_vendor import VendorProduct
 
-MODULE = linear_dense.__name__
 L2_BYTES = 200 * 2**20
 """So many bytes of weights are gone through in turn: more than any cache of the device holds."""
 
@@ -74,55 +73,38 @@ def _shared(tile: Tile) -> int:
 @torch.inference_mode()
 def run(job: Job) -> None:
     """All weights with the tiles in the sources and with cuBLAS; then with other tiles, while there is time."""
+    tiles = [{"SHORT": short, "TALL": tall} for short, tall in choices()]
+    timed = functools.partial(_timed, job)
+    sweep(job, {"SHORT": linear_dense, "TALL": linear_dense}, tiles[:3] if job.rehearse else tiles, timed, _words)
+
+
+def _timed(job: Job, sources: bool) -> dict[tuple[Weight, int], float]:
+    """Seconds of each product that there was time for. Those of the sources are figures, with cuBLAS beside them."""
+    times: dict[tuple[Weight, int], float] = {}
     weights, rows = (TINY, (1, 70)) if job.rehearse else (WEIGHTS, ROWS)
-    tiles = choices()[:3] if job.rehearse else choices()
-    taken: dict[int, dict[tuple[Weight, int], float]] = {}
-    for index, pair in enumerate(tiles):
-        if job.late:
-            break
-        try:
-            taken[index] = _one_choice(job, weights, rows, index, pair)
-        except Exception as error:  # of a compiler, or too little shared memory: one choice less
-            if index == 0:  # that of the sources must work
-                raise
-            job.record("sweep", module=MODULE, choice=_words(pair), failed=str(error)[-300:])
-    whole = {index: times for index, times in taken.items() if len(times) == len(weights) * len(rows)}
-    if not whole:
-        return
-    best = {cell: min(times[cell] for times in whole.values()) for cell in next(iter(whole.values()))}
-    lost = {
-        index: math.exp(sum(math.log(times[cell] / best[cell]) for cell in best) / len(best))
-        for index, times in whole.items()
-    }
-    for index, factor in lost.items():
-        job.record("sweep", module=MODULE, choice=_words(tiles[index]), factor=factor)
-    chosen = min(lost, key=lambda index: lost[index])
-    short, tall = tiles[chosen]
-    job.record("constants", module=MODULE, values={"SHORT": list(short), "TALL": list(tall)}, kept=chosen == 0)
-
-
-def _one_choice(
-    job: Job, weights: tuple[Weight, ...], rows: tuple[int, ...], index: int, pair: tuple[Tile, Tile]
-) -> dict[tuple[Weight, int], float]:
-    """Seconds of each product that there was time for. The first choice's are figures, with cuBLAS beside them."""
-    times = {}
     dtype = torch.float16 if job.rehearse else torch.bfloat16
     for weight in weights:
-        shape = weight.out_features, weight.in_features
-        copies = 1 if job.rehearse else max(1, min(MOST_COPIES, L2_BYTES // (2 * math.prod(shape))))
-        numbers = [torch.empty(shape, dtype=dtype, device=job.device).normal_(0.0, 0.02) for _ in range(copies)]
-        ours = [DenseProduct(one, None, pair) for one in numbers]
+        numbers = [
+            torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=job.device).normal_(0.0, 0.02)
+            for _ in range(copies(job, 2 * weight.out_features * weight.in_features))
+        ]
+        ours = [DenseProduct(one, None) for one in numbers]
         for count in rows:
             if job.late:
                 return times
             x = torch.randn(count, weight.in_features, device=job.device).to(dtype)
             took = seconds_a_call(job, [functools.partial(one.matmul, x) for one in ours])
             times[weight, count] = took
-            if index == 0:
+            if sources:
                 vendors = [VendorProduct(one, None) for one in numbers]
                 beside = seconds_a_call(job, [functools.partial(one.matmul, x) for one in vendors])
                 _figure(job, weight, count, took, beside)
     return times
+
+
+def copies(job: Job, num_bytes: int) -> int:
+    """So many of a weight of this size that no cache holds it when its turn comes again."""
+    return 1 if job.rehearse else max(1, min(MOST_COPIES, L2_BYTES // num_bytes))
 
 
 def _figure(job: Job, weight: Weight, rows: int, took: float, beside: float) -> None:
@@ -136,5 +118,6 @@ def _figure(job: Job, weight: Weight, rows: int, took: float, beside: float) -> 
     figure(job, "I", weight.model, f"{weight.name}, rows: {rows:,}", 1e6 * took, "µs", **fields)
 
 
-def _words(pair: tuple[Tile, Tile]) -> str:
+def _words(values: Choice) -> str:
+    pair = values["SHORT"], values["TALL"]
     return " and ".join("x".join(map(str, tile[:3])) + f" {tile.warps} warps {tile.stages} stages" for tile in pair)

@@ -1,4 +1,5 @@
-"""Whether cuBLASLt's products give a row the same bits in any company, for each weight of the models measured.
+"""Whether cuBLASLt's products give a row the same bits in any company, with each weight of the models measured and
+with the parts of it that ranks would have.
 
 What the engine asks of wide weights at start (`quire.ops.triton.linear_vendor`), asked of all; it holds or not, neither
 is a failure: where it does not, Triton's kernel multiplies.
@@ -6,14 +7,13 @@ is a failure: where it does not, Triton's kernel multiplies.
 
 from __future__ import annotations
 
-import functools
 import time
 
 import torch
 
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.sweep_products import TINY, WEIGHTS
-from quire.ops.triton.linear_vendor import Kind, Library, VendorProduct
+from quire.ops.triton.linear_vendor import Kind, Library
 
 
 @torch.inference_mode()
@@ -25,9 +25,8 @@ def run(job: Job) -> None:
         numbers = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=job.device).normal_(
             0.0, 0.02
         )
-        product = VendorProduct(numbers, None)
         for out_dtype in {dtype, torch.float32} if weight.name == "head" else {dtype}:
             kind = Kind(weight.out_features, weight.in_features, dtype, out_dtype, biased=False)
             begin = time.perf_counter()
-            holds = library.holds(kind, functools.partial(product.matmul, out_dtype=out_dtype), numbers.device)
+            holds = library.holds(kind, numbers)
             job.record("vendor", kind_of=str(kind), holds=holds, took=time.perf_counter() - begin)

@@ -17,6 +17,9 @@ from benchmarks.gpu.bound import Rates
 from benchmarks.gpu.job import Job, OutOfTime
 from benchmarks.gpu.records import Record, read
 
+CHECKED_CHOICE = "determinism with the chosen"
+"""The section that checks what the first sweeps have chosen."""
+
 SECTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "device": ("device", "run", ()),
     **{
@@ -38,11 +41,13 @@ SECTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         for name in ("plain", "wide", "quantized", "experts", "latent", "demo")
     },
     "determinism speculation": ("determinism", "speculation", ()),
-    "determinism with the chosen": ("determinism", "run", ("wide",)),
+    CHECKED_CHOICE: ("determinism", "run", ("wide",)),
     "unwaited": ("unwaited", "run", ()),
     "vendor products": ("vendor", "run", ()),
     "sweep products": ("sweep_products", "run", ()),
     "sweep attention": ("sweep_attention", "run", ()),
+    "sweep quantized": ("sweep_quantized", "run", ()),
+    "sweep experts": ("sweep_experts", "run", ()),
     "kernels 0.6B": ("kernels", "run", ("0.6B",)),
     "kernels 14B": ("kernels", "run", ("14B",)),
     "accesses": ("accesses", "run", ()),
@@ -94,8 +99,17 @@ def known_rates(records: Sequence[Record]) -> Rates | None:
 
 
 def use_constants(records: Sequence[Record]) -> None:
-    """Compute with the constants that the sweeps so far have found best, in place of those in the sources."""
-    for record in records:
+    """Compute with the constants that the sweeps so far have found best, in place of those in the sources.
+
+    Not with those that failed their check; later sweeps check what they choose themselves.
+    """
+    checks = [index for index, record in enumerate(records) if record.get("section") == CHECKED_CHOICE]
+    failed = [
+        index
+        for index in checks
+        if records[index].get("ok") is False or records[index].get("status") in ("failed", "crashed")
+    ]
+    for record in records[checks[-1] + 1 :] if failed else records:
         if record["kind"] == "constants":
             module = importlib.import_module(record["module"])
             for name, value in record["values"].items():

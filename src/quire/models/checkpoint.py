@@ -26,6 +26,7 @@ from quire.models.hub import resolve
 from quire.models.identify import identify
 from quire.models.safetensors_file import FLOAT_DTYPES, map_tensor
 from quire.models.safetensors_header import TensorEntry, read_header
+from quire.ops.fp8 import Fp8Weight
 from quire.ops.mxfp4 import Mxfp4Weight
 
 __all__ = ["Checkpoint", "choose_dtype", "content_hash", "resolve"]
@@ -68,8 +69,8 @@ class Checkpoint:
         """A tensor as a view of its mapped file: pages are read when touched, and freed with the view."""
         return map_tensor(self.entries[name], dtypes)
 
-    def coded(self, name: str) -> Mxfp4Weight | None:
-        """A tensor as it is stored, where that is in MXFP4; None: it is not."""
+    def coded(self, name: str) -> Mxfp4Weight | Fp8Weight | None:
+        """A tensor as it is stored, where that is in MXFP4 or fp8; None: it is not."""
         return None
 
 

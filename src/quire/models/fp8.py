@@ -4,8 +4,8 @@
 [out, in] is of type F8_E4M3 and has a tensor NAME.weight_scale_inv [blocks of rows, blocks of columns] beside it; a
 number is its code times its block's scale. With `activation_scheme` static, as in Ministral 3, there is one scale for
 all of a weight, and another one for what it is multiplied with (NAME.activation_scale), which plays no part here. Other
-weights are as ever. Quire computes with the numbers themselves: they are restored as they are read, and rounded once to
-the data type of the computation.
+weights are as ever. Quire computes with the numbers themselves, rounded once to the data type of the computation: they
+are restored as they are read, or stay in 8 bits where kernels restore them (`ops.fp8`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.fields import Fields
 from quire.models.safetensors_file import FLOAT_DTYPES, map_tensor
 from quire.models.safetensors_header import TensorEntry
+from quire.ops.fp8 import Fp8Weight
 
 SECTION = "quantization_config"
 CODES = {"F8_E4M3": torch.float8_e4m3fn}
+USUAL_BLOCK = 128
+"""Rows and columns that share a scale in the checkpoints that are published."""
 SCALE = "_scale_inv"
 """Behind a weight's name: its scales."""
 OF_ACTIVATIONS = ".activation_scale"
@@ -57,8 +60,24 @@ class BlockQuantizedCheckpoint(Checkpoint):
         """A tensor: see `Checkpoint`. One of codes is restored in fp32."""
         if name not in self._stored:
             return super().tensor(name, dtypes)
-        scales = map_tensor(self._scales[name]).float()
-        return restore(map_tensor(self._stored[name], CODES), scales, self._block)
+        return restore(*self._codes_and_scales(name), self._block)
+
+    def coded(self, name: str) -> Fp8Weight | None:
+        """See `Checkpoint`."""
+        return _weight(*self._codes_and_scales(name), self._block) if name in self._stored else None
+
+    def _codes_and_scales(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return map_tensor(self._stored[name], CODES), map_tensor(self._scales[name]).float()
+
+
+def _weight(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None) -> Fp8Weight:
+    """What `restore` restores, with a scale for each output: then any outputs may be put together."""
+    outputs, inputs = codes.shape
+    if block is None:  # one group of all inputs, in whole blocks as they usually are
+        scales, group = scales.reshape(1, 1).expand(outputs, 1), -(-inputs // USUAL_BLOCK) * USUAL_BLOCK
+    else:
+        scales, group = scales.repeat_interleave(block[0], dim=0)[:outputs], block[1]
+    return Fp8Weight(codes.view(torch.uint8), scales.contiguous(), group)
 
 
 def restore(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:

@@ -21,6 +21,7 @@ from quire.errors import TensorShapeError, UnexpectedTensorError
 from quire.models.checkpoint import Checkpoint
 from quire.models.safetensors_file import FLOAT_DTYPES
 from quire.models.safetensors_header import TensorEntry
+from quire.ops.fp8 import Fp8Weight
 from quire.ops.mxfp4 import Mxfp4Weight
 
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -117,10 +118,15 @@ class LaidOutCheckpoint(Checkpoint):
             return tensor
         return tensor.view(-1, len(order), *tensor.shape[1:])[:, list(order)].reshape(tensor.shape)
 
-    def coded(self, name: str) -> Mxfp4Weight | None:
-        """See `Checkpoint`; such a tensor is only renamed."""
+    def coded(self, name: str) -> Mxfp4Weight | Fp8Weight | None:
+        """See `Checkpoint`. Such a tensor is renamed, and in fp8 dimensions of heads change places; None: it is one of
+        several in one tensor."""
         stored, where = self._parts[name]
-        return None if where else self._base.coded(stored)
+        weight, order = None if where else self._base.coded(stored), self._layout.order
+        if order is None or not HEADS.fullmatch(name) or not isinstance(weight, Fp8Weight):
+            return weight
+        rows = torch.arange(weight.out_features).view(-1, len(order))[:, list(order)]
+        return weight.outputs(rows.flatten())
 
     def _add(self, stored: str, entry: TensorEntry) -> None:
         name = self._layout.name(stored)

@@ -24,7 +24,7 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.config import PER_LAYER_TABLE
 from quire.models.quantized_folder import PACKED, RECORD_FILE, SCALES, product_name, read_weight
 from quire.models.safetensors_file import FLOAT_DTYPES, read_ahead
-from quire.ops import Kernels, Mxfp4Weight, Product, Quantization, QuantizedWeight
+from quire.ops import Fp8Weight, Kernels, Mxfp4Weight, Product, Quantization, QuantizedWeight
 from quire.ops.quantized import layout
 from quire.parallel.group import Gather, Group, OneRank, Split, share
 
@@ -204,13 +204,11 @@ class Weights:
         parts = list(zip(names, rows, strict=True))
         biases = [_of(self.tensor(f"{name}.bias"), own) for name, own in parts] if bias else None
         joined_bias = None if biases is None else _joined(biases)
-        codes = self._codes(parts) if self.quantization is None else []
-        if codes:
-            numbers = sum(part.out_features * part.in_features for part in codes)
-            self._saved[product_name(names)] = numbers * self.dtype.itemsize - sum(part.nbytes for part in codes)
-            return self.kernels.pack_mxfp4(codes, joined_bias)
         whole = sum(self._shapes[f"{name}.weight"][0] for name in names)
         shared = (whole,) if sum(map(len, rows)) < whole else ()
+        codes = self._codes(parts) if self.quantization is None else []
+        if codes:
+            return self._coded(product_name(names), codes, joined_bias, *shared)
         if self.quantization is None:
             own_parts = [_of(self.tensor(f"{name}.weight"), own) for name, own in parts]
             return self.kernels.pack(own_parts, joined_bias, *shared)
@@ -223,14 +221,30 @@ class Weights:
             self.products[product] = quantized
         return self.kernels.pack_quantized(quantized, joined_bias, *shared)
 
-    def _codes(self, parts: Sequence[tuple[str, range]]) -> list[Mxfp4Weight]:
-        """Weights that are stored in MXFP4; none where one of them is not."""
+    def _codes(self, parts: Sequence[tuple[str, range]]) -> list[Mxfp4Weight | Fp8Weight]:
+        """Weights that stay as they are stored, in MXFP4 or fp8; none where one of them does not."""
         codes = [self._checkpoint.coded(f"{name}.weight") for name, _ in parts]
-        found = [code.outputs(own) for code, (_, own) in zip(codes, parts, strict=True) if code is not None]
-        if len(found) < len(parts):
+        kept = [code for code in codes if code is not None and self.kernels.keeps(code)]
+        if len(kept) < len(parts):
             return []
+        found = [code.outputs(own) for code, (_, own) in zip(kept, parts, strict=True)]
         self._count(*(f"{name}.weight" for name, _ in parts))
         return found
+
+    def _coded(
+        self, name: str, codes: Sequence[Mxfp4Weight | Fp8Weight], bias: torch.Tensor | None, outputs: int | None = None
+    ) -> Product:
+        """The product with weights that stay as they are stored, side by side."""
+        numbers = sum(part.out_features * part.in_features for part in codes)
+        self._saved[name] = numbers * self.dtype.itemsize - sum(part.nbytes for part in codes)
+        in_mxfp4 = [part for part in codes if isinstance(part, Mxfp4Weight)]
+        if in_mxfp4:
+            return self.kernels.pack_mxfp4(in_mxfp4, bias)
+        try:
+            in_fp8 = [part for part in codes if isinstance(part, Fp8Weight)]
+            return self.kernels.pack_fp8(in_fp8, self.dtype, bias, outputs)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._checkpoint.folder}: {name}.weight in fp8: {error}") from error
 
     def _read(self, names: Sequence[str], product: str, how: Quantization, rows: Sequence[range]) -> QuantizedWeight:
         shapes = [self._shapes[f"{name}.weight"] for name in names]

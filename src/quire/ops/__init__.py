@@ -3,6 +3,7 @@
 from quire.ops.attention import paged_attention, store_kv
 from quire.ops.choose import choice_note, choose_kernels, lost_kernels
 from quire.ops.elementwise import rms_norm, rotate, silu_mul
+from quire.ops.fp8 import Fp8Weight
 from quire.ops.kernels import AttentionParts, ExpertsParts, HeadNorm, Kernels, LatentParts, LayerParts, MLPParts
 from quire.ops.kv_cache import BLOCK_SIZES, KVCache, KVShape
 from quire.ops.linear import PackedWeight, Product
@@ -14,6 +15,7 @@ __all__ = [
     "BLOCK_SIZES",
     "AttentionParts",
     "ExpertsParts",
+    "Fp8Weight",
     "HeadNorm",
     "KVCache",
     "KVShape",

@@ -30,6 +30,7 @@ from quire.ops import (
 )
 from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts, Routing
+from quire.ops.fp8 import Fp8Weight
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import PackedWeight, Product, can_pack
 from quire.ops.logit_edits import Edits
@@ -238,6 +239,20 @@ class Kernels:
     ) -> Product:
         """The product with a quantized weight, whose tensors are used where they lie; `outputs`: see `pack`."""
         return QuantizedProduct(weight, bias)
+
+    def keeps(self, weight: Mxfp4Weight | Fp8Weight) -> bool:
+        """Whether such a weight stays in its codes; otherwise it is restored when it is loaded."""
+        return isinstance(weight, Mxfp4Weight)
+
+    def pack_fp8(
+        self,
+        parts: Sequence[Fp8Weight],
+        dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+        outputs: int | None = None,
+    ) -> Product:
+        """The product with a weight in fp8, whose numbers are rounded to `dtype`: see `pack`."""
+        return self.pack([part.restored().to(dtype) for part in parts], bias, outputs)
 
     def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
         """The product with a weight in MXFP4, copied into the layout of this implementation: see `pack`."""

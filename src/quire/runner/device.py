@@ -280,3 +280,10 @@ def _check_triton() -> None:
             f"Triton {triton.__version__} is too old for Quire's kernels; pip install 'triton>={least}' (torch 2.11 "
             "and newer bring it), or use device=cpu"
         )
+    try:
+        _ = triton.runtime.driver.active.utils
+    except Exception as error:  # of its own, of a compiler, of the loader
+        raise DeviceError(
+            f"Triton cannot start here: {error}. It compiles its connection to the driver once, with gcc or clang "
+            "(CC=... names another) and Python's headers (python3-dev); install them, or use device=cpu"
+        ) from error

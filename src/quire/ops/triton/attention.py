@@ -27,6 +27,7 @@ import triton.language as tl
 
 from quire.ops.kv_cache import KVCache
 from quire.ops.ragged import DeviceSpans, RaggedBatch
+from quire.ops.triton.fp8 import stored_numbers, widen
 from quire.ops.triton.splits import SHORT, Splits, assigned, items_of, list_splits, of_trees
 
 TILE_BYTES = 1 << 14
@@ -72,28 +73,6 @@ def _finish(total, out, QUANTIZED: tl.constexpr):
 
 
 @triton.jit
-def _widen(codes, dtype: tl.constexpr):
-    """Stored numbers as `dtype`, exactly. Bytes are e4m3 codes, and not every GPU has that type.
-
-    Their sign, exponent and mantissa, put where a wider type has its own, mean a number too small by a power of two:
-    that of the difference between the exponents' biases. Extending the sign and shifting puts it all in place, but for
-    copies of the sign above the exponent, which the mask takes out.
-    """
-    if codes.dtype != tl.uint8:
-        wide = codes.to(dtype)
-    elif dtype == tl.float16:
-        bits = codes.to(tl.int8, bitcast=True).to(tl.int16) << 7 & (0xBF80 - 0x10000)
-        wide = bits.to(tl.float16, bitcast=True) * tl.full((), 2.0**8, tl.float16)
-    elif dtype == tl.bfloat16:
-        bits = codes.to(tl.int8, bitcast=True).to(tl.int16) << 4 & (0x87F0 - 0x10000)
-        wide = bits.to(tl.bfloat16, bitcast=True) * tl.full((), 2.0**120, tl.bfloat16)
-    else:
-        bits = codes.to(tl.int8, bitcast=True).to(tl.int32) << 20 & (0x87F00000 - 0x100000000)
-        wide = bits.to(tl.float32, bitcast=True) * 2.0**120
-    return wide
-
-
-@triton.jit
 def _blocks(table, key, low, high, BLOCK_SIZE: tl.constexpr):
     """The blocks of keys [keys]; the null block for those that no row sees."""
     return tl.load(table + key // BLOCK_SIZE, mask=(key >= low) & (key < high), other=0)
@@ -124,8 +103,8 @@ def _take_in(
     dim = tl.arange(0, DIM)
     at = numbers + (plane + offset * HEAD_DIM)[:, None] + dim[None, :]
     in_keys = there[:, None] & (dim < HEAD_DIM)[None, :]  # all else is 0, whatever lies in memory
-    k = _widen(tl.load(at, mask=in_keys, other=0), queries.dtype)
-    v = _widen(tl.load(at + PLANE, mask=in_keys, other=0), queries.dtype)
+    k = widen(tl.load(at, mask=in_keys, other=0.0), queries.dtype)
+    v = widen(tl.load(at + PLANE, mask=in_keys, other=0.0), queries.dtype)
 
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
     if QUANTIZED:
@@ -426,7 +405,7 @@ def attend(
     }
     _attend[(plan.tiles + splits.workers, kv.kv_heads)](
         q,
-        kv.numbers.view(torch.uint8) if kv.stored_dtype == torch.float8_e4m3fn else kv.numbers,
+        stored_numbers(kv),
         kv.scales,
         spans.block_tables,
         spans.row_starts,

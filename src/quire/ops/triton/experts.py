@@ -12,17 +12,20 @@ them, so its bits depend on nothing but the row. Weights lie where they are, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
 import triton.language as tl
 
+from quire.ops import mxfp4
 from quire.ops.elementwise import WITHOUT_GATE, Activation
 from quire.ops.experts import ExpertSlots, of_all_ranks
 from quire.ops.linear import Product
+from quire.ops.triton.fp8 import restored
 from quire.ops.triton.linear_chunks import checked, place_of
 from quire.ops.triton.linear_dense import EXACT, SHORT, TALL, DenseProduct, Tile, one_instruction
+from quire.ops.triton.linear_fp8 import Fp8Product
 from quire.ops.triton.linear_mxfp4 import DTYPES, Mxfp4Product, numbers_of
 from quire.ops.triton.linear_vendor import LibraryProduct, VendorProduct
 from quire.ops.triton.rows import activated
@@ -34,6 +37,16 @@ PAIRS = 1024
 """That a program which orders them reads at once: 8 a thread."""
 PART = 1024
 """Numbers of a token that a program adds up: 8 a thread."""
+MXFP4 = tl.constexpr(mxfp4.GROUP)
+"""What tells a weight in MXFP4 from one in fp8: no group of the other has so few inputs."""
+STORED = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.uint8: tl.uint8,
+}
+"""Triton's names of what weights may be stored in."""
 
 
 # -- weights, and the loop that all products share -----------------------------------------------------------
@@ -55,30 +68,33 @@ class Weights:
     """Weights of one shape, each where it lies.
 
     Args:
-        products: made by `linear.pack`, or all of them in MXFP4.
+        products: made by `linear.pack`, or all of them in MXFP4, or in fp8 with scales of as many inputs.
 
     Attributes:
         out_features, in_features, device: of each.
         dtypes: that what they are multiplied with may have.
         bias: [weights, out_features] fp32; None: they have none.
         addresses: [weights] int64, on their device.
-        scale_addresses: the same of what scales them, in MXFP4; None: they are dense.
+        scale_addresses: the same of what scales them, in MXFP4 and fp8; None: they are dense.
+        group: inputs that share a scale; 0: they are dense.
+        stored: Triton's type of what lies there.
 
     Raises:
         ValueError: the products are of other kinds, or differ.
     """
 
     def __init__(self, products: Sequence[Product]) -> None:
-        coded = [product for product in products if isinstance(product, Mxfp4Product)]
-        self._tensors = [_aligned(each.weight) for each in coded] if coded else [_aligned(_weight(p)) for p in products]
-        if len(self._tensors) < len(products):
-            raise ValueError(f"{len(coded)} of {len(products)} weights are in MXFP4; all must be, or none")
-        self._scales = [_aligned(each.scales) for each in coded]
+        kind, *others = dict.fromkeys(_format_of(product) for product in products)
+        if others:
+            raise ValueError(f"weights that are multiplied together are in one format; found {[kind, *others]}")
+        self._tensors = [_aligned(_weight(product)) for product in products]
+        self._scales = [_aligned(scales) for product in products if (scales := _scales(product)) is not None]
         self.addresses = addresses_of(self._tensors)
-        self.scale_addresses = addresses_of(self._scales) if coded else None
+        self.scale_addresses = addresses_of(self._scales) if self._scales else None
         self.bias = biases_of(products)
         self.out_features, self.in_features = products[0].out_features, products[0].in_features
-        self.dtypes = DTYPES if coded else (self._tensors[0].dtype,)
+        self.group, self.dtypes = kind
+        self.stored = STORED[self._tensors[0].dtype]
         self.device = self._tensors[0].device
 
     def __len__(self) -> int:
@@ -87,15 +103,41 @@ class Weights:
     def tiles(self, dtype: torch.dtype) -> tuple[Tile, Tile]:
         """Those for few rows and for many, which give the same bits: see `linear_dense`."""
         short, tall = (EXACT, EXACT) if dtype == torch.float32 else (SHORT, TALL)
-        if self._scales:  # codes take registers
+        if self.group == mxfp4.GROUP:  # codes take registers
             short, tall = short._replace(warps=8, stages=2), tall._replace(stages=2)
         return short, tall if one_instruction(self.device) else short
 
 
+class _Format(NamedTuple):
+    """How a weight is stored.
+
+    Attributes:
+        group: inputs that share a scale; 0: it is dense.
+        dtypes: that what it is multiplied with may have.
+    """
+
+    group: int
+    dtypes: tuple[torch.dtype, ...]
+
+
+def _format_of(product: Product) -> _Format:
+    if isinstance(product, Mxfp4Product):
+        return _Format(mxfp4.GROUP, DTYPES)
+    if isinstance(product, Fp8Product):
+        return _Format(product.scales.group, (product.scales.dtype,))
+    return _Format(0, (_weight(product).dtype,))
+
+
 def _weight(product: Product) -> torch.Tensor:
-    if not isinstance(product, DenseProduct | VendorProduct | LibraryProduct):
-        raise ValueError(f"a product is a {type(product).__name__}, where all others are dense")
+    if not isinstance(product, DenseProduct | VendorProduct | LibraryProduct | Mxfp4Product | Fp8Product):
+        raise ValueError(f"a product is a {type(product).__name__}; grouped products are dense, in MXFP4 or in fp8")
     return product.weight
+
+
+def _scales(product: Product) -> torch.Tensor | None:
+    if isinstance(product, Fp8Product):
+        return product.scales.numbers
+    return product.scales if isinstance(product, Mxfp4Product) else None
 
 
 def biases_of(products: Sequence[Product]) -> torch.Tensor | None:
@@ -123,13 +165,17 @@ def pointer_at(addresses, number, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(addresses, scale_addresses, expert, rows, in_features, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
+def _rows_of(addresses, expert, rows, in_features, dtype: tl.constexpr, GROUP: tl.constexpr, ALIGNMENT: tl.constexpr):
     """Pointers to some rows of an expert's weight: of numbers, or of codes where there are scales."""
-    if scale_addresses is None:
-        pointers = pointer_at(addresses, expert, dtype, ALIGNMENT) + rows * in_features
-    else:
-        pointers = pointer_at(addresses, expert, tl.uint8, ALIGNMENT) + rows * (in_features // 2)
-    return pointers
+    width = in_features // 2 if GROUP == MXFP4 else in_features
+    return pointer_at(addresses, expert, dtype, ALIGNMENT) + rows * width
+
+
+@triton.jit
+def _scales_of(scale_addresses, expert, rows, in_features, GROUP: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Pointers to the same rows of its scales."""
+    dtype: tl.constexpr = tl.uint8 if GROUP == MXFP4 else tl.float32
+    return pointer_at(scale_addresses, expert, dtype, ALIGNMENT) + rows * tl.cdiv(in_features, GROUP)
 
 
 @triton.jit
@@ -144,7 +190,7 @@ def _multiply_codes(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """As `multiply`, with pointers to rows of codes, and of their scales."""
+    """As `multiply`, with pointers to rows of codes in MXFP4, and of their scales."""
     k = tl.arange(0, INPUTS)
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, in_features, INPUTS):
@@ -162,15 +208,17 @@ def _multiply_codes(
 def _multiply_numbers(
     x_tile,
     weight_tile,
+    scale_tile,
     rows_there,
     outputs_there,
     in_features,
     EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """As `multiply`, with pointers to rows of numbers."""
+    """As `multiply`, with pointers to rows of numbers, or of codes in fp8."""
     k = tl.arange(0, INPUTS)
     x_tile += k[None, :]
     weight_tile += k[:, None]
@@ -183,6 +231,8 @@ def _multiply_numbers(
             inside = k < in_features - start
             a = tl.load(x_tile, mask=rows_there & inside[None, :], other=0.0)
             b = tl.load(weight_tile, mask=outputs_there & inside[:, None], other=0.0)
+        if GROUP:
+            b = restored(b, tl.load(scale_tile + start // GROUP, mask=outputs_there, other=0.0), a.dtype)
         total = tl.dot(a, b, total, input_precision="ieee")
         x_tile += INPUTS
         weight_tile += INPUTS
@@ -198,6 +248,7 @@ def multiply(
     outputs_there,
     in_features,
     EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -206,16 +257,17 @@ def multiply(
 
     Args:
         x_tile, weight_tile: pointers [ROWS, 1] and [1, OUTPUTS] to rows of x and of the weight.
-        scale_tile: the same to rows of scales, of weights in MXFP4; None: they are dense.
+        scale_tile: the same to rows of scales of GROUP inputs; None, and no GROUP: weights are dense.
         rows_there, outputs_there: which of them exist.
     """
-    if scale_tile is None:
-        total = _multiply_numbers(
-            x_tile, weight_tile, rows_there, outputs_there, in_features, EVEN, ROWS, OUTPUTS, INPUTS
-        )
-    else:
+    if GROUP == MXFP4:
         total = _multiply_codes(
             x_tile, weight_tile, scale_tile, rows_there, outputs_there, in_features, ROWS, OUTPUTS, INPUTS
+        )
+    else:
+        places = rows_there, outputs_there
+        total = _multiply_numbers(
+            x_tile, weight_tile, scale_tile, *places, in_features, EVEN, GROUP, ROWS, OUTPUTS, INPUTS
         )
     return total
 
@@ -278,6 +330,8 @@ def _gate_up_kernel(
     intermediate,
     TOP_K: tl.constexpr,
     EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    STORED: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -301,13 +355,13 @@ def _gate_up_kernel(
     n = out_tile * COLUMNS + column // TURNS
     weight_row = (n + column % TURNS * intermediate).to(tl.int64)
     where = weight_row[None, :]
-    weight_tile = _rows_of(addresses, scale_addresses, expert, where, hidden, x.dtype.element_ty, ALIGNMENT)
+    weight_tile = _rows_of(addresses, expert, where, hidden, STORED, GROUP, ALIGNMENT)
     scale_tile = None
-    if scale_addresses is not None:
-        scale_tile = pointer_at(scale_addresses, expert, tl.uint8, ALIGNMENT) + where * (hidden // 32)
+    if GROUP:
+        scale_tile = _scales_of(scale_addresses, expert, where, hidden, GROUP, ALIGNMENT)
     x_tile = x + token.to(tl.int64)[:, None] * hidden
     there, outputs_there = (m < end)[:, None], (n < intermediate)[None, :]
-    total = multiply(x_tile, weight_tile, scale_tile, there, outputs_there, hidden, EVEN, ROWS, OUTPUTS, INPUTS)
+    total = multiply(x_tile, weight_tile, scale_tile, there, outputs_there, hidden, EVEN, GROUP, ROWS, OUTPUTS, INPUTS)
 
     if biases is not None:
         bias = biases + expert.to(tl.int64) * (TURNS * intermediate) + weight_row
@@ -338,6 +392,8 @@ def _down_kernel(
     hidden,
     intermediate,
     EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    STORED: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -351,13 +407,14 @@ def _down_kernel(
     m = first + tl.arange(0, ROWS)
     n = (out_tile * OUTPUTS + tl.arange(0, OUTPUTS))[None, :]
     where = n.to(tl.int64)
-    weight_tile = _rows_of(addresses, scale_addresses, expert, where, intermediate, inner.dtype.element_ty, ALIGNMENT)
+    weight_tile = _rows_of(addresses, expert, where, intermediate, STORED, GROUP, ALIGNMENT)
     scale_tile = None
-    if scale_addresses is not None:
-        scale_tile = pointer_at(scale_addresses, expert, tl.uint8, ALIGNMENT) + where * (intermediate // 32)
+    if GROUP:
+        scale_tile = _scales_of(scale_addresses, expert, where, intermediate, GROUP, ALIGNMENT)
     x_tile = inner + m.to(tl.int64)[:, None] * intermediate
     there, outputs_there = (m < end)[:, None], n < hidden
-    total = multiply(x_tile, weight_tile, scale_tile, there, outputs_there, intermediate, EVEN, ROWS, OUTPUTS, INPUTS)
+    places = there, outputs_there
+    total = multiply(x_tile, weight_tile, scale_tile, *places, intermediate, EVEN, GROUP, ROWS, OUTPUTS, INPUTS)
     if biases is not None:
         total += tl.load(biases + expert.to(tl.int64) * hidden + n, mask=n < hidden, other=0.0)
     pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
@@ -510,6 +567,8 @@ class GroupedExperts:
             self._intermediate,
             TOP_K=top_k,
             EVEN=self._hidden % tile.inputs == 0,
+            GROUP=self._gate_up.group,
+            STORED=self._gate_up.stored,
             ROWS=tile.rows,
             OUTPUTS=tile.outputs,
             INPUTS=tile.inputs,
@@ -540,6 +599,8 @@ class GroupedExperts:
             hidden,
             intermediate,
             EVEN=intermediate % tile.inputs == 0,
+            GROUP=self._down.group,
+            STORED=self._down.stored,
             ROWS=tile.rows,
             OUTPUTS=tile.outputs,
             INPUTS=tile.inputs,

@@ -38,7 +38,7 @@ def _heads_kernel(
     x_tile = x + m * stride_row + head.to(tl.int64) * stride_head
     weight_tile = weight + n.to(tl.int64) * in_features
     rows_there, outputs_there = m < rows, n < out_features
-    total = multiply(x_tile, weight_tile, None, rows_there, outputs_there, in_features, EVEN, ROWS, OUTPUTS, INPUTS)
+    total = multiply(x_tile, weight_tile, None, rows_there, outputs_there, in_features, EVEN, 0, ROWS, OUTPUTS, INPUTS)
     out += (m * tl.num_programs(1) + head) * out_features + n
     tl.store(out, total.to(out.dtype.element_ty), mask=rows_there & outputs_there)
 
@@ -55,6 +55,8 @@ class GroupedHeads:
 
     def __init__(self, products: Sequence[Product]) -> None:
         self._weights = Weights(products)
+        if self._weights.group:
+            raise ValueError("the weights of heads are in 8 or 4 bits; they must be dense")
         if self._weights.bias is not None:
             raise ValueError("heads have no biases")
         self._short, self._tall = self._weights.tiles(self._weights.dtypes[0])

@@ -10,6 +10,7 @@ import triton
 
 from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts, Routing
+from quire.ops.fp8 import Fp8Weight
 from quire.ops.kernels import HeadNorm, Kernels
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import Product
@@ -38,13 +39,14 @@ from quire.ops.triton import (
     states,
 )
 from quire.ops.triton.linear_dense import DenseProduct
+from quire.ops.triton.linear_fp8 import Fp8Product, can_multiply
 from quire.ops.triton.linear_mxfp4 import Mxfp4Product
 from quire.ops.triton.linear_quantized import QuantizedProduct
 from quire.ops.triton.linear_vendor import Library, VendorProduct
 from quire.ops.triton.routing import count_experts, route
 from quire.parallel.group import Gather
 
-VERSION = 3
+VERSION = 4
 """Grows with every change of a kernel's bits."""
 
 
@@ -68,8 +70,6 @@ class TritonKernels(Kernels):
         self.deterministic = deterministic
         on_gpu = self.device.type == "cuda"
         self.library = Library.settled() if deterministic and on_gpu else None
-        dense = self.library.product if self.library else DenseProduct
-        self._make: linear.Make = dense if deterministic else VendorProduct
 
     def describe(self, dtype: torch.dtype) -> str:
         gpu = "Triton's interpreter" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
@@ -91,9 +91,9 @@ class TritonKernels(Kernels):
     def pack(
         self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None, outputs: int | None = None
     ) -> Product:
-        make = self._make
-        if outputs is not None and self.deterministic:  # the library would cut a part's sums in its own way
-            make = functools.partial(DenseProduct, outputs=outputs)
+        make: linear.Make = VendorProduct
+        if self.deterministic:
+            make = functools.partial(self.library.product if self.library else DenseProduct, outputs=outputs)
         return linear.pack(parts, bias, self.device, make)
 
     def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
@@ -103,6 +103,19 @@ class TritonKernels(Kernels):
         self, weight: QuantizedWeight, bias: torch.Tensor | None = None, outputs: int | None = None
     ) -> Product:
         return linear.pack_quantized(weight, bias, self.device, outputs)
+
+    def keeps(self, weight: Mxfp4Weight | Fp8Weight) -> bool:
+        return isinstance(weight, Mxfp4Weight) or can_multiply(weight)
+
+    def pack_fp8(
+        self,
+        parts: Sequence[Fp8Weight],
+        dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+        outputs: int | None = None,
+    ) -> Product:
+        many = functools.partial(DenseProduct, outputs=outputs) if self.deterministic else VendorProduct
+        return Fp8Product(parts, bias, self.device, dtype, many, outputs)
 
     def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
         return Mxfp4Product(parts, bias, self.device)

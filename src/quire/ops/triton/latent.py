@@ -29,10 +29,10 @@ from quire.ops.triton.attention import (
     _merge,
     _place_of,
     _power_of_two,
-    _widen,
     merge_splits,
 )
 from quire.ops.triton.cache import _quantized
+from quire.ops.triton.fp8 import stored_numbers, widen
 from quire.ops.triton.rows import inverse_rms, normalized
 from quire.ops.triton.splits import SHORT, Splits, assigned, items_of, list_splits, of_trees
 
@@ -191,9 +191,9 @@ def _take_in(
     dim, rope_dim = tl.arange(0, DIM), tl.arange(0, ROPE_DIM)
     at = (numbers + plane + offset * ROW)[:, None]
     in_keys = there[:, None] & (dim < WIDTH)[None, :]  # all else is 0, whatever lies in memory
-    vectors = _widen(tl.load(at + dim[None, :], mask=in_keys, other=0), queries.dtype)
+    vectors = widen(tl.load(at + dim[None, :], mask=in_keys, other=0.0), queries.dtype)
     in_keys = there[:, None] & (rope_dim < ROPE)[None, :]
-    keys = _widen(tl.load(at + WIDTH + rope_dim[None, :], mask=in_keys, other=0), queries.dtype)
+    keys = widen(tl.load(at + WIDTH + rope_dim[None, :], mask=in_keys, other=0.0), queries.dtype)
 
     scores = tl.dot(rope_queries, tl.trans(keys), input_precision="ieee")  # [ROWS, KEYS]
     scores = tl.dot(queries, tl.trans(vectors), scores, input_precision="ieee")
@@ -444,7 +444,7 @@ def attend_latent(
     }
     _attend_latent[(plan.tiles + splits.workers, groups)](
         q,
-        kv.numbers.view(torch.uint8) if kv.stored_dtype == torch.float8_e4m3fn else kv.numbers,
+        stored_numbers(kv),
         kv.scales,
         spans.block_tables,
         spans.row_starts,

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.ops.triton.fp8 import restored
 from quire.ops.triton.linear_chunks import Chunks, Ending, checked, finish, place_of, sum_chunks, waves
 
 LEAST_INPUTS = 256
@@ -51,6 +52,7 @@ EXACT = Tile(64, 64, 16, 8, 3)
 def _dense_kernel(
     x,
     weight,
+    scales,
     bias,
     out,
     rows,
@@ -61,11 +63,15 @@ def _dense_kernel(
     span,
     EVEN: tl.constexpr,
     CHUNKED: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """A tile of x W^T, over `span` blocks of inputs from program_id(1) * span on; out is [.., rows, out_features]."""
+    """A tile of x W^T, over `span` blocks of inputs from program_id(1) * span on; out is [.., rows, out_features].
+
+    With `scales` [out_features, groups of GROUP inputs], the weight is of codes in fp8.
+    """
     row_tile, out_tile = place_of(tl.program_id(0), rows, tl.cdiv(out_features, OUTPUTS), ROWS)
     m = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     n = (out_tile * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)[None, :]
@@ -85,6 +91,9 @@ def _dense_kernel(
             inside = k < in_features - block * INPUTS
             a = tl.load(x_tile, mask=(m < rows) & inside[None, :], other=0.0)
             b = tl.load(weight_tile, mask=(n < out_features) & inside[:, None], other=0.0)
+        if scales is not None:
+            scale = scales + n * tl.cdiv(in_features, GROUP) + block * INPUTS // GROUP
+            b = restored(b, tl.load(scale, mask=n < out_features, other=0.0), a.dtype)
         chunk = tl.dot(a, b, chunk, input_precision="ieee")
         x_tile += INPUTS
         weight_tile += INPUTS
@@ -97,12 +106,27 @@ def _dense_kernel(
     finish(total, m, n, rows, out_features, None, bias, out)
 
 
+class Scales(NamedTuple):
+    """What codes in fp8 are multiplied with: see `quire.ops.fp8`.
+
+    Attributes:
+        numbers: fp32 [out, groups of inputs].
+        group: inputs that share one, in whole steps of a tile's loop.
+        dtype: to which the products are rounded; that of x.
+    """
+
+    numbers: torch.Tensor
+    group: int
+    dtype: torch.dtype
+
+
 class DenseProduct:
     """The product with a dense weight, each row's bits independent of the other rows: a `Product`.
 
     Args:
         tiles: for few rows and for many, of the same outputs and inputs; None: those for the weight's data type.
         outputs: see `Kernels.pack`.
+        scales: of a weight of codes, as `fp8.as_read` gives them; None: it is one of numbers.
 
     Attributes:
         weight: [out, in], contiguous, used where it lies; for kernels that multiply with several at once.
@@ -115,23 +139,25 @@ class DenseProduct:
         bias: torch.Tensor | None,
         tiles: tuple[Tile, Tile] | None = None,
         outputs: int | None = None,
+        scales: Scales | None = None,
     ) -> None:
         self.out_features, self.in_features = weight.shape
-        self.weight = weight
+        self.weight, self._scales = weight, scales
+        self._dtype = scales.dtype if scales else weight.dtype
         self.bias = None if bias is None else bias.float()
-        usual = (EXACT, EXACT) if weight.dtype == torch.float32 else (SHORT, TALL)
+        usual = (EXACT, EXACT) if self._dtype == torch.float32 else (SHORT, TALL)
         self._short, self._tall = tiles or usual
         if not one_instruction(weight.device):
             self._tall = self._short
         self._out_tiles = triton.cdiv(self.out_features, self._short.outputs)
         blocks = triton.cdiv(self.in_features, self._short.inputs)
         of_all = triton.cdiv(outputs or self.out_features, self._short.outputs)
-        block_bytes = self._short.outputs * self._short.inputs * weight.element_size()
+        block_bytes = self._short.outputs * self._short.inputs * self._dtype.itemsize
         self._chunks = Chunks.of(of_all, blocks, LEAST_INPUTS // self._short.inputs, block_bytes)
 
     def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in `out_dtype`, x's unless said."""
-        x, out_dtype = checked(x, self.in_features, (self.weight.dtype,), out_dtype)
+        x, out_dtype = checked(x, self.in_features, (self._dtype,), out_dtype)
         rows = len(x)
         out = x.new_empty(rows, self.out_features, dtype=out_dtype)
         if rows == 0:
@@ -148,6 +174,7 @@ class DenseProduct:
         _dense_kernel[grid](
             x,
             self.weight,
+            self._scales and self._scales.numbers,
             ending.bias,
             out,
             len(x),
@@ -158,6 +185,7 @@ class DenseProduct:
             span,
             EVEN=self.in_features % tile.inputs == 0,
             CHUNKED=self._chunks.count > 1,
+            GROUP=self._scales.group if self._scales else 1,
             ROWS=tile.rows,
             OUTPUTS=tile.outputs,
             INPUTS=tile.inputs,

@@ -5,13 +5,16 @@ long as none splits the inputs among programs: so found vLLM, with no memory to 
 precision (https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/layers/batch_invariant.py). Nobody
 promises that, so it is tried on the device itself, for each shape of a weight before its first use: one row is
 multiplied beside copies of itself, in each number of rows in which products are computed, and must have the bits that
-it has alone in every place. A shape that fails at one number of rows is computed by `linear_dense`.
+it has alone in every place; and so with the parts of the weight that ranks would have. So one rank and several agree,
+and what each of them chooses follows from the whole weight. A shape that fails once is computed by `linear_dense`.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +26,9 @@ from quire.ops.triton.linear_dense import DenseProduct
 WIDE = 64 * 132
 """Outputs of a weight that keep an H100's multiprocessors busy. With fewer, `linear_dense` cuts the inputs up instead,
 which cuBLASLt may not do here."""
+
+RANKS = (2, 4, 8)
+"""How many may share a weight so that one rank would choose as they do, beside as many as there are."""
 
 EXACT_ROWS = 256
 """Up to here products are computed with the rows that there are, beyond it with a multiple of `ROUNDED`."""
@@ -59,7 +65,7 @@ class VendorProduct:
 
 
 class Kind(NamedTuple):
-    """All that the library chooses a kernel by, but for the number of rows."""
+    """All that the library chooses a kernel by, but for the number of rows, and which part of a weight a rank has."""
 
     out_features: int
     in_features: int
@@ -83,11 +89,11 @@ class Library:
     """Which products of the vendor's library give a row the same bits in any company, as far as was tried.
 
     Attributes:
-        tried: by kind; it never changes once it is there.
+        tried: by kind of a whole weight, and outputs of the part that is here; it never changes once it is there.
     """
 
     def __init__(self) -> None:
-        self.tried: dict[Kind, bool] = {}
+        self.tried: dict[tuple[Kind, int], bool] = {}
 
     @classmethod
     def settled(cls) -> Library:
@@ -99,26 +105,28 @@ class Library:
             setattr(torch.backends.cuda.matmul, name, (False, False))  # nor any split of the inputs
         return cls()
 
-    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> DenseProduct | LibraryProduct:
-        """That of a weight [out, in]."""
-        if len(weight) < WIDE or weight.dtype == torch.float32:
-            return DenseProduct(weight, bias)
-        return LibraryProduct(weight, bias, self)
+    def product(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, outputs: int | None = None
+    ) -> DenseProduct | LibraryProduct:
+        """That of a weight [out, in]; `outputs`: see `Kernels.pack`."""
+        if (outputs or len(weight)) < WIDE or weight.dtype == torch.float32:
+            return DenseProduct(weight, bias, outputs=outputs)
+        return LibraryProduct(weight, bias, self, outputs)
 
-    def holds(self, kind: Kind, multiply: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> bool:
-        """Whether products of this kind may be used; tried at the first question, which waits for the device."""
-        if kind not in self.tried:
-            generator = torch.Generator(device).manual_seed(0)
-            row = torch.randn(kind.in_features, generator=generator, device=device).to(kind.dtype)
-            self.tried[kind] = rows_are_alike(multiply, row, kind.most_rows)
-        return self.tried[kind]
+    def holds(self, kind: Kind, weight: torch.Tensor) -> bool:
+        """Whether products of this kind may be used, of which `weight` is a part or the whole; tried at the first
+        question, which waits for the device."""
+        key = kind, len(weight)
+        if key not in self.tried:
+            self.tried[key] = parts_are_alike(kind, weight)
+        return self.tried[key]
 
     def describe(self) -> str:
         """For people, and for the name of what a block's bytes depend on; empty where nothing was tried."""
         words = ((True, "cuBLASLt, whose rows have the same bits in any company here"), (False, "Triton"))
         parts = []
         for wanted, name in words:
-            if found := sorted(str(kind) for kind, holds in self.tried.items() if holds is wanted):
+            if found := sorted({str(kind) for (kind, _), holds in self.tried.items() if holds is wanted}):
                 parts.append(f"{', '.join(found)}: {name}")
         return "; ".join(parts)
 
@@ -131,35 +139,61 @@ class LibraryProduct:
         bias: [out]; None: there is none.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, library: Library) -> None:
-        self._library, self._vendor, self._own = library, VendorProduct(weight, bias), DenseProduct(weight, bias)
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, library: Library, outputs: int | None = None
+    ) -> None:
+        self._library, self._vendor = library, VendorProduct(weight, bias)
+        self._own = DenseProduct(weight, bias, outputs=outputs)
         self.out_features, self.in_features = weight.shape
+        self._whole = outputs or self.out_features
         self.weight, self.bias = weight, bias
 
     def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in `out_dtype`, x's unless said."""
         x, out_dtype = checked(x, self.in_features, (self.weight.dtype,), out_dtype)
-        kind = Kind(self.out_features, self.in_features, x.dtype, out_dtype, self.bias is not None)
+        kind = Kind(self._whole, self.in_features, x.dtype, out_dtype, self.bias is not None)
+        if not self._library.holds(kind, self.weight):
+            return self._own.matmul(x, out_dtype)
 
         def multiply(rows: torch.Tensor) -> torch.Tensor:
             return self._vendor.matmul(rows, out_dtype)
 
-        if not self._library.holds(kind, multiply, x.device):
-            return self._own.matmul(x, out_dtype)
         parts = [_rounded(multiply, part) for part in x.split(kind.most_rows)] if len(x) else [multiply(x)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def rows_are_alike(multiply: Callable[[torch.Tensor], torch.Tensor], row: torch.Tensor, most: int) -> bool:
-    """Whether a row [in] has the same bits beside any number of copies of itself, and in any place among them.
+def parts_are_alike(kind: Kind, weight: torch.Tensor) -> bool:
+    """Whether a row has the same bits in any company with a whole weight, and with the parts that ranks would have.
+
+    Args:
+        weight: the whole one; of a part, numbers stand for those that are elsewhere.
+    """
+    generator = torch.Generator(weight.device).manual_seed(0)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=weight.device).to(kind.dtype)
+
+    own, row = len(weight), numbers(kind.in_features)
+    if own < kind.out_features:
+        weight = weight.repeat(-(-kind.out_features // own), 1)[: kind.out_features]
+    bias = numbers(kind.out_features) if kind.biased else None
+    sizes = {kind.out_features, own, *(kind.out_features // ranks for ranks in RANKS if kind.out_features % ranks == 0)}
+    products = [VendorProduct(weight[:size], None if bias is None else bias[:size]) for size in sorted(sizes)]
+    return rows_are_alike([functools.partial(one.matmul, out_dtype=kind.out_dtype) for one in products], row, kind)
+
+
+def rows_are_alike(products: Sequence[Callable[[torch.Tensor], torch.Tensor]], row: torch.Tensor, kind: Kind) -> bool:
+    """Whether a row [in] has the same bits beside any number of copies of itself, and in any place among them, and
+    those in each of some products with a weight's first outputs, the last of which is with all.
 
     A sum's order does not depend on the numbers, so copies do for other rows.
     """
-    x = row.expand(most, -1).contiguous()
-    alone = _bits(multiply(x[:1]))
+    x = row.expand(kind.most_rows, -1).contiguous()
+    alone = _bits(products[-1](x[:1]))
     differs = torch.zeros((), dtype=torch.bool, device=row.device)
-    for count in counts(most):
-        differs |= (_bits(multiply(x[:count])) != alone).any()  # the device goes on while the next one is launched
+    for multiply, count in itertools.product(products, counts(kind.most_rows)):
+        found = _bits(multiply(x[:count]))
+        differs |= (found != alone[:, : found.shape[1]]).any()  # the device goes on while the next one is launched
     return not bool(differs)
 
 

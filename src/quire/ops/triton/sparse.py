@@ -15,7 +15,7 @@ import triton.language as tl
 from quire.ops.kv_cache import KVCache
 from quire.ops.ragged import DeviceSpans, DeviceTrees, RaggedBatch
 from quire.ops.sparse import SCORE_BYTES, Choice
-from quire.ops.triton.attention import _widen
+from quire.ops.triton.fp8 import stored_numbers, widen
 from quire.ops.triton.latent import attend_latent
 
 KEYS = 64
@@ -48,8 +48,7 @@ def choose(q: torch.Tensor, weights: torch.Tensor, kv: KVCache, batch: RaggedBat
     for first in range(0, rows, at_once):
         count = min(at_once, rows - first)
         _score[(count, -(-most // PART))](
-            *(q, weights, kv.numbers.view(torch.uint8) if kv.stored_dtype == torch.float8_e4m3fn else kv.numbers),
-            *(kv.scales, *where, scores, first, tables.stride(0), layer),
+            *(q, weights, stored_numbers(kv), kv.scales, *where, scores, first, tables.stride(0), layer),
             BLOCK_STRIDE=kv.data.stride(0),
             PLANE=kv.data.stride(3),
             BLOCK_SIZE=kv.block_size,
@@ -160,7 +159,7 @@ def _score(
             offset = key % BLOCK_SIZE
             index_key = numbers + plane + offset * ROW + (ROW - WIDTH)
             in_keys = seen[:, None] & (dim < WIDTH)[None, :]  # all else is 0, whatever lies in memory
-            keys = _widen(tl.load(index_key[:, None] + dim[None, :], mask=in_keys, other=0), queries.dtype)
+            keys = widen(tl.load(index_key[:, None] + dim[None, :], mask=in_keys, other=0.0), queries.dtype)
             products = tl.dot(queries, tl.trans(keys), input_precision="ieee")  # [GROUP, KEYS]
             products = tl.where(products < 0, 0.0, products)  # a number that is none stays
             score = tl.sum(products * factors[:, None], 0)
