@@ -576,7 +576,7 @@ def test_an_embedded_model_is_described_and_another_of_its_name_is_not() -> None
         assert site.context.client.info
         site.context.client.info.path = str(resolve("demo"))
         description = site.http.get("/v1/models").json()["data"][0]["description"]
-        assert "4 million parameters" in description and "no assistant" in description
+        assert "4 million parameters" in description and "not an assistant" in description
 
 
 def test_a_model_that_is_not_served_is_a_404_that_names_those_that_are(site: Site) -> None:
