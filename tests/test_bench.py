@@ -354,6 +354,8 @@ def test_what_does_not_fit_is_refused_with_the_numbers_before_it_is_written(
     words = r"the weights take 27\.5 GiB, and 1\.0 GiB are free where .*choose another --workdir, .*quantization=int4"
     with pytest.raises(ConfigError, match=words):
         write_checkpoint(tmp_path / "large", model_config("qwen3-14b"))
+    with pytest.raises(ConfigError, match=r"the weights take 8\.7 GiB, .*choose another --workdir or a smaller shape$"):
+        write_checkpoint(tmp_path / "large", model_config("qwen3-14b"), how=Quantization("int4", 64))
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr("quire.runner.memory_plan.free_memory", lambda: 10 << 30)
     assert main(["bench", "offline", "--random", "qwen3-14b", "--workdir", str(tmp_path), "--device", "cpu"]) != 0

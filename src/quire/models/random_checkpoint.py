@@ -392,7 +392,7 @@ def write_checkpoint(
 
 
 def _write(folder: Path, config: Mapping[str, Any], report: Progress, how: Quantization | None) -> None:
-    _check_room(folder, weight_bytes(config, how))
+    _check_room(folder, weight_bytes(config, how), how)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     checkpoint = RandomCheckpoint(folder, as_published=how is None)
     if how is None:
@@ -428,12 +428,15 @@ def _remove_abandoned(parent: Path, pattern: str) -> None:
                 os.close(handle)
 
 
-def _check_room(folder: Path, needed: int) -> None:
+def _check_room(folder: Path, needed: int, how: Quantization | None) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
+        choices = ["another --workdir", "a smaller shape"]
+        if how is None or how.scheme != "int4":
+            choices.append("quantization=int4")
         raise ConfigError(
             f"the weights take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free where {folder.parent} is; "
-            "choose another --workdir, a smaller shape, or quantization=int4"
+            f"choose {', '.join(choices[:-1])} or {choices[-1]}"
         )
 
 
