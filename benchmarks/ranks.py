@@ -218,13 +218,16 @@ def _experts(result: Result, folder: Path, steps: int) -> None:
         even = [imbalance(load, layers[number].slots, 2) for number, load in loads.items()]
         moves = llm._engine.rank_stats()["expert_moves"]
     share = sum(sum(load[:2]) for load in loads.values()) / sum(map(sum, loads.values()))
-    first, last, slowest = statistics.median(before), statistics.median(after), max(moving)
+    first, last = statistics.median(before), statistics.median(after)
+    slowest = [max(times) / first for times in (before, moving, after)]
     numbers = {"share": share, "uneven": uneven, "even": even, "first": first, "last": last, "slowest": slowest}
     rows = {
         f"2 of 32 experts get {share:.0%} of the tokens: the busiest rank over the mean, before and after a move of "
         f"{moves} layers": f"{statistics.mean(uneven):.2f}, {statistics.mean(even):.2f}",
         "a decode step of 16, before and after": f"{first * 1e3:.1f}, {last * 1e3:.1f} ms",
-        "the slowest step meanwhile, over the median": f"{slowest / first:.2f}",
+        "the slowest step before, meanwhile and after, over the median before": ", ".join(
+            map("{:.2f}".format, slowest)
+        ),
     }
     for what, shown in rows.items():
         result.add((what, "-", shown, "-"), what=what, **numbers)

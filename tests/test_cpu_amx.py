@@ -18,7 +18,7 @@ from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.cpu.library import Library
 from quire.ops.experts import LoopedExperts, LoopedHeads
 from quire.ops.kv_cache import KVCacheDtype
-from quire.ops.memory import Scratch
+from quire.ops.memory import Scratch, WeightMemory
 from quire.ops.quantized import Quantization, quantize
 from tests import test_cpu_attention as plain
 from tests import test_cpu_latent as absorbed
@@ -40,7 +40,7 @@ class InTiles(CpuKernels):
         Kernels.__init__(self)
         self.name = "amx"
         self._lib = Library("amx", {name: what for module in self.MODULES for name, what in module.PROTOTYPES.items()})
-        self._scratch, self._workspace = Scratch(), Scratch()
+        self._scratch, self._workspace, self._weights = Scratch(), Scratch(), WeightMemory()
 
 
 @pytest.fixture(scope="module")

@@ -246,14 +246,17 @@ def test_what_is_not_a_row_for_each_head_is_refused(kernels: Kernels) -> None:
             layer(x)
 
 
-def test_small_weights_of_experts_are_moved_side_by_side_into_huge_pages(kernels: Kernels) -> None:
-    layer = draw_layer(kernels, Quantization("int4", 32), count=16, hidden=1024, inner=256)
+@pytest.mark.parametrize("form", [Quantization("int4", 32), torch.bfloat16], ids=str)
+def test_small_weights_of_experts_lie_side_by_side_in_huge_pages(kernels: Kernels, form: Format) -> None:
+    layer = draw_layer(kernels, form, count=16, hidden=1024, inner=256)
     products = [product for part in layer for product in part if isinstance(product, CpuProduct)]
     x = draw(3, 1024, dtype=torch.bfloat16)
     before = [product.matmul(x[:, : product.in_features].contiguous()) for product in products]
     kernels.experts(*layer)
-    parts = sorted((part.data_ptr(), part.nbytes) for product in products for part in product.small_parts.values())
-    assert len(parts) == 64 and parts[0][0] % HUGE_PAGE == 0  # a bare allocation begins elsewhere
+    parts = sorted((part.data_ptr(), part.nbytes) for product in products for part in product.parts.values())
+    assert len(parts) == (32 if form is torch.bfloat16 else 64) and parts[0][0] % HUGE_PAGE == 0
     assert all(end <= start < end + 64 for (at, size), (start, _) in itertools.pairwise(parts) for end in [at + size])
+    kernels.experts(*layer)  # what lies there stays: a step may be computing with it
+    assert parts == sorted((part.data_ptr(), part.nbytes) for product in products for part in product.parts.values())
     after = [product.matmul(x[:, : product.in_features].contiguous()) for product in products]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))

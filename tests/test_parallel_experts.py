@@ -6,7 +6,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,17 @@ from quire.ops.cpu.group import SharedGroup
 from quire.ops.experts import ExpertSlots
 from quire.runner.expert_mover import ExpertMover, Prepared
 from tests.oracle import save_checkpoint
-from tests.test_cpu_experts import EXPERTS, FORMATS, HIDDEN, Format, activations, draw, draw_layer, draw_routes
+from tests.test_cpu_experts import (
+    EXPERTS,
+    FORMATS,
+    HIDDEN,
+    Format,
+    activations,
+    draw,
+    draw_layer,
+    draw_product,
+    draw_routes,
+)
 from tests.test_determinism import alone, engine_of, prompts, run, setting
 from tests.test_parallel_determinism import LARGE, SMALL
 from tests.test_parallel_group import all_of, ranks
@@ -176,10 +186,14 @@ class Layer:
 
     def __init__(self, count: int, seconds: float = 0.0) -> None:
         self.slots, self.load = tuple(range(count)), torch.zeros(count, dtype=torch.int64)
-        self.seconds, self.error = seconds, ""
+        self.seconds, self.error, self.pieces = seconds, "", 0
 
-    def arranged(self, slots: list[int]) -> Any:
-        time.sleep(self.seconds)
+    def arrange(self, slots: list[int]) -> Generator[None, None, Any]:
+        """In three pieces and a last one."""
+        for _ in range(3):
+            self.pieces += 1
+            time.sleep(self.seconds)
+            yield
         if self.error:
             raise OSError(self.error)
         return SimpleNamespace(slots=tuple(slots))
@@ -254,15 +268,15 @@ def steps(
                 rank.mover.follow(plan)
         plans.append(plan)
         if not any(layer.seconds for rank in ranks for layer in rank.layers.values()):
-            wait_for_reads()
+            wait_for_reads(ranks)
     return plans
 
 
-def wait_for_reads() -> None:
-    """Until no rank reads experts any more."""
-    for thread in threading.enumerate():
-        if thread.name == "quire-experts":
-            thread.join(60)
+def wait_for_reads(ranks: Sequence[Rank]) -> None:
+    """Until no rank reads a piece any more."""
+    for rank in ranks:
+        if rank.mover._piece is not None:
+            rank.mover._piece.result(60)
 
 
 def test_experts_move_where_the_work_is_uneven_a_layer_at_a_time_and_once() -> None:
@@ -299,17 +313,20 @@ def test_the_experts_of_each_stage_of_a_pipeline_move_among_its_ranks() -> None:
     assert balancer.stats()["rank_imbalance"] < 1.1
 
 
-def test_no_step_waits_for_a_rank_that_reads_slowly() -> None:
+def test_no_step_waits_for_a_rank_that_reads_slowly_and_none_begins_more_than_a_piece() -> None:
     first, slow = Rank(1), Rank(1)
-    slow.layers[0].seconds = 0.2
+    slow.layers[0].seconds = 0.1
     balancer = balancer_of(first, slow)
-    plans = steps(balancer, [first, slow], 20)
+    plans = steps(balancer, [first, slow], 30)
     assert any(plan.expert_move for plan in plans) and not any(plan.expert_version for plan in plans)
-    wait_for_reads()
-    plans = steps(balancer, [first, slow], 2, number=20)
-    assert plans[-1].expert_version == 1
+    for number, pieces in enumerate((2, 3, 3, 3, 3), 30):
+        wait_for_reads([slow])
+        last = steps(balancer, [first, slow], 1, number=number)[-1]
+        wait_for_reads([slow])
+        assert slow.layers[0].pieces == pieces
+    assert last.expert_version == 1
     assert slow.layers[0].slots == first.layers[0].slots != tuple(range(8))
-    assert balancer.stats()["expert_read_seconds"] >= 0.2
+    assert balancer.stats()["expert_read_seconds"] >= 0.3
 
 
 def test_steps_that_are_lost_lose_no_move() -> None:
@@ -318,6 +335,47 @@ def test_steps_that_are_lost_lose_no_move() -> None:
         steps(balancer_of(first, second), [first, second], 45, lost=lambda number, lose=lose: number == lose)  # type: ignore[misc]
         assert first.mover.version == second.mover.version >= 1
         assert first.layers[0].slots == second.layers[0].slots
+
+
+@pytest.mark.skipif(not library.usable(), reason="the C++ kernels were not built here")
+@pytest.mark.parametrize("form", [torch.bfloat16, Quantization("int8")], ids=str)
+def test_a_piece_reads_one_expert_and_what_stays_is_not_touched_while_steps_read_it(form: Format) -> None:
+    """All weights are too small for huge pages, so that they lie side by side; what experts leave is used again."""
+    kernels, read = choose_kernels(), []
+    layer = ExpertsLayer.__new__(ExpertsLayer)
+    layer._group, layer._kernels, layer._activation = SimpleNamespace(rank=0, size=2, address=1), kernels, "silu"  # type: ignore[assignment]
+
+    def read_one(expert: int) -> tuple[Any, Any]:
+        read.append(expert)
+        return draw_product(kernels, (2 * 256, 1024), form, 2 * expert), draw_product(kernels, (1024, 256), form, 1)
+
+    def places() -> dict[int, list[int]]:
+        both = {expert: [*up.parts.values(), *down.parts.values()] for expert, (up, down) in layer._own.items()}  # type: ignore[attr-defined]
+        return {expert: [part.data_ptr() for part in parts] for expert, parts in both.items()}
+
+    def move(slots: Sequence[int]) -> list[int]:
+        """Experts that were read in each piece."""
+        pieces, found = layer.arrange(slots), []
+        while True:
+            before = len(read)
+            try:
+                next(pieces)
+            except StopIteration as end:
+                assert len(read) == before
+                layer.use(end.value)
+                return found
+            found.append(len(read) - before)
+
+    layer._own, layer._read = {}, read_one
+    assert move([*range(16)]) == [1] * 8  # a rank's half
+    before = places()
+    assert move([*range(6), 8, 9, 6, 7, *range(10, 16)]) == [1, 1]
+    assert move([*range(6), 8, 9, 15, 7, *range(10, 15), 6]) == []
+    after = places()
+    assert {expert: after[expert] for expert in range(6)} == {expert: before[expert] for expert in range(6)}
+    assert move([*range(8), 8, 9, *range(10, 16)]) == [1, 1]
+    taken = {place for each in places().values() for place in each}
+    assert taken <= {place for each in (*before.values(), *after.values()) for place in each}
 
 
 def test_even_work_and_no_work_move_nothing() -> None:
@@ -351,16 +409,16 @@ def test_a_move_that_was_never_prepared_is_a_bug() -> None:
 def test_requests_go_on_when_a_rank_dies_in_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One cause that names the rank."""
     folder = str(save_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=2))
-    arranged, reading = ExpertsLayer.arranged, threading.Event()
+    arrange, reading = ExpertsLayer.arrange, threading.Event()
 
     def slowly(self: ExpertsLayer, slots: Any) -> Any:
         reading.set()
         time.sleep(0.2)
-        return arranged(self, slots)
+        return (yield from arrange(self, slots))
 
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "eplb_interval": 5}
     with LLM(folder, threads=1, **options) as llm:
-        monkeypatch.setattr(ExpertsLayer, "arranged", slowly)
+        monkeypatch.setattr(ExpertsLayer, "arrange", slowly)
         llm.add_request([5, 6, 7], SamplingParams(max_tokens=400, ignore_eos=True))
         while not reading.is_set():
             llm.step()

@@ -20,6 +20,7 @@
 
 extern "C" int32_t quire_set_threads(int32_t count);
 extern "C" int32_t quire_threads();
+extern "C" int32_t quire_give_way(int32_t way);
 extern "C" void quire_disorder(uint64_t seed);
 
 namespace {
@@ -87,11 +88,15 @@ void several_callers() {
     for (auto& caller : callers) caller.join();
 }
 
-void one_processor() {
+void stay_on_one_processor() {
     cpu_set_t one;
     CPU_ZERO(&one);
     CPU_SET(sched_getcpu(), &one);
     CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
+}
+
+void one_processor() {
+    stay_on_one_processor();
     quire_set_threads(4);
     some_loops(200, 20);
 }
@@ -173,6 +178,30 @@ void nobody_has_a_share() {
     }
 }
 
+// Between items of a loop that gives way, another thread has the only processor; and items come one by one.
+void gives_way() {
+    stay_on_one_processor();
+    std::atomic<bool> over{false};
+    std::atomic<int64_t> other{0};
+    std::thread busy([&] {
+        while (!over) other++;
+    });
+    CHECK(quire_give_way(1) == 0);
+    int64_t next = 0, before = -1;
+    int turns = 0;
+    parallel(60, {}, quire_threads(), [&](int64_t first, int64_t last, int) {
+        CHECK(first == next && last == first + 1);
+        next = last;
+        turns += other != before;
+        before = other;
+    });
+    CHECK(next == 60 && turns >= 10);  // alone it would be done before it is put aside
+    CHECK(quire_give_way(0) == 1);
+    parallel(60, {}, quire_threads(), [&](int64_t first, int64_t last, int) { CHECK(first == 0 && last == 60); });
+    over = true;
+    busy.join();
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -185,5 +214,6 @@ int main(int count, char** arguments) {
                       {"exit_in_the_middle", exit_in_the_middle},
                       {"interrupted", interrupted},
                       {"numbers_of_threads", numbers_of_threads},
-                      {"nobody_has_a_share", nobody_has_a_share}});
+                      {"nobody_has_a_share", nobody_has_a_share},
+                      {"gives_way", gives_way}});
 }

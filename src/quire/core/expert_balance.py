@@ -8,6 +8,7 @@ it goes where most of its experts are already.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
@@ -57,11 +58,13 @@ def imbalance(loads: Sequence[int], slots: Sequence[int], ranks: int) -> float:
 
 def _replicated(experts: Sequence[int], loads: Sequence[int], num_slots: int) -> list[int]:
     """One slot for each, and then one more, again and again, for that which has most to do in each of its own."""
-    slots, replicas = [*experts], dict.fromkeys(experts, 1)
+    slots = [*experts]
+    busiest = [(-Fraction(loads[expert]), place, 1) for place, expert in enumerate(experts)]
+    heapq.heapify(busiest)
     while len(slots) < num_slots:
-        busiest = max(experts, key=lambda expert: Fraction(loads[expert], replicas[expert]))
-        slots.append(busiest)
-        replicas[busiest] += 1
+        _, place, replicas = busiest[0]
+        slots.append(experts[place])
+        heapq.heapreplace(busiest, (Fraction(-loads[experts[place]], replicas + 1), place, replicas + 1))
     return slots
 
 

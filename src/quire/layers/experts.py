@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +95,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """What a rank needs to compute the experts in its slots: see `ExpertsLayer.arranged`."""
+    """What a rank needs to compute the experts in its slots: see `ExpertsLayer.arrange`."""
 
     slots: tuple[int, ...]
     own: dict[int, tuple[Product, Product]]
@@ -173,7 +173,9 @@ class ExpertsLayer:
             self._read: Callable[[int], tuple[Product, Product]] = lambda expert: _whole(
                 weights, prefixes[expert], config
             )
-            self.use(self.arranged(first_slots(count, weights.expert_slots)))
+            first = ExpertSlots(self._group, first_slots(count, weights.expert_slots))
+            read = {expert: self._read(expert) for expert in dict.fromkeys(first.own_experts)}
+            self.use(self._arranged(first, read))
             for prefix in (prefix for expert, prefix in enumerate(prefixes) if expert not in self._own):
                 weights.elsewhere(prefix)
         else:
@@ -241,15 +243,22 @@ class ExpertsLayer:
         self.load += torch.bincount(ids.flatten(), minlength=len(self.load))
         return self._experts(x, ids, weights)[own] if len(x) else x
 
-    def arranged(self, experts: Sequence[int]) -> Arranged:
+    def arrange(self, experts: Sequence[int]) -> Generator[None, None, Arranged]:
         """This rank's part of the experts in these slots: those that it has not are read from the checkpoint.
 
-        May be called by another thread than that which computes.
+        One in each piece of the work, which may be done by another thread than that which computes: experts that this
+        rank has, and keeps, stay where they are.
         """
         slots = ExpertSlots(self._group, tuple(experts))
-        wanted = [slots.experts[slot] for slot in slots.own]
-        own = {expert: self._own.get(expert) or self._read(expert) for expert in dict.fromkeys(wanted)}
-        up, down = zip(*(own[expert] for expert in wanted), strict=True)
+        own = {expert: self._own[expert] for expert in slots.own_experts if expert in self._own}
+        for expert in slots.own_experts:
+            if expert not in own:
+                own[expert] = self._read(expert)
+                yield
+        return self._arranged(slots, own)
+
+    def _arranged(self, slots: ExpertSlots, own: dict[int, tuple[Product, Product]]) -> Arranged:
+        up, down = zip(*(own[expert] for expert in slots.own_experts), strict=True)
         return Arranged(slots.experts, own, self._computed(up, down, slots))
 
     def use(self, arranged: Arranged) -> None:

@@ -130,6 +130,11 @@ class ExpertSlots:
         each = len(self.experts) // self.group.size
         return range(self.group.rank * each, (self.group.rank + 1) * each)
 
+    @property
+    def own_experts(self) -> list[int]:
+        """The expert in each of them."""
+        return [self.experts[slot] for slot in self.own]
+
     @functools.cached_property
     def replicas(self) -> list[list[int]]:
         """Slots of each expert."""

@@ -217,6 +217,13 @@ class Kernels:
         """For a while, what this thread of the program computes with these kernels, so many threads compute."""
         return torch_threads(count)
 
+    def giving_way(self) -> AbstractContextManager[None]:
+        """For a while, what this thread computes it computes alone, and lets others run as often as it can.
+
+        For work beside steps: a step whose ranks wait for one another takes the processor back at once.
+        """
+        return torch_threads(1)
+
     # -- weights -------------------------------------------------------------------------------------------
 
     def pack(

@@ -6,10 +6,17 @@ import ctypes
 import mmap
 import os
 import sys
+import threading
+import weakref
+from collections import defaultdict
 
 import torch
 
 HUGE_PAGE = 2 * 2**20
+SMALL = 8 * HUGE_PAGE
+"""Bytes of a weight below which its begin and end, which fill no huge page, are much of it."""
+LINE = 64
+"""Bytes of a line of the processor's caches."""
 _ADVISE_HUGE_PAGES, _COLLAPSE = 14, 25  # Linux: MADV_HUGEPAGE; MADV_COLLAPSE, since 6.1
 _POPULATE = 23  # MADV_POPULATE_WRITE, since 5.14
 
@@ -32,6 +39,36 @@ class Scratch:
             self._buffer = torch.empty(self.room(size), dtype=torch.uint8)
         address: int = self._buffer.data_ptr()
         return address + -address % 64
+
+
+class WeightMemory:
+    """Where weights lie: in huge pages, and small ones side by side.
+
+    What weights leave is used again for others of the same size, as those of experts that move: then the system has no
+    pages to give, which may take longer than all the rest, and none to take back.
+    """
+
+    CHUNK = 64 * HUGE_PAGE  # of which pages are taken as they are used
+
+    def __init__(self) -> None:
+        self._lock, self._free = threading.Lock(), defaultdict[int, list[torch.Tensor]](list)  # by size
+        self._chunk = torch.empty(0, dtype=torch.uint8)  # what is left of it
+
+    def take(self, size: int, owner: object) -> torch.Tensor:
+        """`size` bytes, which may hold anything, for as long as their owner lives."""
+        with self._lock:
+            place = self._free[size].pop() if self._free[size] else self._new(size)
+        weakref.finalize(owner, self._free[size].append, place).atexit = False
+        return place
+
+    def _new(self, size: int) -> torch.Tensor:
+        if size >= SMALL:
+            return huge(size)
+        whole = -(-size // LINE) * LINE
+        if whole > len(self._chunk):
+            self._chunk = huge(self.CHUNK)
+        place, self._chunk = self._chunk[:size], self._chunk[whole:]
+        return place
 
 
 def huge(size: int) -> torch.Tensor:

@@ -1,16 +1,13 @@
-"""Experts move from rank to rank under running requests: what a rank will have is read while steps go on, and all ranks
-use it from the same step on. No bit depends on it: see `ops/cpu/src/experts.cpp`.
+"""Experts move from rank to rank under running requests: what a rank will have is read while steps go on, a piece at a
+time, and all ranks use it from the same step on. No bit depends on it: see `ops/cpu/src/experts.cpp`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 import torch
@@ -21,9 +18,6 @@ from quire.layers.experts import Arranged, ExpertsLayer
 from quire.ops import Kernels
 
 logger = logging.getLogger(__name__)
-
-LOWEST_PRIORITY = 19
-"""Nice value of the thread that reads experts: steps go first."""
 
 
 class Prepared(msgspec.Struct, tag=True):
@@ -42,6 +36,11 @@ class Prepared(msgspec.Struct, tag=True):
 class ExpertMover:
     """A rank's side of moves, one at a time.
 
+    A thread of its own reads what this rank has not and will have. With each step it begins one more piece, at most: so
+    no step waits for a disk, and what reading takes from the steps in processor time and memory rate is an expert's
+    worth, however many move. (It has no lower priority: one that is put aside while it holds Python's lock would hold
+    up the steps. Its loops give way instead, see `Kernels.giving_way`.)
+
     Args:
         layers: those with experts that this rank has, by number.
         kernels: what the experts are packed for.
@@ -56,7 +55,10 @@ class ExpertMover:
         self.version = 0
         self.on_prepared: Callable[[Prepared], None] = lambda prepared: None
         self._move: ExpertMove | None = None
-        self._arranged: Future[Arranged] = Future()
+        self._reading: _Reading | None = None  # None: the layer of the move at hand is not here
+        self._piece: Future[None] | None = None  # the last one that was begun
+        # Not a daemon: the interpreter's end would break it off inside a kernel, and abort the process.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="quire-experts")
 
     def follow(self, plan: StepPlan) -> None:
         """What the plan of the step at hand says of experts.
@@ -67,40 +69,62 @@ class ExpertMover:
         self._use(plan.expert_version)
         if plan.expert_move is not None:
             self._prepare(plan.expert_move)
+        if self._reading is not None and not self._reading.ended and (self._piece is None or self._piece.done()):
+            self._piece = self._reader.submit(self._read, self._reading)
 
     def _prepare(self, move: ExpertMove) -> None:
-        """Begin to read what this rank has not and will have; one that has begun is not begun again."""
+        """A move begins; one that has begun is not begun again."""
         if move.version <= self.version or (self._move is not None and self._move.version == move.version):
             return
-        self._move, self._arranged = move, Future()
-        if move.layer not in self._layers:
+        layer = self._layers.get(move.layer)
+        self._move, self._reading = move, None if layer is None else _Reading(move, layer)
+        if layer is None:
             self.on_prepared(Prepared(move.version, 0.0))
-            return
-        given = move, self._layers[move.layer], self._arranged
-        # Not a daemon: the interpreter's end would break it off inside a kernel, and abort the process.
-        threading.Thread(target=self._read, args=given, name="quire-experts").start()
 
-    def _read(self, move: ExpertMove, layer: ExpertsLayer, arranged: Future[Arranged]) -> None:
-        begin, error = time.monotonic(), ""
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-        try:
-            with torch.inference_mode(), self._kernels.threads(1):
-                arranged.set_result(layer.arranged(move.slots))
-        except Exception as failure:
-            logger.exception("the experts of layer %d cannot be read", move.layer)
-            arranged.set_exception(failure)
-            error = f"{type(failure).__name__}: {failure}"
-        self.on_prepared(Prepared(move.version, time.monotonic() - begin, error))
+    def _read(self, reading: _Reading) -> None:
+        """One piece."""
+        with self._kernels.giving_way():
+            reading.go_on()
+        if reading.ended:
+            self.on_prepared(Prepared(reading.version, reading.seconds, reading.error))
 
     def _use(self, version: int) -> None:
         """The experts as this move has arranged them."""
         if version == self.version:
             return
-        move, self._move = self._move, None
-        here = move is not None and move.layer in self._layers
-        if move is None or move.version != version or here != self._arranged.done():
+        move, reading, self._move, self._reading = self._move, self._reading, None, None
+        if move is None or move.version != version or (reading is not None and reading.arranged is None):
             raise DeviceLostError(f"the experts were never moved as version {version} says: a bug")
-        if here:
-            self._layers[move.layer].use(self._arranged.result())
+        if reading is not None and reading.arranged is not None:
+            reading.layer.use(reading.arranged)
         self.version = version
+
+
+class _Reading:
+    """A layer's experts, which are being read.
+
+    Attributes:
+        arranged: what the layer will use, once all are there.
+        ended: all are there, or cannot be read: then `error` says why.
+        seconds: that reading took.
+    """
+
+    def __init__(self, move: ExpertMove, layer: ExpertsLayer) -> None:
+        self.version, self.layer = move.version, layer
+        self.arranged: Arranged | None = None
+        self.ended, self.error, self.seconds = False, "", 0.0
+        self._number = move.layer
+        self._pieces: Generator[None, None, Arranged] = layer.arrange(move.slots)
+
+    def go_on(self) -> None:
+        """Read one piece more."""
+        begin = time.monotonic()
+        try:
+            with torch.inference_mode():
+                next(self._pieces)
+        except StopIteration as end:
+            self.arranged, self.ended = end.value, True
+        except Exception as failure:
+            logger.exception("the experts of layer %d cannot be read", self._number)
+            self.error, self.ended = f"{type(failure).__name__}: {failure}", True
+        self.seconds += time.monotonic() - begin

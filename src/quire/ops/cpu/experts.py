@@ -11,7 +11,7 @@ import torch
 
 from quire.ops.cpu.group import Share, share_of
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
-from quire.ops.cpu.linear import CpuProduct, gather
+from quire.ops.cpu.linear import CpuProduct
 from quire.ops.cpu.rows import ACTIVATIONS
 from quire.ops.elementwise import WITHOUT_GATE, Activation
 from quire.ops.experts import ExpertSlots, Routing
@@ -146,7 +146,7 @@ class _Products:
 class CpuExperts:
     """All experts of a layer in one call; the bits are those of `LoopedExperts` with this implementation's kernels.
 
-    Weights that are too small for huge pages are moved into some, side by side.
+    Weights that are too small for huge pages come into some, side by side.
 
     Args:
         gate_up: per expert, the product [2 * intermediate, hidden].
@@ -182,7 +182,8 @@ class CpuExperts:
                 f"{out.in_features} and {out.out_features}, are not experts' gate_up and down"
             )
         self._dtypes = tuple(dtype for dtype in up.dtypes if dtype in out.dtypes)
-        gather([*up.products, *out.products])
+        for product in (*up.products, *out.products):
+            product.settle()
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `Experts`.

@@ -30,7 +30,7 @@ from quire.ops.kv_cache import KVCache
 from quire.ops.linear import Product
 from quire.ops.logit_edits import Edits
 from quire.ops.mamba import MambaWeights
-from quire.ops.memory import Scratch
+from quire.ops.memory import Scratch, WeightMemory
 from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import RaggedBatch
@@ -61,6 +61,7 @@ class CpuKernels(Kernels):
             *(quantize, recurrent, rows, sampling, short_conv, sparse),
         )
         self._lib = Library(isa, {name: what for module in modules for name, what in module.PROTOTYPES.items()})
+        self._weights = WeightMemory()
         self._scratch = Scratch()  # of one product
         self._workspace = Scratch()  # of one layer, or of its experts
 
@@ -78,10 +79,19 @@ class CpuKernels(Kernels):
         finally:
             self._lib.set_threads(before)
 
+    @contextmanager
+    def giving_way(self) -> Iterator[None]:
+        before = self._lib.give_way(1)
+        try:
+            with self.threads(1):
+                yield
+        finally:
+            self._lib.give_way(before)
+
     def pack(
         self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None, outputs: int | None = None
     ) -> Product:
-        return linear.CpuProduct(self._lib, parts, bias, self._scratch)
+        return linear.CpuProduct(self._lib, parts, bias, self._scratch, self._weights)
 
     def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
         return quantize.quantize(self._lib, weight, how)
@@ -89,10 +99,10 @@ class CpuKernels(Kernels):
     def pack_quantized(
         self, weight: QuantizedWeight, bias: torch.Tensor | None = None, outputs: int | None = None
     ) -> Product:
-        return linear.CpuProduct(self._lib, weight, bias, self._scratch)
+        return linear.CpuProduct(self._lib, weight, bias, self._scratch, self._weights)
 
     def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
-        return linear.CpuProduct(self._lib, parts, bias, self._scratch)
+        return linear.CpuProduct(self._lib, parts, bias, self._scratch, self._weights)
 
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
         if parts.shared is not None and parts.shared.hidden.group.address is None:  # C++ cannot gather by itself

@@ -31,6 +31,7 @@ PROTOTYPES: dict[str, Prototype] = {
     "version": (I32, ()),
     "threads": (I32, ()),
     "set_threads": (I32, (I32,)),
+    "give_way": (I32, (I32,)),
     "disorder": (None, (I64,)),
 }
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from quire.ops.cpu.library import DTYPES, I32, I64, POINTER, Library, Prototype
-from quire.ops.memory import HUGE_PAGE, Scratch, collapse, huge
+from quire.ops.memory import SMALL, Scratch, WeightMemory, collapse
 from quire.ops.mxfp4 import GROUP, Mxfp4Weight
 from quire.ops.quantized import PANEL, QuantizedWeight
 
@@ -20,8 +20,6 @@ PROTOTYPES: dict[str, Prototype] = {
     "pack": (None, (POINTER, POINTER, POINTER)),
     "pack_mxfp4": (None, (POINTER, POINTER, POINTER, POINTER, POINTER)),
 }
-SMALL = 8 * HUGE_PAGE
-"""Bytes of a weight below which its begin and end, which fill no huge page, are much of it."""
 INT8, INT4, MXFP4 = 3, 4, 5
 """Formats beside the dense ones, which have their data type's number."""
 
@@ -47,6 +45,7 @@ class CpuProduct:
         weight: dense parts [out, in], or such in MXFP4, whose outputs come side by side, are copied into panels; a
             quantized one is used where it lies.
         scratch: what all products share for the length of a call.
+        memory: where panels go.
 
     Attributes:
         address: of `Weight`, for kernels that work on several products.
@@ -59,6 +58,7 @@ class CpuProduct:
         weight: Sequence[torch.Tensor] | Sequence[Mxfp4Weight] | QuantizedWeight,
         bias: torch.Tensor | None,
         scratch: Scratch,
+        memory: WeightMemory,
     ) -> None:
         codes = [] if isinstance(weight, QuantizedWeight) else [w for w in weight if isinstance(w, Mxfp4Weight)]
         dense = [] if isinstance(weight, QuantizedWeight) else [w for w in weight if isinstance(w, torch.Tensor)]
@@ -69,6 +69,7 @@ class CpuProduct:
         self._weight = _Weight(in_features=self.in_features, out_features=self.out_features)
         self.address = ctypes.addressof(self._weight)
         self._held: dict[str, torch.Tensor] = {}  # what the addresses in the structure point to
+        self._memory, self._strays = memory, list[str]()  # what of it lies elsewhere, and is too small for huge pages
         self.dtypes: tuple[torch.dtype, ...] = (dense[0].dtype,) if dense else tuple(DTYPES)
         if isinstance(weight, QuantizedWeight):
             self._use_quantized(lib, weight)
@@ -86,24 +87,23 @@ class CpuProduct:
         setattr(self._weight, name, tensor.data_ptr())
 
     @property
-    def small_parts(self) -> dict[str, torch.Tensor]:
-        """What a product reads as a stream, as far as huge pages of its own would leave much of it out."""
-        return {name: self._held[name] for name in ("data", "scales") if 0 < self._size(name) < SMALL}
+    def parts(self) -> dict[str, torch.Tensor]:
+        """What a product reads as a stream."""
+        return {name: self._held[name] for name in ("data", "scales") if name in self._held}
 
-    def _size(self, name: str) -> int:
-        return self._held[name].nbytes if name in self._held else 0
-
-    def move(self, name: str, to: torch.Tensor) -> None:
-        """Copy one of `small_parts` to these bytes, and use it there."""
-        to.copy_(self._held[name].flatten().view(torch.uint8))
-        self._hold(name, to)
+    def settle(self) -> None:
+        """Bring small parts that lie elsewhere side by side with others'. Nobody may be computing with them."""
+        for name in self._strays:
+            part = self._held[name].flatten().view(torch.uint8)
+            self._hold(name, self._memory.take(part.nbytes, self).copy_(part))
+        self._strays.clear()
 
     def _pack(self, lib: Library, parts: Sequence[torch.Tensor]) -> None:
         parts = [part.contiguous() for part in parts]
         if {(part.dtype, part.shape[1]) for part in parts} != {(parts[0].dtype, self.in_features)}:
             raise ValueError(f"the parts of a weight differ: {[(part.dtype, list(part.shape)) for part in parts]}")
         self._weight.format = DTYPES[parts[0].dtype]
-        self._hold("data", huge(lib.packed_bytes(self.address)))
+        self._hold("data", self._memory.take(lib.packed_bytes(self.address), self))
         row = self.in_features * parts[0].element_size()
         rows = np.concatenate([part.data_ptr() + row * np.arange(len(part)) for part in parts])
         lib.pack(self.address, rows.ctypes.data, self._weight.data)
@@ -112,8 +112,9 @@ class CpuProduct:
         if {part.in_features for part in parts} != {self.in_features}:
             raise ValueError(f"the parts of a weight differ: {[list(part.codes.shape) for part in parts]}")
         self._weight.format, self._weight.group = MXFP4, GROUP
-        self._hold("data", huge(lib.packed_bytes(self.address)))
-        self._hold("scales", huge(-(-self.out_features // PANEL) * PANEL * self.in_features // GROUP))
+        self._hold("data", self._memory.take(lib.packed_bytes(self.address), self))
+        size = -(-self.out_features // PANEL) * PANEL * self.in_features // GROUP
+        self._hold("scales", self._memory.take(size, self))
         held = [(_with_rows(part.codes), _with_rows(part.scales)) for part in parts]
         codes, scales = (
             np.concatenate([each[side].data_ptr() + each[side].stride(0) * np.arange(len(each[side])) for each in held])
@@ -125,6 +126,7 @@ class CpuProduct:
         collapse(weight.packed)
         self._hold("data", weight.packed)
         self._hold("scales", weight.scales)
+        self._strays = [name for name, part in self.parts.items() if 0 < part.nbytes < SMALL]
         if weight.group is None:
             self._weight.format = INT8
         else:
@@ -152,14 +154,3 @@ class CpuProduct:
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes whose rows are each contiguous, which may lie apart."""
     return tensor if tensor[:1].is_contiguous() else tensor.contiguous()
-
-
-def gather(products: Sequence[CpuProduct]) -> None:
-    """Bring what is too small for huge pages, but read one after the other, side by side into some."""
-    parts = [(product, name, part.nbytes) for product in products for name, part in product.small_parts.items()]
-    ends = np.cumsum([-(-size // 64) * 64 for _, _, size in parts], dtype=np.int64).tolist()
-    if not parts or ends[-1] < HUGE_PAGE:
-        return
-    arena = huge(ends[-1])
-    for (product, name, size), start in zip(parts, [0, *ends], strict=False):
-        product.move(name, arena[start : start + size])

@@ -11,6 +11,7 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -202,6 +203,7 @@ Team* the_team() {
 }  // namespace
 
 thread_local int threads_of_loops = 1;
+thread_local bool gives_way = false;
 
 int threads() { return threads_of_loops; }
 
@@ -209,8 +211,11 @@ void share_out(int64_t items, Runs runs, int threads, Run run, const void* body)
     if (items <= 0) return;
     Team* const team = threads > 1 && items > runs.least ? the_team() : nullptr;
     if (!team || !team->begin()) {
-        for (int64_t first = 0; first < items; first += runs.most)
-            run(body, first, std::min(items, first + runs.most), 0);
+        const int64_t most = gives_way ? 1 : runs.most;
+        for (int64_t first = 0; first < items; first += most) {
+            run(body, first, std::min(items, first + most), 0);
+            if (gives_way) sched_yield();
+        }
         return;
     }
     team->share_out(items, runs, threads, run, body);
@@ -226,6 +231,10 @@ QUIRE_API int32_t quire_set_threads(int32_t count) {
     return std::exchange(threads_of_loops, std::clamp<int32_t>(count, 1, MOST_THREADS));
 }
 QUIRE_API int32_t quire_threads() { return threads(); }
+
+// Whether loops that the calling thread computes alone let other threads run after each item from now on; returns whether
+// they did.
+QUIRE_API int32_t quire_give_way(int32_t way) { return std::exchange(gives_way, way != 0); }
 
 // For tests: where `seed` is not 0, items are computed one by one in an order that depends on it.
 QUIRE_API void quire_disorder(uint64_t seed) { the_team()->disorder = seed; }
