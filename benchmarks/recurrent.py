@@ -4,13 +4,15 @@ A decoded token reads a state, the rows of its tile (half of them on average) an
 sixteenth writes a state. A token of a prompt is multiplied with a state twice (in Mamba 2 once), and added to one; in
 its tile it meets half of the others. These products are compared with the rate of torch's in fp32.
 
-Random numbers in the shape of a published model, one thread; the least processor time of many calls, so that a busy
-machine plays a small part. Layers take turns, so that their states come from memory as they do in a model.
+Random numbers in the shape of a published model, one thread; processor time, the least of a few calls, so that a busy
+machine plays a small part. Layers take turns, so that their states come from memory as they do in a model. Sums,
+products and layers take turns, too, as the rate of memory may change within minutes: a share is the median of turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 
@@ -33,6 +35,7 @@ MAMBA = {
 """Shapes of Mamba 2."""
 PROMPT = 256
 SQUARE, READ = 1024, 2**28
+TURNS = 30
 
 
 def least(call: Callable[[], object], times: int) -> float:
@@ -77,18 +80,28 @@ def main() -> None:
     with kernels.threads(1), torch.inference_mode():
         layers(0, PROMPT)
         numbers, square = drawn(READ // 4), drawn(SQUARE, SQUARE)
-        read = READ / least(lambda: numbers.sum(), 30)
-        matrix = 2 * SQUARE**3 / least(lambda: square @ square, 5)
-        decode, fold = least(lambda: layers(PROMPT - 8, PROMPT - 7), 60), least(lambda: layers(PROMPT - 1, PROMPT), 60)
-        prefill = least(lambda: layers(0, PROMPT), 3) / PROMPT
-    each, mean = 1e6 / shape.layers, (15 * decode + fold) / 16 / shape.layers
+        turns = []
+        for _ in range(TURNS):
+            read, matrix = least(lambda: numbers.sum(), 2), least(lambda: square @ square, 2)
+            decode, fold = (
+                least(lambda: layers(PROMPT - 8, PROMPT - 7), 3),
+                least(lambda: layers(PROMPT - 1, PROMPT), 2),
+            )
+            turns.append((read, matrix, decode, fold, least(lambda: layers(0, PROMPT), 1) / PROMPT))
     num_bytes, operations = of_state(shape, 1 if name in MAMBA else 2)
     state = 4 * shape.heads * shape.key_dim * shape.value_dim
-    print(f"{shape.layers} layers of {state / 2**20:.1f} MiB of state")
-    print(f"a sum reads {read / 1e9:.1f} GB/s, a product of fp32 has {matrix / 1e9:.0f} GFLOP/s")
+    reading = statistics.median(
+        num_bytes * shape.layers / READ * read / ((15 * decode + fold) / 16) for read, _, decode, fold, _ in turns
+    )
+    computing = statistics.median(
+        operations * shape.layers / (2 * SQUARE**3) * matrix / prefill for _, matrix, _, _, prefill in turns
+    )
+    read, matrix, decode, fold, prefill = map(statistics.median, zip(*turns, strict=True))
+    each = 1e6 / shape.layers
+    print(f"{shape.layers} layers of {state / 2**20:.1f} MiB of state; medians of {TURNS} turns")
+    print(f"a sum reads {READ / read / 1e9:.1f} GB/s, a product of fp32 has {2e-9 * SQUARE**3 / matrix:.0f} GFLOP/s")
     print(f"a decoded token: {decode * each:.0f} us a layer, {fold * each:.0f} in the step that ends a tile")
-    reading, computing = num_bytes / read / mean, operations / matrix / prefill * shape.layers
-    print(f"of the speed at which memory is read: {reading:.0%} (states alone: {state / read / mean:.0%})")
+    print(f"of the speed at which memory is read: {reading:.0%} (states alone: {reading * state / num_bytes:.0%})")
     print(f"a token of a prompt: {prefill * each:.1f} us a layer, {computing:.0%} of fp32")
 
 

@@ -124,9 +124,10 @@ def _compile(libraries: dict[str, Path], compiler: str, more: Sequence[str]) -> 
     """Make these libraries, by instruction set."""
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)  # the last ones should be short
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(_cores()) as pool:
+        options_of = {name: _options_of(name, compiler) for name in libraries}
 
         def compile_one(name: str, source: Path) -> str | None:
-            options = (*OPTIONS, *SETS["INSTRUCTION_SETS"][name].options, *more)
+            options = (*OPTIONS, *options_of[name], *more)
             return _failure([compiler, *options, "-c", str(source), "-o", f"{temporary}/{name}.{source.stem}.o"])
 
         def link(name: str) -> str | None:
@@ -144,6 +145,12 @@ def _compile(libraries: dict[str, Path], compiler: str, more: Sequence[str]) -> 
                 failures.setdefault(name, said)
         linked = [(name, pool.submit(link, name)) for name in libraries if name not in failures]
         return failures | {name: said for name, done in linked if (said := done.result())}
+
+
+def _options_of(name: str, compiler: str) -> tuple[str, ...]:
+    """What a set is compiled with: all of its options, and those of its wishes that the compiler knows."""
+    wanted, nothing = SETS["INSTRUCTION_SETS"][name], ("-E", "-x", "c++", os.devnull, "-o", os.devnull)
+    return (*wanted.options, *(wish for wish in wanted.wishes if _failure([compiler, wish, *nothing]) is None))
 
 
 def _cores() -> int:

@@ -77,6 +77,16 @@ def test_all_sets_are_made_unless_one_is_named_and_what_fails_is_an_error_unless
     assert "no kernels for avx1024; known: amx, avx512_bf16, avx512, avx2, sse2" in capfd.readouterr().err
 
 
+def test_what_a_compiler_does_not_know_of_a_set_s_wishes_is_left_out(
+    script: dict[str, Any], compiler: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    compiler.write_text(compiler.read_text().replace("-mamx-tile", "-mstore-max=256"))
+    assert script["main"]([str(tmp_path / "made"), "--isa", "avx2", "--compiler", str(compiler)]) == 0
+    made = [line.split() for line in compiler.with_name("log").read_text().splitlines() if ".cpp" in line]
+    assert made and all("-mmove-max=256" in words and "-mstore-max=256" not in words for words in made)
+    assert capfd.readouterr().err == ""
+
+
 def test_only_what_is_older_than_its_sources_is_made_again(
     script: dict[str, Any], compiler: Path, tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 // The gated delta rule, over rows and states in blocks: see `ops/states.py`, which has the formulas and the layout.
 //
-// Three loops: rows are convolved and normalized, a head of a row at a time; heads of spans go through the rule, tile by
-// tile; heads of rows are normed and gated. Every sum runs in one order, over a tile at an absolute position, in lanes
+// Two loops: rows are convolved and normalized, a head of a row at a time; heads of spans go through the rule, tile by tile,
+// and are normed and gated (where a head is shared out by its columns, in a loop of its own). Every sum runs in one order, over a tile at an absolute position, in lanes
 // that do not meet: no bit depends on how many rows come at once, on the columns that are worked on together, or on the
 // number of threads. Lanes of a tile that no row has been written to may hold anything, and are never added.
 #include <algorithm>
@@ -31,6 +31,8 @@ struct DeltaNet {  // as in recurrent.py
     float eps;
     int32_t sigmoid;  // the gate's function: sigmoid; 0: silu
     int64_t rate_columns() const { return heads * (decay_dim + 1); }
+    int64_t units() const { return 2 * key_heads + heads; }  // of a row: heads of queries, of keys, of values
+    int64_t span_of(int64_t row) const { return std::upper_bound(row_starts, row_starts + spans + 1, row) - row_starts - 1; }
     // Convolved rows of a head: those of queries come first, then those of keys, then those of values.
     float* mixed_keys(int64_t unit) const { return mixed + unit * tokens * key_dim; }
     float* mixed_values(int64_t head) const { return mixed_keys(2 * key_heads) + head * tokens * value_dim; }
@@ -39,6 +41,7 @@ struct DeltaNet {  // as in recurrent.py
 namespace {
 
 constexpr float L2_EPS = 1e-6f;
+constexpr int64_t AHEAD = 3072;  // numbers of a state that are asked for ahead
 
 #if defined(__AVX512F__)
 constexpr int ALONE = 8, TOGETHER = 4, COLUMNS = 2;  // vectors of a single row; rows at a time, and vectors of theirs
@@ -48,6 +51,19 @@ constexpr int PAIRED = 8;  // rows whose keys meet another one at a time
 constexpr int ALONE = 2, TOGETHER = 2, COLUMNS = 1, FOLDED = 4, BEFORE = 2, PAIRED = 2;
 #endif
 
+// Of two vectors' numbers: the lower half of each group of 2 * width, and the upper one.
+struct Halves {
+    int32_t low[4][LANES] = {}, high[4][LANES] = {};
+    constexpr Halves() {
+        for (int i = 0; i < 4; i++)
+            for (int lane = 0, width = LANES / 2 >> i; lane < LANES; lane++) {
+                low[i][lane] = lane / width * 2 * width + lane % width;
+                high[i][lane] = low[i][lane] + width;
+            }
+    }
+};
+constexpr Halves HALVES;
+
 // The sum of each of N vectors, as `sum` has it.
 template <int N>
 INLINE void sums_of(const f32x16* v, float* out) {
@@ -55,13 +71,14 @@ INLINE void sums_of(const f32x16* v, float* out) {
     if constexpr (N == LANES) {  // pairs of vectors become one, with half as many numbers of each
         f32x16 x[N];
         for (int i = 0; i < N; i++) x[i] = v[i];
-        for (int left = N, width = LANES / 2; width; left /= 2, width /= 2)
-            for (int i = 0; i < left / 2; i++) {
-                i32x16 low, high;
-                for (int lane = 0; lane < LANES; lane++) low[lane] = lane / width * 2 * width + lane % width;
-                high = low + width;
+#pragma GCC unroll 4
+        for (int round = 0; round < 4; round++) {
+            i32x16 low, high;
+            std::memcpy(&low, HALVES.low[round], sizeof low), std::memcpy(&high, HALVES.high[round], sizeof high);
+#pragma GCC unroll 8
+            for (int i = 0; i < N / 2 >> round; i++)
                 x[i] = __builtin_shuffle(x[2 * i], x[2 * i + 1], low) + __builtin_shuffle(x[2 * i], x[2 * i + 1], high);
-            }
+        }
         return store(out, x[0]);
     }
 #endif
@@ -89,6 +106,37 @@ struct Block {
     }
 };
 
+// Asks for `count` numbers, which will be written where `WRITES`.
+template <int WRITES, class T>
+INLINE void ask(const T* numbers, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(numbers + i, WRITES, 3);
+}
+
+// Stored rows that will be needed after a state: read line by line beside it. (To be asked for all at once, they are too
+// many, and too far from each other.)
+struct Beside {
+    const float* rows[3];
+    int64_t lines[3];
+
+    void touch(int64_t line) const {
+        for (int i = 0; i < 3; i++)
+            if (line < lines[i]) (void)*(const volatile float*)(rows[i] + line * LANES);
+    }
+};
+
+// 16 numbers, of which `left` are there where they are not all. `WHOLE`: all widths are multiples of 16.
+template <bool WHOLE, class T>
+INLINE f32x16 some(const T* p, int64_t left) {
+    if constexpr (WHOLE) return load(p);
+    return left > 0 ? load_some(p, left) : f32x16{};
+}
+
+template <bool WHOLE, class T>
+INLINE void put(T* p, f32x16 v, int64_t left) {
+    if constexpr (WHOLE) return store(p, v);
+    store_some(p, v, left);
+}
+
 INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
 INLINE f32x16 silu(f32x16 x) { return x / (1.0f + exp(-x)); }
 
@@ -102,46 +150,82 @@ INLINE f32x16 log1p(f32x16 x) {
 
 // -- rows ---------------------------------------------------------------------------------------------------------
 
-// Convolves one head's channels of a row, and brings queries and keys to length 1. Inputs and keys are stored.
+// One head's channels of a row: which they are, and where its taps' inputs and what is stored lie.
 template <class T>
-void mix(const DeltaNet& net, int64_t span, int64_t row, int64_t unit) {
-    const int64_t begin = net.row_starts[span], end = net.row_starts[span + 1], size = net.block_size;
-    const int64_t position = net.context_lens[span] - (end - row), width = net.channels + net.heads * net.value_dim;
-    const int64_t* table = net.tables + span * net.table_width;
-    const bool is_key = unit < 2 * net.key_heads;
-    const int64_t dim = is_key ? net.key_dim : net.value_dim;
-    const int64_t first = is_key ? unit * dim : 2 * net.key_heads * net.key_dim + (unit - 2 * net.key_heads) * dim;
-    const T* x = (const T*)net.x;
+struct Unit {
+    int64_t row, unit, dim, first;
+    bool is_key;  // or a query
+    const T* own;  // inputs of the row itself
     const T* seen[16];  // by tap; null: before the beginning
-    for (int64_t tap = 0; tap < net.taps; tap++) {
-        const int64_t back = net.taps - 1 - tap, at = position - back;
-        if (row - back >= begin)
-            seen[tap] = x + (row - back) * width + first;
-        else
-            seen[tap] = at < 0 ? nullptr : Block(net, table[at / size]).inputs<T>(at % size) + first;
+    T* inputs;  // where the block keeps them; null: it is not there
+    float* keys;  // likewise, where the unit is a key
+
+    void find(const DeltaNet& net, int64_t item) {
+        row = item / net.units(), unit = item % net.units(), is_key = unit < 2 * net.key_heads;
+        const int64_t span = net.span_of(row), begin = net.row_starts[span], size = net.block_size;
+        const int64_t position = net.context_lens[span] - (net.row_starts[span + 1] - row), values = unit - 2 * net.key_heads;
+        const int64_t width = net.channels + net.heads * net.value_dim, *table = net.tables + span * net.table_width;
+        dim = is_key ? net.key_dim : net.value_dim;
+        first = is_key ? unit * dim : 2 * net.key_heads * net.key_dim + values * dim;
+        own = (const T*)net.x + row * width + first;
+        for (int64_t tap = 0; tap < net.taps; tap++) {
+            const int64_t back = net.taps - 1 - tap, at = position - back;
+            if (row - back >= begin)
+                seen[tap] = own - back * width;
+            else
+                seen[tap] = at < 0 ? nullptr : Block(net, table[at / size]).template inputs<T>(at % size) + first;
+        }
+        inputs = nullptr, keys = nullptr;
+        if (const int64_t number = table[position / size]) {
+            const Block block(net, number);
+            inputs = block.template inputs<T>(position % size) + first;
+            if (is_key && unit >= net.key_heads) keys = block.keys(unit - net.key_heads) + position % size * dim;
+        }
     }
-    float* out = (is_key ? net.mixed_keys(unit) : net.mixed_values(unit - 2 * net.key_heads)) + row * dim;
+
+    // Asks for all that: few lines here and there, which would be waited for one by one.
+    void expect(const DeltaNet& net) const {
+        for (int64_t tap = 0; tap < net.taps; tap++) {
+            ask<0>(net.conv + tap * net.channels + first, dim);
+            if (seen[tap]) ask<0>(seen[tap], dim);
+        }
+        if (inputs) ask<1>(inputs, dim);
+        if (keys) ask<1>(keys, dim);
+    }
+};
+
+// Convolves one head's channels of a row to `out`; the sum of their squares. `TAPS`: how many there are, all of whose inputs
+// are there; 0: any number, of any inputs.
+template <bool WHOLE, int TAPS, class T>
+f32x16 convolve(const DeltaNet& net, const Unit<T>& of, float* out) {
+    const int64_t taps = TAPS ? TAPS : net.taps, channels = net.channels, dim = of.dim;
+    const float* conv = net.conv + of.first;
     f32x16 squares = {};
     for (int64_t i = 0; i < dim; i += LANES) {
         f32x16 total = {};
-        for (int64_t tap = 0; tap < net.taps; tap++)
-            if (seen[tap])
-                total = fma(load_some(seen[tap] + i, dim - i), load_some(net.conv + tap * net.channels + first + i, dim - i), total);
+        for (int64_t tap = 0; tap < taps; tap++)
+            if (TAPS || of.seen[tap])
+                total = fma(some<WHOLE>(of.seen[tap] + i, dim - i), some<WHOLE>(conv + tap * channels + i, dim - i), total);
         total = silu(total);
         squares = fma(total, total, squares);
-        store_some(out + i, total, dim - i);
+        put<WHOLE>(out + i, total, dim - i);
     }
-    if (is_key) {
+    return squares;
+}
+
+// Mixes one head's channels of a row, and brings queries and keys to length 1. Inputs and keys are stored.
+template <bool WHOLE, class T>
+void mix(const DeltaNet& net, const Unit<T>& of) {
+    const int64_t dim = of.dim;
+    float* out = (of.is_key ? net.mixed_keys(of.unit) : net.mixed_values(of.unit - 2 * net.key_heads)) + of.row * dim;
+    const f32x16 squares = net.taps == 4 && of.seen[0] ? convolve<WHOLE, 4>(net, of, out) : convolve<WHOLE, 0>(net, of, out);
+    if (of.is_key) {
         float scale = 1.0f / std::sqrt(sum(squares) + L2_EPS);
-        if (unit < net.key_heads) scale *= 1.0f / std::sqrt((float)dim);
-        for (int64_t i = 0; i < dim; i += LANES) store_some(out + i, load_some(out + i, dim - i) * scale, dim - i);
+        if (of.unit < net.key_heads) scale *= 1.0f / std::sqrt((float)dim);
+        for (int64_t i = 0; i < dim; i += LANES) put<WHOLE>(out + i, some<WHOLE>(out + i, dim - i) * scale, dim - i);
     }
-    if (const int64_t number = table[position / size]) {
-        const Block block(net, number);
-        std::memcpy(block.inputs<T>(position % size) + first, x + row * width + first, dim * sizeof(T));
-        if (is_key && unit >= net.key_heads)
-            std::memcpy(block.keys(unit - net.key_heads) + position % size * dim, out, dim * sizeof(float));
-    }
+    if (of.inputs) std::memcpy(of.inputs, of.own, dim * sizeof(T));
+    if (of.keys) std::memcpy(of.keys, out, dim * sizeof(float));
 }
 
 // Of each head of a row, how its state decays, and how far it is corrected.
@@ -183,26 +267,28 @@ struct Room {
     }
 };
 
-// 16 numbers, of which `left` are there where they are not all.
-template <bool WHOLE>
-INLINE f32x16 some(const float* p, int64_t left) {
-    if constexpr (WHOLE) return load(p);
-    return left > 0 ? load_some(p, left) : f32x16{};
-}
-
 // The sums over `dim` of rows' keys and queries with `columns` columns: outK[r][c] = sum_a k[r][a] * m[a][c].
 template <int R, int V, bool WHOLE>
 void products(const float* m, int64_t stride, int64_t dim, const float* const* k, const float* const* q, int64_t columns,
-                     float* out_k, float* out_q, int64_t out_stride) {
+              float* out_k, float* out_q, int64_t out_stride, const Beside& beside) {
     f32x16 of_k[R][V] = {}, of_q[R][V] = {};
     for (int64_t a = 0; a < dim; a++) {
         f32x16 row[V];
-        for (int v = 0; v < V; v++) row[v] = some<WHOLE>(m + a * stride + v * LANES, columns - v * LANES);
+        if (R == 1) beside.touch(a);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            const float* at = m + a * stride + v * LANES;
+            if (R == 1) __builtin_prefetch(at + AHEAD);  // a state is read once, from memory; the next head's follows
+            row[v] = some<WHOLE>(at, columns - v * LANES);
+        }
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             const f32x16 ka = splat(k[r][a]), qa = splat(q[r][a]);
+#pragma GCC unroll 8
             for (int v = 0; v < V; v++) of_k[r][v] = fma(ka, row[v], of_k[r][v]), of_q[r][v] = fma(qa, row[v], of_q[r][v]);
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V && v * LANES < columns; v++) {
             store(out_k + r * out_stride + v * LANES, of_k[r][v]);
@@ -212,23 +298,23 @@ void products(const float* m, int64_t stride, int64_t dim, const float* const* k
 
 template <int R, int V>
 void products_of_rows(const float* m, int64_t stride, int64_t dim, const float* const* k, const float* const* q,
-                             int64_t columns, float* out_k, float* out_q, int64_t out_stride) {
+                      int64_t columns, float* out_k, float* out_q, int64_t out_stride, const Beside& beside) {
     for (int64_t c = 0; c < columns; c += V * LANES) {
         const auto part = columns - c >= V * LANES ? products<R, V, true> : products<R, V, false>;
-        part(m + c, stride, dim, k, q, columns - c, out_k + c, out_q + c, out_stride);
+        part(m + c, stride, dim, k, q, columns - c, out_k + c, out_q + c, out_stride, beside);
     }
 }
 
 // The same of any number of rows and columns. What is added, and in which order, is the same for each.
 void all_products(const float* m, int64_t stride, int64_t dim, const float* const* k, const float* const* q, int64_t rows,
-                  int64_t columns, float* out_k, float* out_q, int64_t out_stride) {
+                  int64_t columns, float* out_k, float* out_q, int64_t out_stride, const Beside& beside) {
     const auto some = columns <= LANES ? products_of_rows<TOGETHER, 1> : products_of_rows<TOGETHER, COLUMNS>;
     const auto one = columns <= LANES ? products_of_rows<1, 1> : products_of_rows<1, ALONE>;
     int64_t r = 0;
     for (; r + TOGETHER <= rows; r += TOGETHER)
-        some(m, stride, dim, k + r, q + r, columns, out_k + r * out_stride, out_q + r * out_stride, out_stride);
+        some(m, stride, dim, k + r, q + r, columns, out_k + r * out_stride, out_q + r * out_stride, out_stride, beside);
     for (; r < rows; r++)
-        one(m, stride, dim, k + r, q + r, columns, out_k + r * out_stride, out_q + r * out_stride, out_stride);
+        one(m, stride, dim, k + r, q + r, columns, out_k + r * out_stride, out_q + r * out_stride, out_stride, beside);
 }
 
 // R rows of a state, decayed, and what the rows of a tile add: next[a][c] = decay[a] * state[a][c] + sum_j w[j][a] * u[j][c].
@@ -236,15 +322,21 @@ template <int R, int V, bool WHOLE>
 void fold_part(const float* state, int64_t stride, const float* weights, const float* updates, int64_t updates_stride,
                const float* decay, int64_t dim, int64_t columns, float* next, int64_t next_stride, bool away) {
     f32x16 total[R][V];
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++)
             total[r][v] = decay[r] * some<WHOLE>(state + r * stride + v * LANES, columns - v * LANES);
     for (int64_t j = 0; j < TILE; j++)
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             const f32x16 u = some<WHOLE>(updates + j * updates_stride + v * LANES, columns - v * LANES);
+#pragma GCC unroll 8
             for (int r = 0; r < R; r++) total[r][v] = fma(splat(weights[j * dim + r]), u, total[r][v]);
         }
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             float* to = next + r * next_stride + v * LANES;
             if (WHOLE)
@@ -267,9 +359,11 @@ void fold_rows(const float* state, int64_t stride, const float* weights, const f
 template <int V>
 INLINE void before(const float* updates, int64_t stride, int64_t rows, const float* seen, const float* read, f32x16* known,
                    f32x16* result) {
+#pragma GCC unroll 8
     for (int v = 0; v < V; v++) known[v] = result[v] = f32x16{};
     for (int64_t j = 0; j < rows; j++) {
         const f32x16 s = splat(seen[j]), r = splat(read[j]);
+#pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             const f32x16 u = load(updates + j * stride + v * LANES);
             known[v] = fma(s, u, known[v]), result[v] = fma(r, u, result[v]);
@@ -279,18 +373,24 @@ INLINE void before(const float* updates, int64_t stride, int64_t rows, const flo
 
 // What the keys of some rows, whose decays stand at `sums`, are to a key and a query at `to`: products of two keys, or of a
 // query and a key. A decay of its own for each number of a key stands in the product, one for all of them before it.
-template <bool EACH>
+template <bool WHOLE, bool EACH>
 INLINE void pairs(const float* const* keys, const float* const* sums, const float* to, const float* k, const float* q,
                   int64_t dim, float* seen, float* read) {
-    f32x16 of_both[2 * PAIRED] = {};
-    for (int64_t a = 0; a < dim; a += LANES) {
-        const f32x16 own = load_some(k + a, dim - a), query = load_some(q + a, dim - a);
-        for (int j = 0; j < PAIRED; j++) {
-            f32x16 key = load_some(keys[j] + a, dim - a);
-            if (EACH) key *= exp(load_some(to + a, dim - a) - load_some(sums[j] + a, dim - a));
-            of_both[j] = fma(own, key, of_both[j]);
-            of_both[PAIRED + j] = fma(query, key, of_both[PAIRED + j]);
+    constexpr int AT_ONCE = EACH ? PAIRED / 2 : PAIRED;  // whose sums and exponentials find room in registers
+    f32x16 of_both[2 * PAIRED];
+    for (int first = 0; first < PAIRED; first += AT_ONCE) {
+        f32x16 of_keys[AT_ONCE] = {}, of_queries[AT_ONCE] = {};
+        for (int64_t a = 0; a < dim; a += LANES) {
+            const f32x16 own = some<WHOLE>(k + a, dim - a), query = some<WHOLE>(q + a, dim - a);
+#pragma GCC unroll 8
+            for (int j = 0; j < AT_ONCE; j++) {
+                f32x16 key = some<WHOLE>(keys[first + j] + a, dim - a);
+                if (EACH) key *= exp(some<WHOLE>(to + a, dim - a) - some<WHOLE>(sums[first + j] + a, dim - a));
+                of_keys[j] = fma(own, key, of_keys[j]);
+                of_queries[j] = fma(query, key, of_queries[j]);
+            }
         }
+        for (int j = 0; j < AT_ONCE; j++) of_both[first + j] = of_keys[j], of_both[PAIRED + first + j] = of_queries[j];
     }
     float totals[2 * PAIRED];
     sums_of<2 * PAIRED>(of_both, totals);
@@ -299,7 +399,7 @@ INLINE void pairs(const float* const* keys, const float* const* sums, const floa
 
 // The weights of a tile's rows 0 .. i for row i, to its key (`seen`) and to its query (`read`). What comes after them in these
 // has no meaning.
-template <bool EACH>
+template <bool WHOLE, bool EACH>
 void weigh(const float* const* keys, const float* sums, int64_t i, const float* q, int64_t dim, float* seen, float* read) {
     const float* there[PAIRED];
     const float* decays[PAIRED] = {};
@@ -308,7 +408,7 @@ void weigh(const float* const* keys, const float* sums, int64_t i, const float* 
             there[row] = keys[std::min(j + row, i)];
             if (EACH) decays[row] = sums + std::min(j + row, i) * dim;
         }
-        pairs<EACH>(there, decays, sums + i * dim, keys[i], q, dim, seen + j, read + j);
+        pairs<WHOLE, EACH>(there, decays, sums + i * dim, keys[i], q, dim, seen + j, read + j);
     }
     if (EACH) return;
     const f32x16 since = exp(splat(sums[i]) - load(sums));
@@ -317,6 +417,7 @@ void weigh(const float* const* keys, const float* sums, int64_t i, const float* 
 
 // e^(to - sums), where a head's sum of decays (one number, or one for each of `dim`) stands at either: of `dim` numbers, to
 // `out`. Without `sums`, e^to.
+template <bool WHOLE>
 INLINE void decays_of(const float* to, const float* sums, int64_t decay_dim, int64_t dim, float* out) {
     if (decay_dim == 1) {
         const f32x16 all = exp(splat(sums ? *to - *sums : *to));
@@ -324,14 +425,15 @@ INLINE void decays_of(const float* to, const float* sums, int64_t decay_dim, int
         return;
     }
     for (int64_t a = 0; a < dim; a += LANES) {
-        const f32x16 end = load_some(to + a, dim - a);
-        store(out + a, exp(sums ? end - load_some(sums + a, dim - a) : end));
+        const f32x16 end = some<WHOLE>(to + a, dim - a);
+        store(out + a, exp(sums ? end - some<WHOLE>(sums + a, dim - a) : end));
     }
 }
 
 // out = factors * row, `dim` numbers.
+template <bool WHOLE>
 INLINE void scale(const float* row, const float* factors, int64_t dim, float* out) {
-    for (int64_t a = 0; a < dim; a += LANES) store_some(out + a, load_some(row + a, dim - a) * load(factors + a), dim - a);
+    for (int64_t a = 0; a < dim; a += LANES) put<WHOLE>(out + a, some<WHOLE>(row + a, dim - a) * load(factors + a), dim - a);
 }
 
 // Some columns of a head of a span.
@@ -361,18 +463,26 @@ Tile tile_of(const DeltaNet& net, const Part& part, int64_t begin) {
     return tile;
 }
 
-// Asks for a tile's stored rows, which are few lines here and there and would be waited for one by one.
+// A tile's stored rows.
+Beside beside_state(const DeltaNet& net, const Part& part, const Tile& tile) {
+    const int64_t keys = part.head % (net.heads / net.key_heads) ? 0 : net.key_dim, decays = net.decay_dim > 1 ? net.decay_dim : 0;
+    const auto lines = [&](int64_t width) { return tile.old * width / LANES; };
+    return {{tile.block.updates(part.head) + tile.offset * net.value_dim, tile.keys[0], tile.block.decays(part.head) + tile.offset * decays},
+            {lines(net.value_dim), lines(keys), lines(decays)}};
+}
+
+// Asks for where a tile's new rows go, and for the sum of decays that the next head begins with.
 void expect(const DeltaNet& net, const Part& part, const Tile& tile) {
-    const auto ask = [&](const float* rows, int64_t first, int64_t size, int64_t width) {
-        for (int64_t row = tile.offset; row < tile.offset + tile.old; row++)
-            for (int64_t c = 0; c < width; c += LANES) __builtin_prefetch(rows + row * size + first + c, 0, 2);
-    };
-    ask(tile.block.updates(part.head), part.first, net.value_dim, part.width);
-    if (part.head % (net.heads / net.key_heads) == 0) ask(tile.keys[0] - tile.offset * net.key_dim, 0, net.key_dim, net.key_dim);
-    if (net.decay_dim > 1) ask(tile.block.decays(part.head), 0, net.decay_dim, net.decay_dim);
+    if (!tile.there) return;
+    for (int64_t i = tile.old; i < tile.rows; i++) {
+        ask<1>(tile.block.updates(part.head) + (tile.offset + i) * net.value_dim + part.first, part.width);
+        ask<1>(tile.block.decays(part.head) + (tile.offset + i) * net.decay_dim, net.decay_dim);
+    }
+    ask<0>(tile.block.decays(part.head + 1) + (tile.offset + tile.old - 1) * net.decay_dim, net.decay_dim);
 }
 
 // The sums of decays of a tile's new rows, their keys and queries with the factors of the state, and its products with them.
+template <bool WHOLE>
 void meet_state(const DeltaNet& net, const Part& part, const Tile& tile, const float* state, int64_t state_stride, const Room& room) {
     const int64_t dim = net.key_dim, decay_dim = net.decay_dim, stride = padded(part.width);
     const float *k[TILE], *q[TILE], *stored = tile.block.decays(part.head) + tile.offset * decay_dim;
@@ -382,31 +492,33 @@ void meet_state(const DeltaNet& net, const Part& part, const Tile& tile, const f
         const float* last = i > tile.old ? sums - decay_dim : stored + (i - 1) * decay_dim;
         for (int64_t d = 0; d < decay_dim; d++) sums[d] = rates[d] + (i ? last[d] : 0.0f);
         k[i] = room.keys + i * dim, q[i] = room.queries + i * dim;
-        decays_of(sums, nullptr, decay_dim, dim, room.decays);
-        scale(tile.keys[i], room.decays, dim, room.keys + i * dim);
-        scale(tile.queries[i], room.decays, dim, room.queries + i * dim);
+        decays_of<WHOLE>(sums, nullptr, decay_dim, dim, room.decays);
+        scale<WHOLE>(tile.keys[i], room.decays, dim, room.keys + i * dim);
+        scale<WHOLE>(tile.queries[i], room.decays, dim, room.queries + i * dim);
     }
     all_products(state, state_stride, dim, k + tile.old, q + tile.old, tile.rows - tile.old, part.width,
-                 room.of_keys + tile.old * stride, room.of_queries + tile.old * stride, stride);
+                 room.of_keys + tile.old * stride, room.of_queries + tile.old * stride, stride, beside_state(net, part, tile));
 }
 
 // What was computed of a tile before: updates and sums of decays.
+template <bool WHOLE>
 void recall(const DeltaNet& net, const Part& part, const Tile& tile, const Room& room) {
     const int64_t values = net.value_dim, width = part.width;
     const float* updates = tile.block.updates(part.head) + tile.offset * values + part.first;
     for (int64_t j = 0; j < tile.old; j++)
         for (int64_t c = 0; c < width; c += LANES)
-            store(room.updates + j * padded(width) + c, load_some(updates + j * values + c, width - c));
+            store(room.updates + j * padded(width) + c, some<WHOLE>(updates + j * values + c, width - c));
     const float* sums = tile.block.decays(part.head) + tile.offset * net.decay_dim;
     std::memcpy(room.sums, sums, tile.old * net.decay_dim * sizeof(float));
 }
 
 // Row i of a tile: its update, which is stored, and its result.
+template <bool WHOLE>
 void correct(const DeltaNet& net, const Part& part, const Tile& tile, int64_t i, const Room& room) {
     const int64_t row = tile.row + i, head = part.head, values = net.value_dim, width = part.width, stride = padded(width);
     const float beta = net.rates[row * net.rate_columns() + net.heads * net.decay_dim + head];
     float seen[TILE], read[TILE];
-    const auto weigh_rows = net.decay_dim == 1 ? weigh<false> : weigh<true>;
+    const auto weigh_rows = net.decay_dim == 1 ? weigh<WHOLE, false> : weigh<WHOLE, true>;
     weigh_rows(tile.keys, room.sums, i, tile.queries[i], net.key_dim, seen, read);
     const float* v = net.mixed_values(head) + row * values + part.first;
     float* out = net.results + (row * net.heads + head) * values + part.first;
@@ -422,25 +534,26 @@ void correct(const DeltaNet& net, const Part& part, const Tile& tile, int64_t i,
                 for (int64_t v = 0; c + v * LANES < width; v++)
                     before<1>(rows + v * LANES, stride, i, seen, read, knowns + v, results + v);
         }
-        f32x16 update = load_some(v + c, width - c) - load(room.of_keys + i * stride + c) - knowns[place];
+        f32x16 update = some<WHOLE>(v + c, width - c) - load(room.of_keys + i * stride + c) - knowns[place];
         update = update * beta;
         store(room.updates + i * stride + c, update);
         const f32x16 result = fma(splat(read[i]), update, results[place]);
-        store_some(out + c, result + load(room.of_queries + i * stride + c), width - c);
-        if (tile.there) store_some(kept + c, update, width - c);
+        put<WHOLE>(out + c, result + load(room.of_queries + i * stride + c), width - c);
+        if (tile.there) put<WHOLE>(kept + c, update, width - c);
     }
 }
 
 // The state after a whole tile, to `next`; `away`: nobody reads it in this step.
+template <bool WHOLE>
 void fold(const DeltaNet& net, const Part& part, const Tile& tile, const float* state, int64_t state_stride, float* next,
           int64_t next_stride, bool away, const Room& room) {
     const int64_t dim = net.key_dim, decay_dim = net.decay_dim;
     const float* total = room.sums + (TILE - 1) * decay_dim;
     for (int64_t j = 0; j < TILE; j++) {
-        decays_of(total, room.sums + j * decay_dim, decay_dim, dim, room.decays);
-        scale(tile.keys[j], room.decays, dim, room.keys + j * dim);
+        decays_of<WHOLE>(total, room.sums + j * decay_dim, decay_dim, dim, room.decays);
+        scale<WHOLE>(tile.keys[j], room.decays, dim, room.keys + j * dim);
     }
-    decays_of(total, nullptr, decay_dim, dim, room.decays);
+    decays_of<WHOLE>(total, nullptr, decay_dim, dim, room.decays);
     const auto some = [&](auto rows_of, int64_t a, int64_t step) {
         rows_of(state + a * state_stride, state_stride, room.keys + a, room.updates, padded(part.width), room.decays + a, dim,
                 part.width, next + a * next_stride, next_stride, away);
@@ -453,6 +566,7 @@ void fold(const DeltaNet& net, const Part& part, const Tile& tile, const float* 
 }
 
 // A part's way through its tiles.
+template <bool WHOLE>
 void rule(const DeltaNet& net, const Part& part, const Room& room) {
     const int64_t size = net.block_size, stride = padded(part.width), decay_dim = net.decay_dim;
     const int64_t end = net.context_lens[part.span], start = end - (net.row_starts[part.span + 1] - net.row_starts[part.span]);
@@ -468,9 +582,9 @@ void rule(const DeltaNet& net, const Part& part, const Room& room) {
     for (int64_t begin = from; begin < end; begin += TILE) {
         const Tile tile = tile_of(net, part, begin);
         if (tile.old) expect(net, part, tile);
-        if (tile.old < tile.rows) meet_state(net, part, tile, state, state_stride, room);
-        if (tile.old) recall(net, part, tile, room);
-        for (int64_t i = tile.old; i < tile.rows; i++) correct(net, part, tile, i, room);
+        if (tile.old < tile.rows) meet_state<WHOLE>(net, part, tile, state, state_stride, room);
+        if (tile.old) recall<WHOLE>(net, part, tile, room);
+        for (int64_t i = tile.old; i < tile.rows; i++) correct<WHOLE>(net, part, tile, i, room);
         if (tile.there && part.first == 0)
             std::memcpy(tile.block.decays(part.head) + (tile.offset + tile.old) * decay_dim, room.sums + tile.old * decay_dim,
                         (tile.rows - tile.old) * decay_dim * sizeof(float));
@@ -478,14 +592,14 @@ void rule(const DeltaNet& net, const Part& part, const Room& room) {
         const bool kept = tile.there && tile.old < TILE && (begin + TILE) % size == 0;
         float* next = kept ? tile.block.state(part.head) + part.first : room.state;
         const int64_t next_stride = kept ? net.value_dim : stride;
-        fold(net, part, tile, state, state_stride, next, next_stride, kept && begin + TILE >= end, room);
+        fold<WHOLE>(net, part, tile, state, state_stride, next, next_stride, kept && begin + TILE >= end, room);
         state = next, state_stride = next_stride;
     }
 }
 
 // -- results ------------------------------------------------------------------------------------------------------
 
-template <class T>
+template <bool WHOLE, class T>
 void finish(const DeltaNet& net, int64_t row, int64_t head) {
     const int64_t size = net.value_dim, width = net.channels + net.heads * size;
     const float* x = net.results + (row * net.heads + head) * size;
@@ -493,15 +607,15 @@ void finish(const DeltaNet& net, int64_t row, int64_t head) {
     T* out = (T*)net.out + (row * net.heads + head) * size;
     f32x16 squares = {};
     for (int64_t i = 0; i < size; i += LANES) {
-        const f32x16 v = load_some(x + i, size - i);
+        const f32x16 v = some<WHOLE>(x + i, size - i);
         squares = fma(v, v, squares);
     }
     const float scale = 1.0f / std::sqrt(sum(squares) / (float)size + net.eps);
     for (int64_t i = 0; i < size; i += LANES) {
         const int64_t left = size - i;
-        f32x16 v = load_some(x + i, left) * scale * load_some(net.norm + i, left);
-        const f32x16 through = load_some(gate + i, left);
-        store_some(out + i, v * (net.sigmoid ? sigmoid(through) : silu(through)), left);
+        f32x16 v = some<WHOLE>(x + i, left) * scale * some<WHOLE>(net.norm + i, left);
+        const f32x16 through = some<WHOLE>(gate + i, left);
+        put<WHOLE>(out + i, v * (net.sigmoid ? sigmoid(through) : silu(through)), left);
     }
 }
 
@@ -512,28 +626,39 @@ int64_t columns_of_item(const DeltaNet& net) {
     return width;
 }
 
-template <class T>
-void delta_net(const DeltaNet& net) {
-    const int64_t units = 2 * net.key_heads + net.heads, width = columns_of_item(net);
-    const int64_t parts = (net.value_dim + width - 1) / width;
-    const auto span_of = [&](int64_t row) {
-        return std::upper_bound(net.row_starts, net.row_starts + net.spans + 1, row) - net.row_starts - 1;
-    };
-    parallel_each(net.tokens * units, {64}, [&](int64_t item) {
-        const int64_t row = item / units;
-        mix<T>(net, span_of(row), row, item % units);
-        if (item % units == 0) rate(net, row);
+template <bool WHOLE, class T>
+void compute(const DeltaNet& net) {
+    const int64_t width = columns_of_item(net), parts = (net.value_dim + width - 1) / width;
+    parallel(net.tokens * net.units(), {16}, threads(), [&](int64_t from, int64_t to, int) {
+        Unit<T> units[2];  // the one at hand, and the next
+        units[from % 2].find(net, from);
+        for (int64_t item = from; item < to; item++) {
+            Unit<T>&unit = units[item % 2], &next = units[(item + 1) % 2];
+            if (item + 1 < to) next.find(net, item + 1), next.expect(net);
+            mix<WHOLE>(net, unit);
+            if (unit.unit == 0) rate(net, unit.row);
+        }
     });
-    const int64_t all = net.spans * net.heads * parts;
     const auto part_of = [&](int64_t item) {
         const int64_t first = item % parts * width, head = item / parts;
         return Part{head / net.heads, head % net.heads, first, std::min(width, net.value_dim - first)};
     };
-    parallel(all, ONE_BY_ONE, threads(), [&](int64_t from, int64_t to, int thread) {
+    parallel(net.spans * net.heads * parts, {}, threads(), [&](int64_t from, int64_t to, int thread) {
         const Room room(net.scratch + thread * net.scratch_bytes, net.key_dim, padded(net.value_dim));
-        for (int64_t item = from; item < to; item++) rule(net, part_of(item), room);
+        for (int64_t item = from; item < to; item++) {
+            const Part part = part_of(item);
+            rule<WHOLE>(net, part, room);
+            if (parts > 1) continue;
+            for (int64_t row = net.row_starts[part.span]; row < net.row_starts[part.span + 1]; row++) finish<WHOLE, T>(net, row, part.head);
+        }
     });
-    parallel_each(net.tokens * net.heads, {64}, [&](int64_t item) { finish<T>(net, item / net.heads, item % net.heads); });
+    if (parts == 1) return;
+    parallel_each(net.tokens * net.heads, {64}, [&](int64_t item) { finish<WHOLE, T>(net, item / net.heads, item % net.heads); });
+}
+
+template <class T>
+void delta_net(const DeltaNet& net) {
+    net.key_dim % LANES || net.value_dim % LANES ? compute<false, T>(net) : compute<true, T>(net);
 }
 
 }  // namespace

@@ -54,7 +54,8 @@ INLINE To bits_of(From from) {
     return to;
 }
 
-INLINE f32x16 splat(float x) { return f32x16{} + x; }
+// As `f32x16{} + x`, of which GCC makes 16 stores where there is no AVX-512.
+INLINE f32x16 splat(float x) { return (x + 0.0f) - f32x16{}; }
 INLINE i32x16 splat(int32_t x) { return i32x16{} + x; }
 
 INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {  // a * b + c, rounded once where the machine can
