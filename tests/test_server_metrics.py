@@ -178,7 +178,8 @@ def test_what_passes_between_ranks_is_counted() -> None:
 
 def test_tiers_of_kv_count_blocks_and_bytes():
     assert "kv_tier" not in text_of(Metrics(), engine=ENGINE)
-    told = {"kv_tiers": {"host": {"stored": 5, "loaded": 3, "bad": 1}}, "kv_block_bytes": 1000}
+    sizes = {"host": {"stored": 5000, "loaded": 3000}}
+    told = {"kv_tiers": {"host": {"stored": 5, "loaded": 3, "bad": 1}}, "kv_tier_bytes": sizes}
     text = text_of(Metrics(), engine=ENGINE | told)
     assert value(text, "quire:kv_tier_blocks_total", tier="host", event="bad") == 1
     assert value(text, "quire:kv_tier_bytes_total", tier="host", event="loaded") == 3000
