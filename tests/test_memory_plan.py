@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import resource
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from quire.models.model import Model
 from quire.models.registry import load_model
 from quire.ops import Kernels, KVShape, choose_kernels, kv_cache, sparse
 from quire.ops.cpu import sparse as sparse_in_cpp
+from quire.ops.memory import give_back
 from quire.runner import kv_pools, memory_plan, start
 from quire.runner.kv_pools import Pools, retentions
 from quire.runner.memory_plan import activation_bytes, format_size, free_memory, plan_memory
@@ -351,3 +354,15 @@ def test_the_largest_steps_take_no_more_than_is_planned_for_activations(
     many = largest.peak([largest.tokens // largest.requests] * largest.requests)
     late = largest.peak([largest.tokens], start=largest.context - largest.tokens)
     assert 0.5 * largest.planned() < max(many, late) < largest.planned()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library keeps what was freed")
+def test_what_was_freed_goes_back_to_the_system() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    parts = [torch.ones(25_000) for _ in range(800)]  # 76 MiB, each too small for a mapping of its own
+    del parts[:-1]  # the last one keeps the heap from ending before it
+    before = resident()
+    give_back()
+    assert before - resident() > 40 * 2**20 and bool((parts[0] == 1).all())

@@ -22,6 +22,7 @@ from quire.models.mxfp4 import Mxfp4Checkpoint, is_mxfp4
 from quire.models.quantized_folder import choose_quantization, read_record
 from quire.models.weights import Progress, Spill, Weights
 from quire.ops import Kernels, Quantization, choose_kernels
+from quire.ops.memory import give_back
 from quire.ops.quantized import Scheme
 from quire.ops.threads import usable_threads
 from quire.parallel.group import Group
@@ -123,7 +124,8 @@ def load_model(
     stored = record is not None
     kernels = kernels or choose_kernels()
     sharing = ranks, one_kv_group, redundant_experts, stage, stages, max_model_len
-    model, _ = build_model(checkpoint, dtype, progress, kernels, how, stored, mtp, *sharing)
+    model = build_model(checkpoint, dtype, progress, kernels, how, stored, mtp, *sharing)[0]
+    give_back()
     return model
 
 

@@ -126,6 +126,16 @@ def populate(tensor: torch.Tensor) -> None:
         _madvise(begin, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, _POPULATE)
 
 
+def give_back() -> None:
+    """Let the system have what the heap keeps of memory that was freed, where the C library can do that.
+
+    Loading frees much: each weight is made in one place, and then goes to where it is read.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def _madvise(address: int, size: int, advice: int) -> None:
     """Advice to the system, which may not know it: then nothing changes."""
     function = getattr(ctypes.CDLL(None), "madvise", None)
