@@ -27,6 +27,7 @@ NAMES = (
     "structured",
     "ablation",
     "profile_step",
+    "growth",
     "quality",
     "ranks",
     "scheduler",
