@@ -133,7 +133,7 @@ def in_chunks(
 
 
 @pytest.mark.parametrize("stored, window", [("auto", None), ("auto", 150), ("int8", 70), ("fp8", None)])
-@pytest.mark.parametrize("shape", [(4, 2, 64), (7, 1, 24)])
+@pytest.mark.parametrize("shape", [(4, 2, 64), (7, 1, 24), (4, 1, 80), (3, 3, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bits_depend_on_the_request_alone(
     kernels: CpuKernels,

@@ -13,17 +13,10 @@
 // Rows of a tree all see the same keys up to the tree's base. The tiles before it are theirs together; those from
 // there on, one or two, are packed for each row by itself, with the keys of its path.
 
-#include "attention_math.h"
+#include "attention_few.h"
 #include "team.h"
 
 namespace quire {
-namespace {
-
-// Up to so many rows, two heads take turns at a tile, so that longer runs of memory are read. Does not change bits.
-constexpr int64_t FEW_ROWS = 8;
-
-}  // namespace
-
 // What the layers of a step share. Python fills it in: see attention.py, which has the same fields.
 struct AttentionStep {
     KvCache kv;
@@ -57,7 +50,7 @@ struct Scratch {
     int64_t lay_out(char* at, int64_t m, const KvCache& kv) {
         char* const begin = at;
         m = rows_in_tiles<L>(m);
-        const int64_t states = std::max<int64_t>(m, 2 * FEW_ROWS);
+        const int64_t states = std::max<int64_t>(m, kv.kv_heads * FEW_ROWS);
         auto take = [&](auto*& pointer, int64_t count) {
             pointer = (std::remove_reference_t<decltype(pointer)>)at;
             at += (count * sizeof(*pointer) + 63) / 64 * 64;
@@ -105,26 +98,32 @@ struct Item {
                 std::min(round_up(std::max<int64_t>(0, to), KEYS_AT_ONCE) / LANES, GROUPS)};
     }
 
-    void run(const T* q, int64_t q_stride, T* out) {
+    void run(const T* q, int64_t q_stride, T* out, Ahead& of_few) {
+        Ahead none(step.kv, layer), &ahead = rows() <= FEW_ROWS ? of_few : none;
         if (end > base) branch();
         configure();
         const int64_t first = first_seen(position) / KEY_TILE;
         const int64_t last = branches ? base / KEY_TILE - 1 : (end - 1) / KEY_TILE;  // of the tiles of all rows
-        const int64_t most = rows() <= FEW_ROWS ? 2 : 1;  // heads that take turns at a tile
-        Ahead ahead(source(head, first), rows() <= FEW_ROWS ? heads : 0, most);  // many rows hide the reading anyway
+        const int64_t most = rows() <= FEW_ROWS ? heads : 1;  // heads that take turns at a tile
         for (int64_t h = head; h < head + heads; h += most) {
-            const int64_t count = std::min(most, head + heads - h);
-            for (int64_t k = 0; k < count; k++) begin(h + k, k * rows(), q, q_stride);
+            for (int64_t k = 0; k < most; k++) begin(h + k, k * rows(), q, q_stride);
             for (int64_t tile = first; tile <= last; tile++)
-                for (int64_t k = 0; k < count; k++) attend(source(h + k, tile), k * rows(), ahead);
-            for (int64_t k = 0; branches && k < count; k++) attend_paths(h + k, k * rows(), last + 1, ahead);
-            for (int64_t k = 0; k < count; k++) finish(h + k, k * rows(), out);
+                for (int64_t k = 0; k < most; k++) attend(source(h + k, tile), k * rows(), ahead);
+            for (int64_t k = 0; branches && k < most; k++) attend_paths(h + k, k * rows(), last + 1);
+            for (int64_t k = 0; k < most; k++) finish(h + k, k * rows(), out);
         }
         if constexpr (IN_TILES<L>) release_tiles();
     }
 
     void configure() const {
         if constexpr (IN_TILES<L>) configure_attention(rows());
+    }
+
+    // What a few rows read, in the order of `run`: many hide the reading anyway, and a tree's own tiles lie anywhere.
+    Ahead::Part reads() const {
+        const int64_t seen = end > base ? base / KEY_TILE * KEY_TILE : end;
+        const int64_t* table = step.tables + span * step.table_width;
+        return {table, first_seen(position), seen, head, rows() <= FEW_ROWS ? heads : 0};
     }
 
     void branch() {
@@ -134,12 +133,13 @@ struct Item {
     }
 
     // For each row of a tree, the tiles from `first` on.
-    void attend_paths(int64_t h, int64_t state, int64_t first, Ahead& ahead) {
+    void attend_paths(int64_t h, int64_t state, int64_t first) {
+        Ahead none(step.kv, layer);
         for (int64_t t = 0; t < tokens; t++) {
             Item one{step, scratch, span, row + t, 1, branches[t], branches[t] + 1, head, heads, layer, sinks};
             one.configure();
             for (int64_t tile = std::max(first, first_seen(one.position) / KEY_TILE); tile * KEY_TILE < one.end; tile++)
-                one.attend(one.source(h, tile), state + t * group, ahead);
+                one.attend(one.source(h, tile), state + t * group, none);
         }
         configure();
     }
@@ -176,6 +176,12 @@ struct Item {
 
     // One key tile, merged into all rows.
     void attend(const TileSource& source, int64_t state, Ahead& ahead) {
+        if constexpr (FEW_APART<L>) {
+            if (rows() == 1) return attend_few<1>(source, state, ahead);
+            if (rows() == 2) return attend_few<2>(source, state, ahead);
+            if (rows() <= 4) return attend_few<4>(source, state, ahead);
+            if (rows() <= 8) return attend_few<8>(source, state, ahead);
+        }
         const int64_t tile = source.start / KEY_TILE;
         const Groups seen = groups(tile, 0, rows());
         for (int64_t first = 0; first < GROUPS; first += VECTORS) {
@@ -188,6 +194,34 @@ struct Item {
         });
         pack_values<L, S>(source, ahead, seen.first, seen.end, scratch.tile);
         multiply_values(tile, state);
+    }
+
+    // The same for at most R rows.
+    template <int R>
+    void attend_few(const TileSource& source, int64_t state, Ahead& ahead) {
+        const int64_t tile = source.start / KEY_TILE;
+        const Groups seen = groups(tile, 0, rows());
+        const Packed<L>& p = scratch.tile;
+        const char *at[KEY_TILE], *next_keys[GROUPS], *next_values[GROUPS];
+        for (int64_t g = seen.first; g < seen.end; g++) next_keys[g] = ahead.next();
+        for (int64_t g = seen.first; g < seen.end; g++) next_values[g] = ahead.next();
+        for (int64_t g = seen.first; g < seen.end; g++) {
+            const int64_t position = source.start + g * LANES;
+            source.rows(position, KEYS, p.zeros, at + g * LANES);
+            if constexpr (is_code<S>) {
+                source.scales(position, KEYS, p.key_scales + g * LANES);
+                source.scales(position, VALUES, p.value_scales + g * LANES);
+            }
+        }
+        score_keys<L, S, R>(at, seen, step.kv.head_dim, scratch.q + state * p.depth, p.depth, rows(), scratch.scores,
+                            next_keys);
+        for (int64_t r = 0; r < rows(); r++) softmax(tile, r, state + r, seen);
+        for (int64_t g = seen.first; g < seen.end; g++)
+            source.rows(source.start + g * LANES, VALUES, p.zeros, at + g * LANES);
+        constexpr int64_t LENGTH = KEY_TILE / L::NUMBERS, STEP = LANES / L::NUMBERS;
+        add_values<L, S, R>(at + seen.first * LANES, (seen.end - seen.first) * LANES, step.kv.head_dim,
+                            scratch.weights + seen.first * STEP, LENGTH, scratch.shrink, rows(),
+                            scratch.out + state * p.dims, p.dims, next_values + seen.first);
     }
 
     // The scores of `VECTORS` groups of keys from `first` on.
@@ -251,13 +285,21 @@ struct Item {
 
 template <class T, class L, class S>
 void attend(const AttentionStep& step, int64_t layer, const T* q, int64_t q_stride, const float* sinks, T* out) {
-    parallel(step.items, ONE_BY_ONE, step.threads, [&](int64_t i, int64_t, int thread) {
+    // Where no item is much longer than another, who takes several can read ahead from one to the next.
+    auto cost = [&](int64_t i) { return step.item[i * 7 + 2] * step.item[i * 7 + 4]; };
+    const bool even = step.items && cost(0) <= 2 * cost(step.items - 1);  // the longest come first
+    parallel(step.items, {1, even ? Ahead::MOST : 1}, step.threads, [&](int64_t first, int64_t last, int thread) {
         Scratch<L> scratch;
         scratch.lay_out(step.scratch + thread * step.scratch_bytes, step.most_rows, step.kv);
         std::memset(scratch.tile.zeros, 0, step.kv.row_bytes());
-        const int64_t* item = step.item + i * 7;
-        Item<T, L, S>{step, scratch, item[0], item[1], item[2], item[3], item[4], item[5], item[6], layer, sinks}
-            .run(q, q_stride, out);
+        auto item = [&](int64_t i) {
+            const int64_t* of = step.item + i * 7;
+            return Item<T, L, S>{step, scratch, of[0], of[1], of[2], of[3], of[4], of[5], of[6], layer, sinks};
+        };
+        Ahead ahead(step.kv, layer);
+        for (int64_t i = first; i < last; i++) ahead.add(item(i).reads());
+        ahead.begin();
+        for (int64_t i = first; i < last; i++) item(i).run(q, q_stride, out, ahead);
     });
 }
 

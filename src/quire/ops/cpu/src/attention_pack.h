@@ -102,54 +102,65 @@ struct Groups {
     int64_t first, end;
 };
 
-// Asks for an item's keys and values before they are needed. In memory, a block's heads lie one after the other: so where
-// heads take turns, it goes over both of them group by group, since long runs come faster. A few lines at each step, since
-// a core has room for few, and more would hold up the work beside which they are to come.
+// Where keys and values lie that are needed soon, 16 rows after 16 rows in the order of the work: of each part the key
+// tiles, of a tile the heads, of a head the keys and then the values. Whoever works on 16 rows asks for those that
+// `next` names, little by little: a core has room for few lines on their way, and more would hold up the work.
 class Ahead {
   public:
-    static constexpr int64_t LEAD = 2048;  // lines: what two heads of a tile have with 128 dimensions in bf16
+    // Positions first .. end - 1 of a span, which some heads see.
+    struct Part {
+        const int64_t* table;
+        int64_t first, end, head, heads;
+    };
+    static constexpr int64_t MOST = 8;  // parts
+    static constexpr int64_t LEAD = 12288;  // bytes, which the first-level cache holds beside the work
 
-    // Heads first_head .. end_head - 1, of which `together` take turns; positions source.first .. source.end - 1.
-    Ahead(const TileSource& source, int64_t heads, int64_t together)
-        : source_(source), end_head_(source.head + heads), together_(together), turn_(source.head),
-          head_(source.head), first_(source.first / LANES * LANES), position_(first_),
-          lines_((LANES * source.kv.row_bytes() + 63) / 64) {
-        place();
+    Ahead(const KvCache& kv, int64_t layer) : kv_(kv), layer_(layer) {}
+
+    void add(const Part& part) {
+        if (part.heads && part.first < part.end) parts_[count_++] = part;
     }
 
-    // Work has gone on by `lines` lines.
-    void step(int64_t lines) {
-        lead_ -= lines;
-        for (int64_t i = 0; i < 2 * lines && lead_ < LEAD && at_; i++, lead_++) {
-            __builtin_prefetch(at_ + line_ * 64, 0, 2);
-            if (++line_ == lines_) line_ = 0, advance(), place();
+    // Asks for the first rows at once.
+    void begin() {
+        if (!count_) return;
+        begin_tile(parts_[0].first / KEY_TILE * KEY_TILE);
+        const int64_t bytes = LANES * kv_.row_bytes();
+        for (int64_t ahead = 0; ahead < LEAD; ahead += bytes) {
+            const char* at = next();
+            for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line);
         }
+    }
+
+    // Behind the last ones: some rows that are there.
+    const char* next() {
+        if (part_ == count_) return kv_.data;
+        const char* at = kv_.plane(parts_[part_].table[position_ / kv_.block_size], layer_, head_, which_);
+        at += position_ % kv_.block_size * kv_.row_bytes();
+        advance();
+        return at;
     }
 
   private:
-    int64_t end_turn() const { return std::min(turn_ + together_, end_head_); }
+    void begin_tile(int64_t start) {
+        const Part& part = parts_[part_];
+        tile_ = start, first_ = position_ = std::max(part.first / LANES * LANES, start);
+        end_ = std::min(part.end, start + KEY_TILE), head_ = part.head, which_ = KEYS;
+    }
 
-    void advance() {  // keys, values, the next head, the next group, the next heads
+    void advance() {
+        if ((position_ += LANES) < end_) return;
+        position_ = first_;
         which_ = VALUES - which_;
-        if (which_ == KEYS && ++head_ == end_turn()) {
-            head_ = turn_, position_ += LANES;
-            if (position_ >= source_.end) head_ = turn_ = end_turn(), position_ = first_;
-        }
+        if (which_ == VALUES || ++head_ < parts_[part_].head + parts_[part_].heads) return;
+        if (tile_ + KEY_TILE < parts_[part_].end) return begin_tile(tile_ + KEY_TILE);
+        if (++part_ < count_) begin_tile(parts_[part_].first / KEY_TILE * KEY_TILE);
     }
 
-    void place() {
-        const KvCache& kv = source_.kv;
-        at_ = nullptr;
-        if (head_ == end_head_) return;
-        at_ = kv.plane(source_.table[position_ / kv.block_size], source_.layer, head_, which_);
-        at_ += position_ % kv.block_size * kv.row_bytes();
-    }
-
-    const TileSource source_;
-    const int64_t end_head_, together_;
-    int64_t turn_, head_, first_, position_, which_ = KEYS;
-    int64_t lines_, line_ = 0, lead_ = 0;  // of a group, the next one's number, asked for and not yet used
-    const char* at_;                       // the group; null behind the last
+    const KvCache& kv_;
+    const int64_t layer_;
+    Part parts_[MOST];
+    int64_t count_ = 0, part_ = 0, tile_ = 0, first_ = 0, end_ = 0, head_ = 0, position_ = 0, which_ = KEYS;
 };
 
 // A query row [size] in `depth` lanes, the last ones filled up with zeros.
@@ -169,7 +180,7 @@ void pack_keys(const TileSource& source, Ahead& ahead, int64_t first, int64_t en
     const int64_t size = source.kv.head_dim;
     constexpr int64_t WIDTH = LANES * L::NUMBERS;
     for (int64_t group = first; group < end; group++) {
-        const char* rows[LANES];
+        const char *rows[LANES], *next = ahead.next();
         const int64_t position = source.start + group * LANES;
         source.rows(position, KEYS, to.zeros, rows);
         if constexpr (is_code<S>) {
@@ -177,7 +188,9 @@ void pack_keys(const TileSource& source, Ahead& ahead, int64_t first, int64_t en
             source.scales(position, VALUES, to.value_scales + group * LANES);
         }
         for (int64_t i = 0; i < size; i += WIDTH) {
-            ahead.step(LANES * WIDTH * source.kv.number_bytes() / 64);
+            const int64_t bytes = LANES * source.kv.number_bytes();  // of a column of the square
+            for (int64_t line = i * bytes; line < std::min(size, i + WIDTH) * bytes; line += 64)
+                __builtin_prefetch(next + line);
             typename L::vector square[LANES];
             const int n = int(std::min(size - i, WIDTH));
             for (int key = 0; key < LANES; key++) square[key] = L::of_row((const S*)rows[key] + i, n);
@@ -193,10 +206,12 @@ void pack_values(const TileSource& source, Ahead& ahead, int64_t first, int64_t 
     const int64_t size = source.kv.head_dim;
     constexpr int64_t WIDTH = LANES * L::NUMBERS;
     for (int64_t group = first; group < end; group++) {
-        const char* rows[LANES];
+        const char *rows[LANES], *next = ahead.next();
         source.rows(source.start + group * LANES, VALUES, to.zeros, rows);
         for (int64_t key = 0; key < LANES; key += L::NUMBERS) {
-            ahead.step(L::NUMBERS * source.kv.row_bytes() / 64);
+            const int64_t bytes = source.kv.row_bytes();
+            for (int64_t line = key * bytes; line < (key + L::NUMBERS) * bytes; line += 64)
+                __builtin_prefetch(next + line);
             typename L::lane* at = to.values + (group * LANES + key) / L::NUMBERS * LANES;
             for (int64_t i = 0; i < size; i += WIDTH) {
                 typename L::vector columns[L::NUMBERS];
