@@ -110,8 +110,10 @@ def _measure(llm: LLM, batch: int, sampled: bool, steps: int) -> tuple[float, di
     generator = random.Random(0)
     how: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 1} if sampled else {"temperature": 0.0}
     params = SamplingParams(max_tokens=2 * steps + 8, ignore_eos=True, **how)
-    for _ in range(batch):
-        llm.add_request(tokens(generator, PROMPT), params)
+    prompts = [tokens(generator, PROMPT) for _ in range(batch)]
+    llm.generate(prompts, params)  # once, so that the system has handed out the cache's memory
+    for prompt in prompts:
+        llm.add_request(prompt, params)
     while len(llm.step()) < batch:  # until all of them decode
         pass
     _steps(llm, batch, 1)

@@ -54,11 +54,9 @@ template <class T>
 INLINE float quantize_row(const T* row, int64_t size, bool fp8, uint8_t* codes) {
     i32x16 top = {};  // magnitudes as bits: their order is that of the numbers, and NaN is above infinity
     for (int64_t i = 0; i < size; i += LANES) {
-        i32x16 a = bits_of<i32x16>(load_some(row + i, size - i < LANES ? size - i : LANES)) & 0x7fffffff;
-        top = select(less(top, a), a, top);
+        top = max(top, bits_of<i32x16>(load_some(row + i, size - i)) & 0x7fffffff);
     }
-    int32_t highest = 0;
-    for (int i = 0; i < LANES; i++) highest = highest < top[i] ? top[i] : highest;
+    const int32_t highest = max_of(top);
     const float largest = fp8 ? FP8_LARGEST : INT8_LARGEST, scale = bits_of<float>(highest) / largest;
     if (highest >= 0x7f800000 || scale == 0.0f) {
         std::memset(codes, 0, size);
@@ -81,6 +79,15 @@ INLINE void convert_row(const From* row, int64_t size, To* to) {
     for (int64_t i = 0; i < size; i += LANES) {
         const int n = size - i < LANES ? size - i : LANES;
         store_some(to + i, load_some(row + i, n), n);
+    }
+}
+
+// Asks for the lines of one head's rows of keys and values in a slot. A slot's rows lie far apart and are rarely in a
+// cache: without this, each store would wait for memory by itself.
+INLINE void fetch_kv_rows(const KvCache& kv, int64_t slot, int64_t layer, int64_t head) {
+    for (int64_t side = 0; side < kv.sides; side++) {
+        const char* row = kv.plane(slot / kv.block_size, layer, head, side) + slot % kv.block_size * kv.row_bytes();
+        for (int64_t byte = 0; byte < kv.row_bytes(); byte += 64) __builtin_prefetch(row + byte, 1);
     }
 }
 

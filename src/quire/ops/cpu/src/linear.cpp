@@ -17,6 +17,7 @@ namespace quire {
 namespace {
 
 constexpr int FEW_ROWS = 4;     // that tiles would not do faster
+constexpr int64_t PREPARED = 4096;  // numbers that a thread lays out, at least
 constexpr float TINY = 1e-36f;  // a block whose numbers are all below this counts as zeros
 #if defined(__AVX512F__)
 constexpr int MAX_ROWS = 12;
@@ -31,19 +32,23 @@ constexpr bool PAIRS = true;  // the machine multiplies pairs of bf16
 constexpr bool PAIRS = false;  // activations are widened to fp32 first
 #endif
 
-INLINE u32x16 splat_word(const void* p) { return u32x16{} + load_as<uint32_t>(p); }
+INLINE u32x16 splat_word(const void* p) { return splat(load_as<uint32_t>(p)); }
 
 // acc[i] += the dot product of four unsigned bytes of a and four signed ones of b, exactly.
 INLINE i32x16 dot4(i32x16 acc, u32x16 a, u32x16 b) {
 #if defined(__AVX512VNNI__)
     return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)  // bytes 0 and 2, then 1 and 3, as 16-bit numbers: sums of two fit 32 bits
+    const __m512i x = (__m512i)a, y = (__m512i)b, x0 = _mm512_and_si512(x, _mm512_set1_epi16(0x00ff));
+    const __m512i y0 = _mm512_srai_epi16(_mm512_slli_epi16(y, 8), 8), y1 = _mm512_srai_epi16(y, 8);
+    return acc + (i32x16)_mm512_madd_epi16(x0, y0) + (i32x16)_mm512_madd_epi16(_mm512_srli_epi16(x, 8), y1);
 #elif defined(__AVX2__)
     struct halves {
         __m256i part[2];
     };
     auto s = bits_of<halves>(acc), x = bits_of<halves>(a), y = bits_of<halves>(b);
     const __m256i even = _mm256_set1_epi16(0x00ff);
-    for (int i = 0; i < 2; i++) {  // bytes 0 and 2, then 1 and 3, as 16-bit numbers: sums of two fit 32 bits
+    for (int i = 0; i < 2; i++) {  // as above
         __m256i x0 = _mm256_and_si256(x.part[i], even), x1 = _mm256_srli_epi16(x.part[i], 8);
         __m256i y0 = _mm256_srai_epi16(_mm256_slli_epi16(y.part[i], 8), 8), y1 = _mm256_srai_epi16(y.part[i], 8);
         __m256i dot = _mm256_add_epi32(_mm256_madd_epi16(x0, y0), _mm256_madd_epi16(x1, y1));
@@ -126,7 +131,7 @@ INLINE void times_single(const T* w, const uint32_t* x, int64_t in, Sums<ROWS>& 
 }
 
 // int8 and int4: codes of the weight are unsigned (128 or 8 added) and those of activations signed, so each sum begins
-// with minus 128 or 8 times that of the activations' codes: `starts` [row][group]. `scales` [row][BLOCK of inputs] are
+// with minus 128 or 8 times that of the activations' codes: `starts` [group][row]. `scales` [BLOCK of inputs][row] are
 // the activations'. Integers of a group (int8: block) are summed exactly, and then added in ascending order.
 template <int ROWS>
 INLINE void times_int8(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* scales,
@@ -135,7 +140,7 @@ INLINE void times_int8(const Weight& w, int64_t panel, const char* data, const u
     for (int64_t b = 0; b < blocks; b++) {
         i32x16 acc[ROWS][2];
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = splat(starts[r * blocks + b]);
+        for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = splat(starts[b * ROWS + r]);
         const int64_t end = std::min(w.in, (b + 1) * BLOCK);
         for (int64_t j = b * BLOCK; j < end; j += 4, data += 128, x += ROWS) {
             fetch(data), later.fetch();
@@ -149,7 +154,7 @@ INLINE void times_int8(const Weight& w, int64_t panel, const char* data, const u
         }
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
-            const f32x16 scale = splat(scales[r * blocks + b]);
+            const f32x16 scale = splat(scales[b * ROWS + r]);
             sums[r][0] = fma(__builtin_convertvector(acc[r][0], f32x16), scale, sums[r][0]);
             sums[r][1] = fma(__builtin_convertvector(acc[r][1], f32x16), scale, sums[r][1]);
         }
@@ -163,31 +168,38 @@ INLINE void times_int8(const Weight& w, int64_t panel, const char* data, const u
 template <int ROWS>
 INLINE void times_int4(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* scales,
                        const int32_t* starts, Later later, Sums<ROWS>& sums) {
-    const int64_t groups = w.in / w.group, blocks = blocks_a_row(w);
+    const int64_t groups = w.in / w.group, groups_a_block = BLOCK / w.group;
     const f16* group_scales = (const f16*)w.scales + panel * groups * PANEL;
-    for (int64_t g = 0; g < groups; g++, group_scales += PANEL) {
-        i32x16 acc[ROWS][2];
+    for (int64_t g = 0; g < groups; scales += ROWS) {
+        Sums<ROWS> block = {};
+        for (const int64_t end = std::min(groups, g + groups_a_block); g < end; g++, group_scales += PANEL) {
+            i32x16 acc[ROWS][2];
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = splat(starts[r * groups + g]);
-        for (int64_t j = 0; j < w.group; j += 8, data += 128, x += 2 * ROWS) {
-            fetch(data), later.fetch();
-            const u32x16 b0 = load_as<u32x16>(data), b1 = load_as<u32x16>(data + 64);
-            const u32x16 low0 = b0 & 0x0f0f0f0fu, low1 = b1 & 0x0f0f0f0fu;
-            const u32x16 high0 = (b0 >> 4) & 0x0f0f0f0fu, high1 = (b1 >> 4) & 0x0f0f0f0fu;
+            for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = splat(*starts++);
+            for (int64_t j = 0; j < w.group; j += 8, data += 128, x += 2 * ROWS) {
+                fetch(data), later.fetch();
+                const u32x16 b0 = load_as<u32x16>(data), b1 = load_as<u32x16>(data + 64);
+                const u32x16 low0 = b0 & 0x0f0f0f0fu, low1 = b1 & 0x0f0f0f0fu;
+                const u32x16 high0 = (b0 >> 4) & 0x0f0f0f0fu, high1 = (b1 >> 4) & 0x0f0f0f0fu;
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; r++) {
+                    const u32x16 first = splat_word(x + r), second = splat_word(x + ROWS + r);
+                    acc[r][0] = dot4(dot4(acc[r][0], low0, first), high0, second);
+                    acc[r][1] = dot4(dot4(acc[r][1], low1, first), high1, second);
+                }
+            }
+            const f32x16 s0 = load(group_scales), s1 = load(group_scales + LANES);
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
-                const u32x16 first = splat_word(x + r), second = splat_word(x + ROWS + r);
-                acc[r][0] = dot4(dot4(acc[r][0], low0, first), high0, second);
-                acc[r][1] = dot4(dot4(acc[r][1], low1, first), high1, second);
+                block[r][0] = fma(__builtin_convertvector(acc[r][0], f32x16), s0, block[r][0]);
+                block[r][1] = fma(__builtin_convertvector(acc[r][1], f32x16), s1, block[r][1]);
             }
         }
-        const f32x16 s0 = load(group_scales), s1 = load(group_scales + LANES);
-        const float* block = scales + g * w.group / BLOCK;
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
-            const float scale = block[r * blocks];
-            sums[r][0] = fma(__builtin_convertvector(acc[r][0], f32x16), s0 * scale, sums[r][0]);
-            sums[r][1] = fma(__builtin_convertvector(acc[r][1], f32x16), s1 * scale, sums[r][1]);
+            const f32x16 scale = splat(scales[r]);
+            sums[r][0] = fma(block[r][0], scale, sums[r][0]);
+            sums[r][1] = fma(block[r][1], scale, sums[r][1]);
         }
     }
 }
@@ -202,8 +214,8 @@ struct Blocks {
 };
 
 // Activations as the product reads them: words [block of rows][step][row of the block]. Quantized ones have a scale for
-// each BLOCK of a row, and what the sum of products of each group (int8: BLOCK) of a row begins with. Of mxfp4,
-// words are pairs of bf16, or numbers in fp32.
+// each BLOCK of a row, and what the sum of products of each group (int8: BLOCK) of a row begins with, side by side in the
+// same way. Of mxfp4, words are pairs of bf16, or numbers in fp32.
 struct Activations {
     uint32_t* words;
     float* scales;
@@ -294,15 +306,14 @@ struct BlockScale {
 };
 
 template <class T>
-BlockScale scale_of(const T* x, int64_t in) {
-    f32x16 top{}, check{};
-    for (int64_t j = 0; j < in; j += LANES) {
-        const f32x16 v = load_some(x + j, in - j);
-        top = max(bits_of<f32x16>(bits_of<u32x16>(v) & 0x7fffffffu), top);
-        check += v - v;  // NaN where v is not finite
+BlockScale scale_of(const T* x, int64_t count) {
+    i32x16 top{};  // bits of magnitudes, which are in their order; those of what is not finite are the highest
+    for (int64_t j = 0; j < count; j += LANES) {
+        top = max(top, bits_of<i32x16>(load_some(x + j, count - j)) & 0x7fffffff);
     }
-    const float largest = max_of(top), nan = sum(check);
-    if (nan != 0.0f) return {nan, 0.0f};
+    const int32_t highest = max_of(top);
+    if (highest >= 0x7f800000) return {std::numeric_limits<float>::quiet_NaN(), 0.0f};
+    const float largest = bits_of<float>(highest);
     return largest < TINY ? BlockScale{0.0f, 0.0f} : BlockScale{largest / 127.0f, 127.0f / largest};
 }
 
@@ -319,58 +330,63 @@ struct Grouping {
     explicit Grouping(const Weight& w) : offset(w.format == INT4 ? 8 : 128), group(w.format == INT4 ? w.group : BLOCK) {}
 };
 
-// One row to words of four codes each, `stride` words from one to the next; its scales, and `starts`, if wanted.
+// BLOCK numbers, or fewer, of one row to words of four codes each; their scale, and `starts`, if wanted. Words, and
+// starts, lie `stride` apart.
 template <class T>
-void quantize(const T* x, int64_t in, uint32_t* to, int64_t stride, float* scales, Grouping how, int32_t* starts) {
+void quantize(const T* x, int64_t count, uint32_t* to, int64_t stride, float* scale, Grouping how, int32_t* starts) {
     using i8x16 = int8_t __attribute__((vector_size(16)));
     using u32x4 = uint32_t __attribute__((vector_size(16)));
-    for (int64_t first = 0; first < in; first += BLOCK) {
-        const int64_t last = std::min(first + BLOCK, in);
-        const BlockScale block = scale_of(x + first, last - first);
-        *scales++ = block.scale;
+    const BlockScale block = scale_of(x, count);
+    *scale = block.scale;
+    for (int64_t j = 0; j < count;) {
         i32x16 total{};
-        for (int64_t j = first; j < last; j += LANES) {
-            const i32x16 codes = codes_of(load_some(x + j, last - j), block);
+        for (const int64_t end = std::min(count, j + how.group); j < end; j += LANES) {
+            const i32x16 codes = codes_of(load_some(x + j, count - j), block);
             const u32x4 quads = bits_of<u32x4>(__builtin_convertvector(codes, i8x16));
-            for (int64_t i = 0; i < LANES / 4 && j + 4 * i < last; i++, to += stride) *to = quads[i];
+            for (int64_t i = 0; i < LANES / 4 && j + 4 * i < count; i++, to += stride) *to = quads[i];
             total += codes;
-            if (starts && ((j + LANES) % how.group == 0 || j + LANES >= last))
-                *starts++ = -how.offset * sum(total), total = i32x16{};
         }
+        if (starts) *starts = -how.offset * sum(total), starts += stride;
     }
 }
 
-// n rows of bf16 [n, in] to words [in / 2][n] of two numbers each.
-INLINE void to_pairs(const bf16* x, int64_t in, int64_t n, uint32_t* to) {
+// Of n rows of bf16, `stride` apart: `in` numbers to words [in / 2][n] of two numbers each.
+INLINE void to_pairs(const bf16* x, int64_t stride, int64_t in, int64_t n, uint32_t* to) {
     for (int64_t j = 0; j + 2 <= in; j += 2)
-        for (int64_t r = 0; r < n; r++) *to++ = load_as<uint32_t>(x + r * in + j);
-    for (int64_t r = 0; r < n && in % 2; r++) *to++ = x[r * in + in - 1].bits;
+        for (int64_t r = 0; r < n; r++) *to++ = load_as<uint32_t>(x + r * stride + j);
+    for (int64_t r = 0; r < n && in % 2; r++) *to++ = x[r * stride + in - 1].bits;
 }
 
-// n rows [n, in] to words [words][n] of a number in fp32 each; what is behind `in` is 0.
+// Of n rows, `stride` apart: `in` numbers to words [words][n] of a number in fp32 each; what is behind `in` is 0.
 template <class T>
-void to_floats(const T* x, int64_t in, int64_t n, int64_t words, uint32_t* to) {
+void to_floats(const T* x, int64_t stride, int64_t in, int64_t n, int64_t words, uint32_t* to) {
     for (int64_t j = 0; j < words; j += LANES)
         for (int64_t r = 0; r < n; r++) {
-            const u32x16 numbers = bits_of<u32x16>(load_some(x + r * in + j, std::max<int64_t>(0, in - j)));
+            const u32x16 numbers = bits_of<u32x16>(load_some(x + r * stride + j, std::max<int64_t>(0, in - j)));
             for (int64_t i = 0; i < LANES && j + i < words; i++) to[(j + i) * n + r] = numbers[i];
         }
 }
 
+// Activations are laid out in pieces: BLOCK inputs, or fewer, of a block of rows.
+int64_t pieces(const Weight& w) { return (w.in + BLOCK - 1) / BLOCK; }
+
 template <class T>
-void prepare(const Weight& w, const T* x, const Blocks& blocks, int64_t block, const Activations& to) {
+void prepare(const Weight& w, const T* x, const Blocks& blocks, int64_t block, int64_t piece, const Activations& to) {
     const int64_t begin = blocks.begin(block), n = blocks.begin(block + 1) - begin, words = words_a_row(w);
+    const int64_t first = piece * BLOCK, in = std::min(BLOCK, w.in - first);
+    const T* from = x + begin * w.in + first;
     uint32_t* at = to.words + begin * words;
-    const T* from = x + begin * w.in;
     if (w.format == INT8 || w.format == INT4) {
-        for (int64_t r = 0, row = begin; r < n; r++, row++)
-            quantize(from + r * w.in, w.in, at + r, n, to.scales + row * blocks_a_row(w), Grouping(w),
-                     to.starts + row * starts_a_row(w));
+        const Grouping how(w);
+        float* scales = to.scales + begin * blocks_a_row(w) + piece * n;
+        int32_t* starts = to.starts + begin * starts_a_row(w) + first / how.group * n;
+        for (int64_t r = 0; r < n; r++)
+            quantize(from + r * w.in, in, at + first / 4 * n + r, n, scales + r, how, starts + r);
         return;
     }
     if constexpr (PAIRS && std::is_same_v<T, bf16>)
-        if (w.format == DENSE_BF16 || w.format == MXFP4) return to_pairs(from, w.in, n, at);
-    to_floats(from, w.in, n, words, at);
+        if (w.format == DENSE_BF16 || w.format == MXFP4) return to_pairs(from, w.in, in, n, at + first / 2 * n);
+    to_floats(from, w.in, in, n, std::min(BLOCK, words - first), at + first * n);
 }
 
 // One row is its own layout where its type is that of the words.
@@ -413,7 +429,9 @@ void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, vo
     const bool is_ready = ready(w, dtype, rows);
     if (is_ready) input.words = (uint32_t*)x;
     const int64_t parts = parts_of_panel(w, blocks.count);
-    if (!is_ready) parallel_each(blocks.count, {}, [&](int64_t b) { prepare(w, x, blocks, b, input); });
+    const int64_t count = pieces(w), least = PREPARED / (BLOCK * std::min<int64_t>(rows, MAX_ROWS));
+    if (!is_ready)
+        parallel_each(blocks.count * count, {least}, [&](int64_t i) { prepare(w, x, blocks, i / count, i % count, input); });
     parallel_each(panels(w) * parts, {}, [&](int64_t item) {
         const int64_t panel = item / parts, part = item % parts;
         const int64_t first = part * blocks.count / parts, last = (part + 1) * blocks.count / parts;
@@ -443,7 +461,9 @@ void prepare_tiled_row(const Weight& w, const T* x, int64_t row, const Activatio
     const T* from = x + row * w.in;
     if (bytes % TILE_BYTES) std::memset(at + bytes / TILE_BYTES * TILE_BYTES, 0, TILE_BYTES);
     if (w.format != DENSE_BF16)
-        quantize(from, w.in, (uint32_t*)at, 1, to.scales + row * blocks_a_row(w), Grouping(w), nullptr);
+        for (int64_t b = 0, first = 0; first < w.in; b++, first += BLOCK)
+            quantize(from + first, std::min(BLOCK, w.in - first), (uint32_t*)(at + first), 1,
+                     to.scales + row * blocks_a_row(w) + b, Grouping(w), nullptr);
     else
         for (int64_t j = 0; j < w.in; j += LANES) store_some((bf16*)at + j, load_some(from + j, w.in - j), w.in - j);
 }
@@ -572,7 +592,8 @@ void prepare_all(const Task& t, const T* x) {
             return;
         }
     const Blocks blocks(t.rows);
-    for (int64_t b = 0; b < blocks.count && !ready(w, t.dtype, t.rows); b++) prepare(w, x, blocks, b, to);
+    for (int64_t i = 0; i < blocks.count * pieces(w) && !ready(w, t.dtype, t.rows); i++)
+        prepare(w, x, blocks, i / pieces(w), i % pieces(w), to);
 }
 
 template <class T, class Out>

@@ -63,7 +63,7 @@ constexpr int64_t PART = 1024;
 // Of a panel that meets one block, the part that it is read in: nothing is there to be used again.
 inline int64_t part_bytes(const Weight& w, int64_t blocks) {
     if (blocks > 1) return PART;
-    return w.format == INT4 ? w.group : std::numeric_limits<int64_t>::max();
+    return w.format == INT4 ? BLOCK : std::numeric_limits<int64_t>::max();
 }
 
 // Bytes of activations that are multiplied at a time: a tile's, or those of a group that is smaller.
@@ -150,15 +150,15 @@ void add_part_bf16(const Weight& w, const char* panel, int64_t begin, int64_t en
     store_sums<COUNT>(sums);
 }
 
-// sums += dots times the scales of their outputs, and of their rows in a BLOCK.
-template <int COUNT>
-INLINE void add_scaled(const TileSums<COUNT, i32x16>& dots, const f32x16 (&outputs)[2], const TileBlock<COUNT>& x,
-                       int64_t blocks, int64_t block, TileSums<COUNT, f32x16>& sums) {
+// sums += dots times the scales of their rows in a BLOCK.
+template <int COUNT, class V>
+INLINE void add_scaled(const TileSums<COUNT, V>& dots, const TileBlock<COUNT>& x, int64_t blocks, int64_t block,
+                       TileSums<COUNT, f32x16>& sums) {
     for (int t = 0; t < COUNT; t++)
         for (int r = 0; r < x.height; r++)
             for (int h = 0; h < 2; h++)
                 sums[t][r][h] = fma(__builtin_convertvector(dots[t][r][h], f32x16),
-                                    outputs[h] * x.scales[t][r * blocks + block], sums[t][r][h]);
+                                    splat(x.scales[t][r * blocks + block]), sums[t][r][h]);
 }
 
 // Inputs begin .. end - 1, which begin with a BLOCK.
@@ -173,7 +173,7 @@ void add_part_int8(const char* panel, int64_t begin, int64_t end, const TileBloc
             add_products<true>(panel + at * PANEL, x, at);
         }
         store_sums<COUNT>(dots);
-        add_scaled(dots, {splat(1.0f), splat(1.0f)}, x, blocks, first / BLOCK, sums);
+        add_scaled(dots, x, blocks, first / BLOCK, sums);
     }
 }
 
@@ -198,19 +198,29 @@ INLINE void unpack_int4(const char* packed, int64_t inputs, char* to) {
     }
 }
 
-// Inputs begin .. end - 1, whose codes are unpacked: each group's dot products are taken out and scaled.
+// Inputs begin .. end - 1, which begin with a BLOCK, and whose codes are unpacked: each group's dot products are taken out
+// and scaled, and then those of each BLOCK together.
 template <int COUNT>
 void add_part_int4(const Weight& w, int64_t index, const char* codes, int64_t begin, int64_t end,
                    const TileBlock<COUNT>& x, TileSums<COUNT, f32x16>& sums) {
     alignas(64) TileSums<COUNT, i32x16> dots;
     const int64_t groups = w.in / w.group, step = depth(w), blocks = blocks_a_row(w);
-    for (int64_t first = begin; first < end; first += w.group) {
-        zero_sums<COUNT>();
-        for (int64_t at = first; at < first + w.group; at += step)
-            add_products<true>(codes + (at - begin) * PANEL, x, at);
-        store_sums<COUNT>(dots);
-        const f16* scales = (const f16*)w.scales + (index * groups + first / w.group) * PANEL;
-        add_scaled(dots, {load(scales), load(scales + LANES)}, x, blocks, first / BLOCK, sums);
+    for (int64_t start = begin; start < end; start += BLOCK) {
+        TileSums<COUNT, f32x16> block = {};
+        for (int64_t first = start; first < std::min(end, start + BLOCK); first += w.group) {
+            zero_sums<COUNT>();
+            for (int64_t at = first; at < first + w.group; at += step)
+                add_products<true>(codes + (at - begin) * PANEL, x, at);
+            store_sums<COUNT>(dots);
+            const f16* scales = (const f16*)w.scales + (index * groups + first / w.group) * PANEL;
+            const f32x16 outputs[] = {load(scales), load(scales + LANES)};
+            for (int t = 0; t < COUNT; t++)
+                for (int r = 0; r < x.height; r++)
+                    for (int h = 0; h < 2; h++)
+                        block[t][r][h] =
+                            fma(__builtin_convertvector(dots[t][r][h], f32x16), outputs[h], block[t][r][h]);
+        }
+        add_scaled(block, x, blocks, start / BLOCK, sums);
     }
 }
 

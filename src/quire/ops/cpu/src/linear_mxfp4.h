@@ -13,7 +13,7 @@ namespace quire {
 constexpr int MXFP4_GROUP = 32;  // inputs that share a scale
 constexpr uint32_t MXFP4_LARGEST = 252;  // exponent of such a scale; it is at least 2, or all that it scales is 0
 
-INLINE u32x16 splat_bits(const void* p) { return u32x16{} + load_as<uint32_t>(p); }
+INLINE u32x16 splat_bits(const void* p) { return splat(load_as<uint32_t>(p)); }
 
 // Scales of 16 outputs, in the low bits.
 INLINE u32x16 mxfp4_scales(const uint8_t* scales) {

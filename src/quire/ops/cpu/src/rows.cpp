@@ -130,6 +130,11 @@ struct Rotation {
     float eps;
     KvCache kv;
 
+    void token(int64_t token) const {
+        for (int64_t h = 0; h < kv.kv_heads; h++) fetch_kv_rows(kv, slots[token], layer, h);
+        for (int64_t h = 0; h < heads + 2 * kv.kv_heads; h++) head(token, h);
+    }
+
     // One head of one token: a query, or a key or value, which goes into the cache.
     void head(int64_t token, int64_t head) const {
         const int64_t size = kv.head_dim, turned = heads + kv.kv_heads;
@@ -243,8 +248,7 @@ QUIRE_API int32_t quire_rotate_and_store(int32_t dtype, int32_t weight_dtype, vo
         using W = std::remove_pointer_t<decltype(weight_type)>;
         const Rotation<T, W> step{(T*)qkv, (T*)queries, (const W*)weight, cos, sin, slots,
                                   normed,  heads,       layer,            eps, *kv};
-        const int64_t all = heads + 2 * kv->kv_heads;
-        for_each(tokens * all, kv->head_dim, [=](int64_t i) { step.head(i / all, i % all); });
+        for_each(tokens, (heads + 2 * kv->kv_heads) * kv->head_dim, [=](int64_t token) { step.token(token); });
     });
     return 0;
 }

@@ -54,9 +54,33 @@ INLINE To bits_of(From from) {
     return to;
 }
 
+// GCC takes a vector that is wider than the machine's apart: for arithmetic into two or four, but for comparisons and
+// choices number by number. So these are done on vectors of the machine's width.
+#if defined(__AVX512F__)
+constexpr int WIDTH = 64;
+constexpr __mmask16 ALL = 0xffff;  // lanes; of intrinsics without a mask GCC 12 warns that something is not initialized
+#elif defined(__AVX2__)
+constexpr int WIDTH = 32;
+#else
+constexpr int WIDTH = 16;
+#endif
+template <class T>
+struct Parts {
+    typedef T Part __attribute__((vector_size(WIDTH)));
+    Part part[64 / WIDTH];
+};
+
 // As `f32x16{} + x`, of which GCC makes 16 stores where there is no AVX-512.
 INLINE f32x16 splat(float x) { return (x + 0.0f) - f32x16{}; }
-INLINE i32x16 splat(int32_t x) { return i32x16{} + x; }
+
+template <class T, class V>
+INLINE V splat_by_parts(T x) {
+    Parts<T> result;
+    for (auto& part : result.part) part = typename Parts<T>::Part{} + x;
+    return bits_of<V>(result);
+}
+INLINE i32x16 splat(int32_t x) { return splat_by_parts<int32_t, i32x16>(x); }
+INLINE u32x16 splat(uint32_t x) { return splat_by_parts<uint32_t, u32x16>(x); }
 
 INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {  // a * b + c, rounded once where the machine can
 #if defined(__AVX512F__)
@@ -80,21 +104,6 @@ INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {  // a * b + c, rounded once wh
 #endif
 }
 
-// GCC takes a vector that is wider than the machine's apart: for arithmetic into two or four, but for comparisons and
-// choices number by number. So these are done on vectors of the machine's width.
-#if defined(__AVX512F__)
-constexpr int WIDTH = 64;
-#elif defined(__AVX2__)
-constexpr int WIDTH = 32;
-#else
-constexpr int WIDTH = 16;
-#endif
-template <class T>
-struct Parts {
-    typedef T Part __attribute__((vector_size(WIDTH)));
-    Part part[64 / WIDTH];
-};
-
 // f of each part of a and b, which hold Ts; what it yields holds Rs.
 template <class R, class T, class V, class F>
 INLINE auto by_parts(V a, V b, F f) {
@@ -107,7 +116,15 @@ INLINE auto by_parts(V a, V b, F f) {
 
 // As the scalar std::max(a, b) = a < b ? b : a, so a NaN in `a` stays.
 INLINE f32x16 max(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_maskz_max_ps(ALL, (__m512)b, (__m512)a);
+#else
     return by_parts<float, float>(a, b, [](auto x, auto y) { return x < y ? y : x; });
+#endif
+}
+
+INLINE i32x16 max(i32x16 a, i32x16 b) {
+    return by_parts<int32_t, int32_t>(a, b, [](auto x, auto y) { return x < y ? y : x; });
 }
 
 // All bits of a lane are set where it holds. None holds for a NaN.
@@ -133,26 +150,34 @@ INLINE V select(i32x16 mask, V yes, V no) {  // of 16 numbers of 32 bits
 #endif
 }
 
-INLINE float sum(f32x16 v) {  // a fixed tree: halves, quarters, ...
-    float lane[LANES];
-    std::memcpy(lane, &v, sizeof v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
-    return lane[0];
+// f of all lanes, as a fixed tree: of halves, of quarters, ...
+template <class T, class V, class F>
+INLINE T fold(V v, F f) {
+    typedef T Eight __attribute__((vector_size(32)));
+    typedef T Four __attribute__((vector_size(16)));
+    struct eights {
+        Eight part[2];
+    };
+    struct fours {
+        Four part[2];
+    };
+    const auto e = bits_of<eights>(v);
+    const auto q = bits_of<fours>(Eight(f(e.part[0], e.part[1])));
+    const Four four = f(q.part[0], q.part[1]);
+    return f(f(T(four[0]), T(four[2])), f(T(four[1]), T(four[3])));
 }
 
+INLINE float sum(f32x16 v) {
+    return fold<float>(v, [](auto a, auto b) { return a + b; });
+}
 INLINE int32_t sum(i32x16 v) {
-    int32_t total = 0;
-    for (int i = 0; i < LANES; i++) total += v[i];
-    return total;
+    return fold<int32_t>(v, [](auto a, auto b) { return a + b; });
 }
-
 INLINE float max_of(f32x16 v) {
-    float lane[LANES];
-    std::memcpy(lane, &v, sizeof v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lane[i] = lane[i] < lane[i + width] ? lane[i + width] : lane[i];
-    return lane[0];
+    return fold<float>(v, [](auto a, auto b) { return a < b ? b : a; });
+}
+INLINE int32_t max_of(i32x16 v) {
+    return fold<int32_t>(v, [](auto a, auto b) { return a < b ? b : a; });
 }
 
 template <class Part>
@@ -176,8 +201,20 @@ INLINE bool any(i32x16 mask) {  // whether a comparison held in any lane
 
 // -- loads and stores, which convert ----------------------------------------------------------------------------
 
-INLINE u32x16 widen(u16x16 x) { return __builtin_convertvector(x, u32x16); }
-INLINE u16x16 narrow(u32x16 x) { return __builtin_convertvector(x, u16x16); }
+INLINE u32x16 widen(u16x16 x) {
+#if defined(__AVX512F__)
+    return (u32x16)_mm512_maskz_cvtepu16_epi32(ALL, (__m256i)x);  // of the other form GCC makes two halves
+#else
+    return __builtin_convertvector(x, u32x16);
+#endif
+}
+INLINE u16x16 narrow(u32x16 x) {
+#if defined(__AVX512F__)
+    return (u16x16)_mm512_maskz_cvtepi32_epi16(ALL, (__m512i)x);
+#else
+    return __builtin_convertvector(x, u16x16);
+#endif
+}
 
 INLINE f32x16 from_f16(u16x16 x) {
 #if defined(__AVX512F__)
