@@ -4,8 +4,8 @@ Both formats are symmetric, and both lie in panels of 32 outputs with four input
 products of bytes want them. Activations become int8 in the product itself (dynamic quantization, as in
 https://arxiv.org/abs/2206.01861), with a scale for each `BLOCK` inputs of a row: an outlier, which real models have in
 some channels (https://arxiv.org/abs/2208.07339), costs only its own block precision. Integers are multiplied and their
-sums over a group (int8: a block) are exact; then they are scaled and added in ascending order. So a row gives the same
-bits in any company. With P = ceil(out / 32):
+sums over a group (int8: a block) are exact; then they are scaled and added in ascending order, those of a block first.
+So a row gives the same bits in any company. With P = ceil(out / 32):
 
 - **int8**, a scale an output: w = code * scale, codes -127 to 127.
   packed: int8 [P, padded / 4, 32, 4], `padded` being `in` rounded up to a multiple of 64; the element [p, j, o, i]
@@ -366,16 +366,21 @@ class QuantizedProduct:
         return out.to(out_dtype or x.dtype)
 
     def _panels(self, x: torch.Tensor, row_scales: torch.Tensor, panels: slice) -> torch.Tensor:
-        """The sum over all groups of the integers' products times both scales; int8 takes blocks as groups, and the
-        outputs' scales at the end."""
+        """The sum over the blocks of what is in each times the rows' scales: of int4 the groups' integers times the
+        outputs' scales, of int8 integers, whose outputs' scales come at the end."""
         weight = codes_of(self._weight, panels).float()  # [outputs, in]
         group = self._weight.group or BLOCK
         total = x.new_zeros(len(x), len(weight))
-        for first in range(0, self.in_features, group):
-            inputs, scale = slice(first, min(first + group, self.in_features)), row_scales[:, first // BLOCK, None]
-            if self._weight.group is not None:
-                scale = scale * self._weight.scales[panels, first // group].flatten().float()
-            total = _fma(x[:, inputs] @ weight[:, inputs].T, scale, total)
+        for start in range(0, self.in_features, BLOCK):
+            block = torch.zeros_like(total)
+            for first in range(start, min(start + BLOCK, self.in_features), group):
+                inputs = slice(first, min(first + group, self.in_features))
+                dots = x[:, inputs] @ weight[:, inputs].T
+                if self._weight.group is None:
+                    block = dots
+                else:
+                    block = _fma(dots, self._weight.scales[panels, first // group].flatten().float(), block)
+            total = _fma(block, row_scales[:, start // BLOCK, None], total)
         if self._weight.group is None:
             total *= self._weight.scales.view(-1, PANEL)[panels].flatten()
         return total

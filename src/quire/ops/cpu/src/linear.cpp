@@ -431,7 +431,8 @@ void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, vo
     const int64_t parts = parts_of_panel(w, blocks.count);
     const int64_t count = pieces(w), least = PREPARED / (BLOCK * std::min<int64_t>(rows, MAX_ROWS));
     if (!is_ready)
-        parallel_each(blocks.count * count, {least}, [&](int64_t i) { prepare(w, x, blocks, i / count, i % count, input); });
+        parallel_each(blocks.count * count, {least},
+                      [&](int64_t i) { prepare(w, x, blocks, i / count, i % count, input); });
     parallel_each(panels(w) * parts, {}, [&](int64_t item) {
         const int64_t panel = item / parts, part = item % parts;
         const int64_t first = part * blocks.count / parts, last = (part + 1) * blocks.count / parts;
