@@ -262,33 +262,40 @@ INLINE void store_rows(const Weight& w, int64_t panel, f32x16 (*sums)[2], int ro
     }
 }
 
-// The rows from `row` on times a panel.
-template <int ROWS>
-void multiply(const Weight& w, int64_t panel, const Activations& x, int64_t row, Later later, f32x16 (*out)[2]) {
+// The rows from `row` on times a panel. Each format is a function of its own, so that nothing else claims the registers.
+template <Format FORMAT, int ROWS>
+__attribute__((noinline)) void multiply_as(const Weight& w, int64_t panel, const Activations& x, int64_t row,
+                                           Later later, f32x16 (*out)[2]) {
     const char* data = panel_data(w, panel);
     const uint32_t* words = x.words + row * words_a_row(w);
     const float* scales = x.scales + row * blocks_a_row(w);
     const int32_t* starts = x.starts + row * starts_a_row(w);
     Sums<ROWS> sums = {};
-    switch (w.format) {
-        case DENSE_BF16:
-            if (PAIRS)
-                times_pairs<ROWS>(data, words, w.in, later, sums);
-            else
-                times_widened_pairs<ROWS>(data, words, w.in, later, sums);
-            break;
-        case DENSE_F32: times_single<float, ROWS>((const float*)data, words, w.in, sums); break;
-        case DENSE_F16: times_single<f16, ROWS>((const f16*)data, words, w.in, sums); break;
-        case MXFP4:
-            if (x.pairs)
-                times_mxfp4_pairs<ROWS>(w, panel, data, words, later, sums);
-            else
-                times_mxfp4<ROWS>(w, panel, data, words, later, sums);
-            break;
-        case INT8: times_int8<ROWS>(w, panel, data, words, scales, starts, later, sums); break;
-        case INT4: times_int4<ROWS>(w, panel, data, words, scales, starts, later, sums);
+    if constexpr (FORMAT == DENSE_BF16 && PAIRS) times_pairs<ROWS>(data, words, w.in, later, sums);
+    if constexpr (FORMAT == DENSE_BF16 && !PAIRS) times_widened_pairs<ROWS>(data, words, w.in, later, sums);
+    if constexpr (FORMAT == DENSE_F32) times_single<float, ROWS>((const float*)data, words, w.in, sums);
+    if constexpr (FORMAT == DENSE_F16) times_single<f16, ROWS>((const f16*)data, words, w.in, sums);
+    if constexpr (FORMAT == INT8) times_int8<ROWS>(w, panel, data, words, scales, starts, later, sums);
+    if constexpr (FORMAT == INT4) times_int4<ROWS>(w, panel, data, words, scales, starts, later, sums);
+    if constexpr (FORMAT == MXFP4) {
+        if (x.pairs)
+            times_mxfp4_pairs<ROWS>(w, panel, data, words, later, sums);
+        else
+            times_mxfp4<ROWS>(w, panel, data, words, later, sums);
     }
     std::memcpy(out, sums, sizeof sums);
+}
+
+template <int ROWS>
+void multiply(const Weight& w, int64_t panel, const Activations& x, int64_t row, Later later, f32x16 (*out)[2]) {
+    switch (w.format) {
+        case DENSE_F32: return multiply_as<DENSE_F32, ROWS>(w, panel, x, row, later, out);
+        case DENSE_BF16: return multiply_as<DENSE_BF16, ROWS>(w, panel, x, row, later, out);
+        case DENSE_F16: return multiply_as<DENSE_F16, ROWS>(w, panel, x, row, later, out);
+        case INT8: return multiply_as<INT8, ROWS>(w, panel, x, row, later, out);
+        case INT4: return multiply_as<INT4, ROWS>(w, panel, x, row, later, out);
+        case MXFP4: return multiply_as<MXFP4, ROWS>(w, panel, x, row, later, out);
+    }
 }
 
 template <int ROWS = MAX_ROWS>
