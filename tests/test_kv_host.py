@@ -206,17 +206,17 @@ def test_a_copy_is_good_only_under_its_name_its_key_and_with_all_its_bytes() -> 
         (
             {"kv_role": "decode", "data_parallel_size": 2, "enable_expert_parallel": True},
             ConfigError,
-            "kv_role=decode with data_parallel_size=2: not yet",
+            "kv_role=decode with enable_expert_parallel and data_parallel_size=2 is not supported yet",
         ),
         (
             {"host_kv_memory": "1MiB", "disk_kv_path": "x", "data_parallel_size": 2, "enable_expert_parallel": True},
             ConfigError,
-            "disk_kv_path with data_parallel_size=2: not yet",
+            "disk_kv_path with enable_expert_parallel and data_parallel_size=2 is not supported yet",
         ),
         (
             {"host_kv_memory": "1MiB", "tensor_parallel_size": 2, "nnodes": 2, "token_file": "x"},
             ConfigError,
-            "nnodes=2: not yet",
+            "nnodes=2 is not supported yet",
         ),
         ({"host_kv_memory": "much"}, ConfigError, "not a size"),
     ],

@@ -155,7 +155,7 @@ def test_reasoning_is_told_apart_bounded_and_counted_on_every_interface(claude, 
 
 
 def test_a_bound_that_means_nothing_is_refused_by_name(client):
-    with pytest.raises(openai.BadRequestError, match="no chat") as found:
+    with pytest.raises(openai.BadRequestError, match="this is not a chat") as found:
         client.completions.create(model="tools", prompt="Once", extra_body={"thinking_token_budget": 3})
     assert found.value.param == "thinking_token_budget"
     with pytest.raises(openai.BadRequestError, match="thinking_token_budget is -2"):

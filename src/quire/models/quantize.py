@@ -13,7 +13,7 @@ from pathlib import Path
 from quire.errors import ConfigError
 from quire.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, content_hash
 from quire.models.quantized_folder import PACKED, RECORD_FILE, SCALES, Record, read_record
-from quire.models.registry import build_model, read_config
+from quire.models.registry import build_model, of_numbers, read_config
 from quire.models.safetensors_file import Writer, header_room
 from quire.models.weights import HEAD, is_plain
 from quire.ops import Kernels, Quantization, QuantizedWeight, choose_kernels
@@ -80,7 +80,8 @@ def write_quantized(
         CheckpointError: see `quantize_folder`.
     """
     base_hash = content_hash(checkpoint.folder)
-    shapes = read_config(checkpoint.config, checkpoint.generation).tensor_shapes()
+    numbers = of_numbers(checkpoint)
+    shapes = read_config(numbers.config, numbers.generation).tensor_shapes()
     # What is not a multiple of 32 numbers, and so perhaps not of `ALIGNMENT`, comes last.
     plain = sorted(
         (name for name in shapes if is_plain(name, shapes[name])), key=lambda name: math.prod(shapes[name]) % 32 > 0
