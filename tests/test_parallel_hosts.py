@@ -516,6 +516,7 @@ LAUNCHED = """
 """
 
 
+@pytest.mark.slow
 def test_processes_of_torchrun_are_the_ranks(token: Path, tmp_path: Path) -> None:
     with LLM("demo", threads=1) as llm:
         [expected] = llm.generate([PROMPT], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True))
