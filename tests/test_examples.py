@@ -14,7 +14,7 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 HERE = {
     "batch": r"72 tokens in 24 steps",
-    "streams": r"in this order: A[ABC]+\nthe same text as alone: True",
+    "streams": r"in this order: [ABC]+\nthe same text as alone: True",  # whose prompt is tokenized first begins
     "chat": r"74 tokens of prompt, 5\d of them from the turn before",
     "by_hand": r"step 6: 3 running.*\n.*\naborted after 2 tokens",
     "prefix_cache": r"(request [23]: 512 of 515 tokens cached, 3 computed\n){2}computed in all: 521 of 1545",
