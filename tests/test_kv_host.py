@@ -22,6 +22,7 @@ from quire.errors import ConfigError, MemoryPlanError
 from quire.kv.ahead import MemoryAhead
 from quire.kv.host import HostTier, Slots
 from quire.ops.kv_cache import zeros
+from quire.runner.start import _slot_counts
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import save_checkpoint
 
@@ -284,3 +285,17 @@ def test_memory_is_taken_before_blocks_are_loaded_there_and_what_stands_there_st
     ahead.used(255)
     ahead.drain()
     assert resident() - before > 250 * 2**20
+
+
+def test_blocks_of_each_group_have_a_slot_and_all_fit() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        groups = rng.randint(1, 4)
+        sizes, blocks = ([rng.randint(1, most) for _ in range(groups)] for most in (5000, 10**6))
+        memory = rng.randint(1, 10**7)
+        counts = _slot_counts(memory, sizes, blocks)
+        used = sum(size * count for size, count in zip(sizes, counts, strict=True))
+        assert all(counts) if memory >= sum(sizes) else not any(counts)
+        assert used <= memory
+        if groups == 1:
+            assert counts == [memory // sizes[0]]

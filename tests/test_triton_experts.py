@@ -13,6 +13,7 @@ from quire.ops.quantized import Quantization
 from quire.ops.ragged import DeviceSpans
 from quire.ops.triton import experts, linear
 from quire.ops.triton import routing as routing_kernel
+from quire.ops.triton import weights as weights_module
 from quire.ops.triton.experts import GroupedExperts
 from quire.ops.triton.experts_quantized import QuantizedExperts
 from quire.ops.triton.heads import GroupedHeads
@@ -20,6 +21,7 @@ from quire.ops.triton.kernels import TritonKernels
 from quire.ops.triton.linear_dense import DenseProduct
 from quire.ops.triton.linear_mxfp4 import Mxfp4Product
 from quire.ops.triton.linear_vendor import VendorProduct
+from quire.ops.triton.weights import Weights
 from tests.triton_compile import EACH_ARCHITECTURE, compile_all
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
@@ -262,7 +264,7 @@ def test_many_rows_take_taller_tiles_with_the_same_bits(monkeypatch: pytest.Monk
     x, weights = draw(130, 128, dtype=torch.float16, seed=3), torch.ones(130, 1)
     ids = torch.zeros(130, 1, dtype=torch.int64)
     short = grouped(x, ids, weights)
-    monkeypatch.setattr(experts, "SHORT", None)
+    monkeypatch.setattr(weights_module, "SHORT", None)
     with pytest.raises(AttributeError):
         grouped(x, ids, weights)  # too few for what 5 experts' tall tiles hold
     lone = GroupedExperts(gate_up[:1], down[:1])
@@ -324,7 +326,7 @@ def test_weights_that_kernels_cannot_read_at_once_are_copied() -> None:
     memory = draw(3 * 40 * 24 + 1)[1:].view(3, 40, 24)
     products = [linear.pack([weight], None, CPU, DenseProduct) for weight in memory]
     x = draw(4, 3, 24, seed=1)
-    weights = experts.Weights(products)
+    weights = Weights(products)
     assert all(address % 16 == 0 for address in weights.addresses.tolist())
     torch.testing.assert_close(GroupedHeads(products)(x), LoopedHeads(products)(x))
 

@@ -17,7 +17,8 @@ from benchmarks.gpu.job import Job
 from benchmarks.gpu.sweep import Choice, sweep, tile_words
 from benchmarks.gpu.sweep_quantized import FEW, FORMATS, MANY, OtherBits, choices, product_of
 from quire.ops.experts import Experts
-from quire.ops.triton import experts, experts_quantized
+from quire.ops.triton import experts_quantized
+from quire.ops.triton import weights as dense_weights
 from quire.ops.triton.kernels import TritonKernels
 
 FEW_ROWS, MANY_ROWS = (1, 8, 32), (1024, 4096)
@@ -30,8 +31,11 @@ def run(job: Job) -> None:
     """Dense experts, then those in fewer bits."""
     dense = {"SHORT": (3, 5, 6), "TALL": (2, 4)}
     for name, rows in (("SHORT", FEW_ROWS), ("TALL", MANY_ROWS)):
-        tiles: list[Choice] = [{}, *({name: getattr(experts, name)._replace(stages=count)} for count in dense[name])]
-        _sweep(job, {name: experts}, tiles, ("dense",), rows)
+        tiles: list[Choice] = [
+            {},
+            *({name: getattr(dense_weights, name)._replace(stages=count)} for count in dense[name]),
+        ]
+        _sweep(job, {name: dense_weights}, tiles, ("dense",), rows)
     for name, others, rows in (("FEW", FEW, FEW_ROWS), ("MANY", MANY, MANY_ROWS)):
         _sweep(job, {name: experts_quantized}, choices(name, others), FORMATS, rows)
 

@@ -495,7 +495,8 @@ class LLM(LocalEngine):
                 mine = [self._changed.pop(request_id) for request_id in todo & self._changed.keys()]
                 done = [self._frontend.hand_out(output) for output in mine if output.finished]
                 todo -= {output.request_id for output in done}
-                bar.update(len(outputs) - len(todo), self.stats.output_tokens)
+                if bar is not None:
+                    bar.update(len(outputs) - len(todo), self.stats.output_tokens)
 
 
 def _telling(model: str, on_load: OnLoad | None) -> contextlib.AbstractContextManager[OnLoad | None]:
@@ -553,17 +554,12 @@ def _levels_to_the_caller() -> int:
     return levels
 
 
-def _progress_bar(total: int, shown: bool) -> Progress | contextlib.nullcontext[_NoProgress]:
+def _progress_bar(total: int, shown: bool) -> contextlib.AbstractContextManager[Progress | None]:
     if not shown:
-        return contextlib.nullcontext(_NoProgress())
+        return contextlib.nullcontext()
     from quire.progress import batch_progress  # rich takes a while to import, and most callers show nothing
 
     return batch_progress(total)
-
-
-class _NoProgress:
-    def update(self, done: int, tokens: int) -> None:
-        """Shows nothing."""
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 class Tier:
@@ -33,7 +33,7 @@ class Tier:
 
     def reset(self) -> None:
         """Nothing is kept, on its way, or read."""
-        own = list(zip(self._begins, self._begins[1:], strict=False))
+        own = list(pairwise(self._begins))
         self._free = [list(range(end - 1, begin - 1, -1)) for begin, end in own]  # by group
         self._filling: dict[bytes, int] = {}
         self._kept: dict[bytes, int] = {}

@@ -275,13 +275,9 @@ def check_attention(
     kernels: Kernels,
     dtype: torch.dtype,
     kv_cache_dtype: KVCacheDtype = "auto",
-    chunkings: Sequence[Sequence[int]] | None = None,
+    chunkings: Sequence[Sequence[int]] = CHUNKINGS,
 ) -> Check:
-    """A context's attention cut into chunks, and beside another request, against all of it at once.
-
-    Args:
-        chunkings: None: `CHUNKINGS`.
-    """
+    """A context's attention cut into chunks, and beside another request, against all of it at once."""
     return _check_chunks("attention", self_test_layers.Attention, kernels, dtype, kv_cache_dtype, chunkings)
 
 
@@ -289,7 +285,7 @@ def check_latent_attention(
     kernels: Kernels,
     dtype: torch.dtype,
     kv_cache_dtype: KVCacheDtype = "auto",
-    chunkings: Sequence[Sequence[int]] | None = None,
+    chunkings: Sequence[Sequence[int]] = CHUNKINGS,
 ) -> Check:
     """As `check_attention`, of latent attention, with the products of its heads."""
     return _check_chunks(
@@ -327,7 +323,7 @@ def _check_chunks(
     kernels: Kernels,
     dtype: torch.dtype,
     kv_cache_dtype: KVCacheDtype,
-    chunkings: Sequence[Sequence[int]] | None = None,
+    chunkings: Sequence[Sequence[int]] = CHUNKINGS,
 ) -> Check:
     failures, cases = [], 1
     with kernels.threads(1):
@@ -336,7 +332,7 @@ def _check_chunks(
         failures.append("against plain torch")
     for block_size, neighbour, threads in ((16, 0, 1), (64, 37, 2)):
         attend = kind(kernels, dtype, kv_cache_dtype, block_size)
-        for chunks in chunkings or CHUNKINGS:
+        for chunks in chunkings:
             cases += 1
             with kernels.threads(threads):
                 same = torch.equal(attend(chunks, neighbour), whole)

@@ -128,27 +128,23 @@ def _host_tier(
     """Memory for blocks that the pool gives up, where it was asked for.
 
     Raises:
-        ConfigError: it would hold no block, or the model has layers that do not keep all positions.
+        ConfigError: it would hold no block of some layers, or the model's blocks cannot be divided among these ranks.
     """
     if not config.host_kv_bytes:
         return None
     if config.kv_directory is not None and [group.window for group in plan.groups] != [None]:
         raise ConfigError(
             f"kv_directory={config.kv_directory} with a model that has layers with a sliding window, or recurrent "
-            "ones: not yet, as the directory's names are of blocks of all layers; leave it out (such models may have "
-            "host_kv_memory, disk_kv_path, and kv_role=prefill and decode)"
+            "ones is not supported yet, since the directory's names are of blocks of all layers; leave it out (such "
+            "models may have host_kv_memory, disk_kv_path, and kv_role=prefill and decode)"
         )
     alone = model.stage.size * model.stages == 1
     recurrent = any(group.recurrent for group in plan.groups)
     if not alone and (recurrent or (len(kv) > 1 and model.stages > 1)):
-        name = (
-            "a model with recurrent layers over several ranks"
-            if recurrent
-            else ("pipeline_parallel_size and a model of which some layers have a sliding window")
-        )
+        windows = "pipeline_parallel_size and a model of which some layers have a sliding window"
         raise ConfigError(
-            f"host_kv_memory or kv_role with {name}: not yet, as it is not known which part of a block each rank has; "
-            "leave one of them out"
+            f"host_kv_memory or kv_role with {'recurrent layers over several ranks' if recurrent else windows} is not "
+            "supported yet, since it is not known which part of a block each rank has; leave one of them out"
         )
     shares = [
         None if group.recurrent else Share.of(cache, model, number)
@@ -160,10 +156,9 @@ def _host_tier(
     ]
     counts = _slot_counts(config.host_kv_bytes, sizes, [group.num_usable for group in plan.groups])
     if not all(counts):
-        least = 64 * sum(sizes)
         raise ConfigError(
             f"host_kv_memory={format_size(config.host_kv_bytes)} is less than one block of {format_size(sum(sizes))}; "
-            f"raise it to at least {format_size(least)}, or leave it out"
+            f"raise it to at least {format_size(64 * sum(sizes))}, or leave it out"
         )
     slots = [
         Slots(count, size - slot_bytes(0), share) for count, size, share in zip(counts, sizes, shares, strict=True)
@@ -175,13 +170,14 @@ def _host_tier(
 
 
 def _slot_counts(memory: int, sizes: Sequence[int], blocks: Sequence[int]) -> list[int]:
-    """How many slots there are for each KV group's blocks: as many as its pool has to those of the others.
+    """How many slots there are for each KV group's blocks: one, and of what is left as many as its pool has to those of
+    the others. None for any where there is not one for each.
 
     Args:
         sizes: bytes of a slot, by group. blocks: of the pools.
     """
-    whole = sum(size * count for size, count in zip(sizes, blocks, strict=True))
-    return [memory * count // whole for count in blocks]
+    left, whole = memory - sum(sizes), sum(size * count for size, count in zip(sizes, blocks, strict=True))
+    return [0 if left < 0 else 1 + left * count // whole for count in blocks]
 
 
 def _describe(host: HostTier, config: EngineConfig) -> str:

@@ -17,17 +17,7 @@ from quire.ops.elementwise import Activation
 from quire.ops.experts import ExpertSlots
 from quire.ops.linear import Product
 from quire.ops.quantized import BLOCK
-from quire.ops.triton.experts import (
-    ALIGNMENT,
-    Shared,
-    add_places,
-    addresses_of,
-    biases_of,
-    ordered,
-    pointer_at,
-    tile_at,
-    turns_of,
-)
+from quire.ops.triton.experts import Shared, add_places, ordered, tile_at, turns_of
 from quire.ops.triton.linear_chunks import checked, place_of
 from quire.ops.triton.linear_quantized import (
     COMPILED,
@@ -45,6 +35,7 @@ from quire.ops.triton.linear_quantized import (
     row_scales_at,
 )
 from quire.ops.triton.rows import gate_mul
+from quire.ops.triton.weights import ALIGNMENT, addresses_of, biases_of, pointer_at
 from quire.parallel.group import Gather
 
 # Without weights, the product is gate and up: rows are read from their tokens and left in the order of pairs. With

@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 
 from quire.ops.linear import Product
-from quire.ops.triton.experts import ALIGNMENT, Weights, multiply, pointer_at
+from quire.ops.triton.experts import multiply
 from quire.ops.triton.linear_chunks import place_of
 from quire.ops.triton.linear_dense import quicker
+from quire.ops.triton.weights import ALIGNMENT, Weights, pointer_at
 
 
 @triton.jit(do_not_specialize=["rows"])

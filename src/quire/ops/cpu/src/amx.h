@@ -175,4 +175,62 @@ void multiply_quads() {
 
 #endif
 
+// -- one or two tiles of rows, each against one or two tiles of 16 outputs -----------------------------------------
+
+// The registers: of the sums of row tile t and half h of the outputs, of a row tile and of a half.
+constexpr int sums_tile(int t, int h) { return 2 * t + h; }
+constexpr int row_tile(int t) { return 4 + t; }
+constexpr int half_tile(int h) { return 6 + h; }
+
+// For rows in tiles of this height, of which `depth` bytes are multiplied at a time.
+inline TileShapes product_shapes(int height, int depth) {
+    TileShapes shapes;
+    for (int t = 0; t < 2; t++) {
+        shapes.set(row_tile(t), height, depth);
+        shapes.set(half_tile(t), depth / 4, TILE_BYTES);
+        for (int h = 0; h < 2; h++) shapes.set(sums_tile(t, h), height, TILE_BYTES);
+    }
+    return shapes;
+}
+
+template <int COUNT, int HALVES = 2>
+INLINE void zero_sums() {
+    zero_tile<sums_tile(0, 0)>();
+    if constexpr (HALVES == 2) zero_tile<sums_tile(0, 1)>();
+    if constexpr (COUNT == 2) zero_tile<sums_tile(1, 0)>();
+    if constexpr (COUNT == 2 && HALVES == 2) zero_tile<sums_tile(1, 1)>();
+}
+
+// Sums in memory: rows `stride` bytes apart, of a tile after that of the other; halves side by side.
+template <int COUNT, int HALVES = 2>
+INLINE void load_sums(const void* from, int64_t stride) {
+    const char *first = (const char*)from, *second = first + TILE_ROWS * stride;
+    load_tile<sums_tile(0, 0)>(first, stride);
+    if constexpr (HALVES == 2) load_tile<sums_tile(0, 1)>(first + TILE_BYTES, stride);
+    if constexpr (COUNT == 2) load_tile<sums_tile(1, 0)>(second, stride);
+    if constexpr (COUNT == 2 && HALVES == 2) load_tile<sums_tile(1, 1)>(second + TILE_BYTES, stride);
+}
+
+template <int COUNT, int HALVES = 2>
+INLINE void store_sums(void* to, int64_t stride) {
+    char *first = (char*)to, *second = first + TILE_ROWS * stride;
+    store_tile<sums_tile(0, 0)>(first, stride);
+    if constexpr (HALVES == 2) store_tile<sums_tile(0, 1)>(first + TILE_BYTES, stride);
+    if constexpr (COUNT == 2) store_tile<sums_tile(1, 0)>(second, stride);
+    if constexpr (COUNT == 2 && HALVES == 2) store_tile<sums_tile(1, 1)>(second + TILE_BYTES, stride);
+}
+
+// Adds the products of a tile of rows with the halves that are in their registers.
+template <bool QUADS, int T, int HALVES = 2>
+INLINE void add_tile(const void* rows, int64_t stride) {
+    load_tile<row_tile(T)>(rows, stride);
+    if constexpr (QUADS) {
+        multiply_quads<sums_tile(T, 0), row_tile(T), half_tile(0)>();
+        if constexpr (HALVES == 2) multiply_quads<sums_tile(T, 1), row_tile(T), half_tile(1)>();
+    } else {
+        multiply_pairs<sums_tile(T, 0), row_tile(T), half_tile(0)>();
+        if constexpr (HALVES == 2) multiply_pairs<sums_tile(T, 1), row_tile(T), half_tile(1)>();
+    }
+}
+
 }  // namespace quire

@@ -25,20 +25,8 @@ constexpr int64_t rows_in_tiles(int64_t rows) {
     return IN_TILES<L> && rows > TILE_ROWS ? (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS : rows;
 }
 
-// The registers: of the sums of row tile t and vector v, of a row tile and of a vector.
-constexpr int attention_sums(int t, int v) { return 2 * t + v; }
-constexpr int attention_rows(int t) { return 4 + t; }
-constexpr int attention_vector(int v) { return 6 + v; }
-
 INLINE void configure_attention(int64_t rows) {
-    const int height = int(rows < TILE_ROWS ? rows : TILE_ROWS);
-    TileShapes shapes;
-    for (int t = 0; t < 2; t++) {
-        shapes.set(attention_rows(t), height, TILE_BYTES);
-        shapes.set(attention_vector(t), TILE_ROWS, TILE_BYTES);
-        for (int v = 0; v < 2; v++) shapes.set(attention_sums(t, v), height, TILE_BYTES);
-    }
-    configure_tiles(shapes);
+    configure_tiles(product_shapes(int(rows < TILE_ROWS ? rows : TILE_ROWS), TILE_BYTES));
 }
 
 // Where a product's numbers lie, as in `Operands`; each tile of rows of `a` by itself.
@@ -51,45 +39,20 @@ struct TileOperands {
     int64_t c_stride;
 };
 
-template <bool MERGE, int T, int V>
-INLINE void begin_sums(const TileOperands& o) {
-    float* c = o.c + T * TILE_ROWS * o.c_stride;
-    if constexpr (MERGE) {
-        load_tile<attention_sums(T, 0)>(c, o.c_stride * 4);
-        if constexpr (V == 2) load_tile<attention_sums(T, 1)>(c + LANES, o.c_stride * 4);
-    } else {
-        zero_tile<attention_sums(T, 0)>();
-        if constexpr (V == 2) zero_tile<attention_sums(T, 1)>();
-    }
-}
-
-template <int T, int V>
-INLINE void add_rows(const TileOperands& o, int64_t d) {
-    load_tile<attention_rows(T)>(o.a[T] + d, o.a_stride[T] * 4);
-    multiply_pairs<attention_sums(T, 0), attention_rows(T), attention_vector(0)>();
-    if constexpr (V == 2) multiply_pairs<attention_sums(T, 1), attention_rows(T), attention_vector(1)>();
-}
-
-template <int T, int V>
-INLINE void end_sums(const TileOperands& o) {
-    float* c = o.c + T * TILE_ROWS * o.c_stride;
-    store_tile<attention_sums(T, 0)>(c, o.c_stride * 4);
-    if constexpr (V == 2) store_tile<attention_sums(T, 1)>(c + LANES, o.c_stride * 4);
-}
-
 // c = c + a b (MERGE), or c = a b, for R tiles of rows and V vectors.
 template <bool MERGE, int R, int V>
 void tile_product(const TileOperands& o) {
-    begin_sums<MERGE, 0, V>(o);
-    if constexpr (R == 2) begin_sums<MERGE, 1, V>(o);
+    if constexpr (MERGE)
+        load_sums<R, V>(o.c, o.c_stride * 4);
+    else
+        zero_sums<R, V>();
     for (int64_t d = 0; d < o.depth; d += TILE_BYTES / 4) {
-        load_tile<attention_vector(0)>(o.b + d * LANES, TILE_BYTES);
-        if constexpr (V == 2) load_tile<attention_vector(1)>(o.b + o.b_stride + d * LANES, TILE_BYTES);
-        add_rows<0, V>(o, d);
-        if constexpr (R == 2) add_rows<1, V>(o, d);
+        load_tile<half_tile(0)>(o.b + d * LANES, TILE_BYTES);
+        if constexpr (V == 2) load_tile<half_tile(1)>(o.b + o.b_stride + d * LANES, TILE_BYTES);
+        add_tile<false, 0, V>(o.a[0] + d, o.a_stride[0] * 4);
+        if constexpr (R == 2) add_tile<false, 1, V>(o.a[1] + d, o.a_stride[1] * 4);
     }
-    end_sums<0, V>(o);
-    if constexpr (R == 2) end_sums<1, V>(o);
+    store_sums<R, V>(o.c, o.c_stride * 4);
 }
 
 // The same for `rows` rows, at most two tiles of them, and any number of vectors.

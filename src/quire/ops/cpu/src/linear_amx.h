@@ -20,11 +20,6 @@ namespace quire {
 
 constexpr int64_t STEP = 2 * TILE_ROWS * TILE_BYTES;  // bytes of a panel that 64 bytes of activations meet
 
-// The registers: of the sums of row tile t and half h of the outputs, of a row tile and of a half of the panel.
-constexpr int sums_tile(int t, int h) { return 2 * t + h; }
-constexpr int row_tile(int t) { return 4 + t; }
-constexpr int half_tile(int h) { return 6 + h; }
-
 // Rows cut into tiles of one height, as few as there can be. The last one begins early enough to be whole; the rows
 // that it shares with the one before it are the latter's.
 struct RowTiles {
@@ -71,53 +66,7 @@ inline int64_t depth(const Weight& w) {
     return w.format == INT4 ? std::min<int64_t>(w.group, TILE_BYTES) : TILE_BYTES;
 }
 
-inline TileShapes tile_shapes(const Weight& w, int64_t height) {
-    TileShapes shapes;
-    for (int t = 0; t < 2; t++) {
-        shapes.set(row_tile(t), (int)height, (int)depth(w));
-        for (int h = 0; h < 2; h++) shapes.set(sums_tile(t, h), (int)height, TILE_BYTES);
-        shapes.set(half_tile(t), (int)depth(w) / 4, TILE_BYTES);
-    }
-    return shapes;
-}
-
-template <int COUNT>
-INLINE void zero_sums() {
-    zero_tile<sums_tile(0, 0)>(), zero_tile<sums_tile(0, 1)>();
-    if constexpr (COUNT == 2) zero_tile<sums_tile(1, 0)>(), zero_tile<sums_tile(1, 1)>();
-}
-
-template <int COUNT, class V>
-INLINE void load_sums(const TileSums<COUNT, V>& from) {
-    load_tile<sums_tile(0, 0)>(&from[0][0][0], 2 * TILE_BYTES);
-    load_tile<sums_tile(0, 1)>(&from[0][0][1], 2 * TILE_BYTES);
-    if constexpr (COUNT == 2) {
-        load_tile<sums_tile(1, 0)>(&from[1][0][0], 2 * TILE_BYTES);
-        load_tile<sums_tile(1, 1)>(&from[1][0][1], 2 * TILE_BYTES);
-    }
-}
-
-template <int COUNT, class V>
-INLINE void store_sums(TileSums<COUNT, V>& to) {
-    store_tile<sums_tile(0, 0)>(&to[0][0][0], 2 * TILE_BYTES);
-    store_tile<sums_tile(0, 1)>(&to[0][0][1], 2 * TILE_BYTES);
-    if constexpr (COUNT == 2) {
-        store_tile<sums_tile(1, 0)>(&to[1][0][0], 2 * TILE_BYTES);
-        store_tile<sums_tile(1, 1)>(&to[1][0][1], 2 * TILE_BYTES);
-    }
-}
-
-template <bool QUADS, int T>
-INLINE void add_tile(const char* rows, int64_t stride) {
-    load_tile<row_tile(T)>(rows, stride);
-    if constexpr (QUADS) {
-        multiply_quads<sums_tile(T, 0), row_tile(T), half_tile(0)>();
-        multiply_quads<sums_tile(T, 1), row_tile(T), half_tile(1)>();
-    } else {
-        multiply_pairs<sums_tile(T, 0), row_tile(T), half_tile(0)>();
-        multiply_pairs<sums_tile(T, 1), row_tile(T), half_tile(1)>();
-    }
-}
+inline TileShapes tile_shapes(const Weight& w, int64_t height) { return product_shapes((int)height, (int)depth(w)); }
 
 // Adds the products of what lies at `panel` with the activations from byte `at` of each row.
 template <bool QUADS, int COUNT>
@@ -137,7 +86,7 @@ template <int COUNT>
 void add_part_bf16(const Weight& w, const char* panel, int64_t begin, int64_t end, const TileBlock<COUNT>& x,
                    TileSums<COUNT, f32x16>& sums) {
     const int64_t whole = std::min(end, w.in / 32 * TILE_BYTES);
-    load_sums<COUNT>(sums);
+    load_sums<COUNT>(sums, 2 * TILE_BYTES);
     for (int64_t at = begin; at < whole; at += TILE_BYTES) {
         fetch_step(panel + at * PANEL);
         add_products<false>(panel + at * PANEL, x, at);
@@ -147,7 +96,7 @@ void add_part_bf16(const Weight& w, const char* panel, int64_t begin, int64_t en
         std::memcpy(last, panel + whole * PANEL, (w.in % 32 + 1) / 2 * 4 * PANEL);
         add_products<false>(last, x, whole);
     }
-    store_sums<COUNT>(sums);
+    store_sums<COUNT>(sums, 2 * TILE_BYTES);
 }
 
 // sums += dots times the scales of their rows in a BLOCK.
@@ -172,7 +121,7 @@ void add_part_int8(const char* panel, int64_t begin, int64_t end, const TileBloc
             fetch_step(panel + at * PANEL);
             add_products<true>(panel + at * PANEL, x, at);
         }
-        store_sums<COUNT>(dots);
+        store_sums<COUNT>(dots, 2 * TILE_BYTES);
         add_scaled(dots, x, blocks, first / BLOCK, sums);
     }
 }
@@ -211,7 +160,7 @@ void add_part_int4(const Weight& w, int64_t index, const char* codes, int64_t be
             zero_sums<COUNT>();
             for (int64_t at = first; at < first + w.group; at += step)
                 add_products<true>(codes + (at - begin) * PANEL, x, at);
-            store_sums<COUNT>(dots);
+            store_sums<COUNT>(dots, 2 * TILE_BYTES);
             const f16* scales = (const f16*)w.scales + (index * groups + first / w.group) * PANEL;
             const f32x16 outputs[] = {load(scales), load(scales + LANES)};
             for (int t = 0; t < COUNT; t++)
