@@ -37,7 +37,8 @@ from quire.models.random_checkpoint import (
     write_checkpoint,
 )
 from quire.models.registry import load_model, read_config
-from quire.ops import Quantization, QuantizedWeight, choose_kernels
+from quire.ops import Kernels, Quantization, QuantizedWeight, choose_kernels
+from quire.ops.quantized import quantize
 from quire.ops.states import StateShape
 from tests.oracle import save_checkpoint
 
@@ -345,6 +346,24 @@ def test_a_random_checkpoint_may_be_quantized_and_has_the_size_that_was_reckoned
     with random_checkpoint(shape, str(tmp_path)) as plain:
         assert plain != folder
     assert weight_bytes(config) <= (plain / "model.safetensors").stat().st_size
+
+
+def test_weights_that_are_quantized_to_be_written_are_gone_when_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights: list[weakref.ref[torch.Tensor]] = []
+    held: list[int] = []
+
+    def quantized(kernels: Kernels, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
+        held.append(sum(ref() is not None for ref in weights))
+        made = quantize(weight, how)
+        weights.extend((weakref.ref(made.packed), weakref.ref(made.scales)))
+        return made
+
+    monkeypatch.setattr(type(choose_kernels()), "quantize", quantized)
+    monkeypatch.setattr(type(choose_kernels()), "pack_quantized", None)  # the model is not to be run
+    write_checkpoint(tmp_path / "x", model_config("qwen3-moe-tiny"), how=Quantization("int4", 32))
+    assert len(held) > 30 and max(held) <= 2
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers_before_it_is_written(

@@ -8,7 +8,9 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,6 +176,37 @@ def test_damaged_bytes_are_refused_or_stay_within_the_file(data: st.DataObject) 
                 assert map_tensor(entry).nbytes == entry.num_bytes
             except TensorDtypeError:
                 assert entry.dtype not in ("F32", "F16", "BF16")
+
+
+def test_mapped_tensors_hold_no_descriptor_and_are_unmapped_with_the_last_view(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    save_file({str(number): torch.full((3,), float(number)) for number in range(100)}, file)
+    opened = len(os.listdir("/proc/self/fd"))
+    tensors = [map_tensor(entry) for entry in read_header(file).values()]
+    assert len(os.listdir("/proc/self/fd")) == opened
+    assert Path("/proc/self/maps").read_text().count(str(file)) > 0  # neighbours may be one line
+    part = tensors[7][1:]
+    expected = part.clone()
+    del tensors
+    assert torch.equal(part, expected) and str(file) in Path("/proc/self/maps").read_text()
+    del part
+    assert str(file) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_file_that_became_shorter_and_a_system_without_room_for_mappings_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(4)}, file)
+    entry = read_header(file)["a"]
+    too_large = replace(entry, start=0, num_bytes=1 << 62)
+    monkeypatch.setattr(os, "fstat", lambda fd: SimpleNamespace(st_size=1 << 63))
+    with pytest.raises(CheckpointError, match=r"cannot be read: Cannot allocate memory; raise .*vm\.max_map_count"):
+        map_tensor(too_large)
+    monkeypatch.undo()
+    os.truncate(file, entry.start + 8)
+    with pytest.raises(CheckpointError, match="cannot be read: it ends before byte"):
+        map_tensor(entry)
 
 
 def test_a_type_that_weights_cannot_have_is_refused_when_it_is_mapped(tmp_path: Path) -> None:

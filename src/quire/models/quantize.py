@@ -91,17 +91,28 @@ def write_quantized(
     with Writer(folder / SINGLE_FILE, header_room([*shapes, HEAD, *shapes, HEAD])) as writer:
 
         def spill(name: str, weight: QuantizedWeight) -> QuantizedWeight:
-            packed, scales = writer.add(name + PACKED, weight.packed), writer.add(name + SCALES, weight.scales)
-            return replace(weight, packed=writer.view(packed), scales=writer.view(scales))
+            writer.add(name + PACKED, weight.packed)
+            writer.add(name + SCALES, weight.scales)
+            return replace(weight, packed=weight.packed.to("meta"), scales=weight.scales.to("meta"))
 
         def progress(done: int, total: int) -> None:
             report(phase, done / total)
 
-        _, weights = build_model(checkpoint, "auto", progress, kernels or choose_kernels(), how, spill=spill)
+        kernels = Quantizing(kernels or choose_kernels())
+        _, weights = build_model(checkpoint, "auto", progress, kernels, how, spill=spill)
         for count, name in enumerate(plain, start=1):
             writer.add(name, weights.as_stored(name))
             report("writing", count / len(plain))
     Record(how.scheme, how.group, base, base_hash, content_hash(folder), version("quire")).write(folder)
+
+
+class Quantizing(Kernels):
+    """For a model that is written and never run: the fastest kernels quantize its weights, and products, those of plain
+    torch, are made of what is left of these, their shapes; others would take memory to copy each weight into."""
+
+    def __init__(self, fastest: Kernels) -> None:
+        super().__init__()
+        self.quantize, self.threads = fastest.quantize, fastest.threads  # type: ignore[method-assign]
 
 
 def check_output(output: Path) -> None:

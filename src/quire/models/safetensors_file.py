@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
-import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 
 from quire.errors import CheckpointError, TensorDtypeError
 from quire.models.safetensors_header import ITEM_BYTES, TensorEntry
+from quire.ops.memory import map_file
 
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The types that weights may have."""
@@ -58,17 +57,14 @@ def map_tensor(entry: TensorEntry, dtypes: Mapping[str, torch.dtype] = FLOAT_DTY
         )
     if entry.num_bytes == 0:
         return torch.empty(entry.shape, dtype=dtype)
-    skip = entry.start % mmap.ALLOCATIONGRANULARITY
-    length, offset = skip + entry.num_bytes, entry.start - skip
     try:
         with entry.file.open("rb") as stream:
-            view = mmap.mmap(stream.fileno(), length, access=mmap.ACCESS_COPY, offset=offset)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{entry.file} cannot be read: {error}") from error
-    if skip % ITEM_BYTES[entry.dtype]:  # a header of odd length: copy, since kernels may rely on alignment
-        data = bytearray(view[skip:])
-        return torch.frombuffer(data, dtype=dtype).view(entry.shape)
-    return torch.frombuffer(view, dtype=dtype, count=math.prod(entry.shape), offset=skip).view(entry.shape)
+            data = map_file(stream.fileno(), entry.start, entry.num_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{entry.file} cannot be read: {error.strerror or error}") from error
+    if entry.start % ITEM_BYTES[entry.dtype]:  # a header of odd length: copy, since kernels may rely on alignment
+        data = data.clone()
+    return data.view(dtype).view(entry.shape)
 
 
 def read_ahead(entry: TensorEntry) -> None:
@@ -100,27 +96,21 @@ class Writer:
     """
 
     def __init__(self, file: Path, header_bytes: int, progress: Callable[[int], None] | None = None) -> None:
-        self._file, self._progress = file, progress or (lambda written: None)
+        self._progress = progress or (lambda written: None)
         self._start = -(-(8 + header_bytes) // ALIGNMENT) * ALIGNMENT
         self._entries: dict[str, Any] = {}
         self._written = 0
         self._stream = file.open("xb")
         self._stream.seek(self._start)
 
-    def add(self, name: str, tensor: torch.Tensor) -> TensorEntry:
-        """Write a contiguous tensor, of any of the types that are read; where it lies now."""
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a contiguous tensor, of any of the types that are read."""
         start = self._written
         for part in torch.split(tensor.detach().flatten().view(torch.uint8), WRITE_BYTES):
             self._written += self._stream.write(part.numpy().data)
             self._progress(self._written)
         dtype, shape = _NAMES[tensor.dtype], list(tensor.shape)
         self._entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, self._written]}
-        return TensorEntry(name, dtype, tuple(shape), self._file, self._start + start, tensor.nbytes)
-
-    def view(self, entry: TensorEntry) -> torch.Tensor:
-        """What `add` wrote, as a view of the file."""
-        self._stream.flush()
-        return map_tensor(entry, PACKED_DTYPES | FLOAT_DTYPES)
 
     def __enter__(self) -> Writer:
         return self

@@ -72,7 +72,7 @@ class Weights:
         group: the ranks that share the model; this one reads what is its own.
         expert_slots, expert_group: see `LayerWeights`.
         norm_offset: see `DecoderConfig`.
-        spill: where quantized weights are put, if not in memory.
+        spill: who takes quantized weights, if they are not to stay in memory.
 
     Attributes:
         products: every quantized weight that was asked for, by the name of its product.
