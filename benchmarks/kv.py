@@ -97,7 +97,7 @@ def time_swapping(result: Result, name: str, model: str, options: Options, swapp
             ) as llm:
                 llm.generate(tokens(random.Random(2), 32), greedy(1))
                 if costs is not None:
-                    llm._engine.scheduler.kv.fetches.costs = costs
+                    llm._engine.scheduler.kv.sources.costs = costs
                 begin = time.perf_counter()
                 texts[way] = take_turns(llm, count, length)
                 best[way] = min(best[way], time.perf_counter() - begin)

@@ -145,12 +145,11 @@ SAMPLING: list[dict[str, Any]] = [
 
 
 def fit(switches: dict[str, Any], model: str) -> None:
-    """Leave out what there is not yet beside tiers, and experts' ranks where there are no experts."""
+    """Leave out tiers where no prefix is cached, and experts' ranks where there are no experts."""
     if model not in WITH_EXPERTS:
         switches.pop("enable_expert_parallel", None)
         switches.pop("data_parallel_size", None)
-    without_tiers = "window" in model or model in RECURRENT
-    if "data_parallel_size" in switches or without_tiers or switches["prefix_cache"] == "off":
+    if switches["prefix_cache"] == "off":
         switches.pop("host_kv_memory", None)
 
 

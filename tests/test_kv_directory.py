@@ -123,7 +123,7 @@ def compare(rnd: random.Random, both: Both, steps: int) -> None:
         if what in ("publish", "withdraw"):
             both.ask(what, node, some)
         elif what == "query":
-            both.ask("query", some)
+            both.ask("query", some, rnd.choice([None, [rnd.random() < 0.5 for _ in some]]))
         elif what == "join":
             if not both.ask("join", node, LEASE):  # as an agent does
                 nodes[node.name] = node._replace(epoch=str(int(node.epoch) + 1))
@@ -154,6 +154,8 @@ def test_who_does_not_renew_its_lease_is_gone_with_all_that_it_published(
         directory.publish(node, blocks(1, 2))
         directory.publish(other, blocks(1))
         assert held(directory.query(blocks(1, 2))) == [[node, other], [node]]
+        some = blocks(2, 9, 1, 8, 2)
+        assert held(directory.query(some, [True, False, True, True, True])) == [[node], [], [node, other]]
         directory.join(node, 0.05)
         deadline = time.monotonic() + 20.0
         while node in directory.nodes():

@@ -22,7 +22,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
-from quire.kv.layout import Layout
+from quire.kv.layout import KVLayout
 from quire.layers.rotary import RopeConfig
 from quire.models import llama
 from quire.models.config import DecoderConfig
@@ -106,7 +106,7 @@ def test_each_group_has_a_shape_of_its_own(folders):
     assert [shape.bytes_per_token for shape in model.kv_shapes("int8")] == [2 * 2 * 20, 2 * 2 * 12]
     caches = model.new_caches([4, 9], 16, "fp8")
     assert [cache.numbers.shape for cache in caches] == [(4, 1, 2, 2, 16, 16), (9, 2, 1, 2, 16, 8)]
-    layouts = [Layout.of(cache, model, group).shape for group, cache in enumerate(caches)]
+    layouts = [KVLayout.of(cache, model, group).shape for group, cache in enumerate(caches)]
     assert [(shape.layers, shape.kv_heads, shape.head_dim) for shape in layouts] == [(1, 2, 16), (2, 1, 8)]
 
 

@@ -142,7 +142,7 @@ def test_a_head_that_was_evicted_is_loaded_and_counted_as_cached(filled: Engine)
 
 
 def test_what_would_take_longer_to_load_is_computed_and_loaded_again_once_it_does_not(filled: Engine) -> None:
-    costs, texts = filled.scheduler.kv.fetches.costs, prompts(2)[1:]
+    costs, texts = filled.scheduler.kv.sources.costs, prompts(2)[1:]
     costs.moved("host", 1, 1e6)
     assert run(filled, texts, first_id=100, most=8) == _cold(texts, most=8) and not hosted(filled)["loaded"]
     emptied(filled)
@@ -204,16 +204,6 @@ def test_a_copy_is_good_only_under_its_name_its_key_and_with_all_its_bytes() -> 
         ({"host_kv_memory": "1KiB"}, ConfigError, "less than one block"),
         ({"host_kv_memory": "900TiB"}, MemoryPlanError, "more than the"),
         ({"host_kv_memory": "1MiB", "prefix_cache": "off"}, ConfigError, "prefix_cache=off"),
-        (
-            {"kv_role": "decode", "data_parallel_size": 2, "enable_expert_parallel": True},
-            ConfigError,
-            "kv_role=decode with enable_expert_parallel and data_parallel_size=2 is not supported yet",
-        ),
-        (
-            {"host_kv_memory": "1MiB", "disk_kv_path": "x", "data_parallel_size": 2, "enable_expert_parallel": True},
-            ConfigError,
-            "disk_kv_path with enable_expert_parallel and data_parallel_size=2 is not supported yet",
-        ),
         (
             {"host_kv_memory": "1MiB", "tensor_parallel_size": 2, "nnodes": 2, "token_file": "x"},
             ConfigError,

@@ -17,7 +17,7 @@ import pytest
 
 import quire.kv.directory
 from quire.config import EngineConfig
-from quire.core import fetches, holders
+from quire.core import holders, sources
 from quire.core.cost import Costs
 from quire.core.request import Request
 from quire.engine.engine import Engine
@@ -142,7 +142,7 @@ class PoolNode:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines that have much else to do must change nothing; tests of deadlines set their own."""
     monkeypatch.setattr(holders, "LOOKUP_SECONDS", 30.0)
-    monkeypatch.setattr(fetches, "LEAST_PATIENCE", 30.0)
+    monkeypatch.setattr(sources, "LEAST_PATIENCE", 30.0)
 
 
 @pytest.fixture
@@ -181,10 +181,10 @@ class FaultyDirectory(LocalDirectory):
         self._faults.meet()
         super().withdraw(node, blocks)
 
-    def query(self, blocks: Sequence[bytes]) -> Holders:
+    def query(self, blocks: Sequence[bytes], needed: Sequence[bool] | None = None) -> Holders:
         self._faults.meet()
         self._faults.queries += 1
-        return super().query(blocks)
+        return super().query(blocks, needed)
 
     def nodes(self) -> list[Node]:
         self._faults.meet()
@@ -392,7 +392,7 @@ def test_what_a_node_does_not_have_is_counted_withdrawn_and_computed(pool: Pool,
 def test_two_nodes_hold_the_same_block_and_one_of_them_dies(pool: Pool) -> None:
     first, second, third = (pool.node() for _ in range(3))
     for node in (first, second):
-        node.engine.scheduler.kv.fetches.holders.ask = lambda hashes, tier, now: None  # type: ignore[method-assign, union-attr]
+        node.engine.scheduler.kv.sources.holders.ask = lambda names, needed, now: None  # type: ignore[method-assign, union-attr]
         computed_by(node)
     third.ask([*TEXT[:40], 1, 2])
     [asked] = third.engine.tiers.nodes.readers  # type: ignore[union-attr]
@@ -416,7 +416,7 @@ def test_what_is_evicted_while_somebody_fetches_it_costs_no_token(pool: Pool) ->
         first.hold.set()
         numbers = [first.begin(text, most=1) for text in texts[1:]]
         asked = second.begin(texts[0])
-        reads, over = second.engine.scheduler.kv.fetches, second._ended[asked]
+        reads, over = second.engine.scheduler.kv.sources, second._ended[asked]
         wait_until(functools.partial(lambda reads, over: reads.reads or over.is_set(), reads, over))
         first.hold.clear()
         assert [second.rest(asked)] == expected[:1]
@@ -489,10 +489,10 @@ def test_a_slow_directory_is_waited_for_for_milliseconds_once(
     texts = [TEXT, prompt(100, 3), prompt(100, 4)]
     assert [second.ask(text, seed=seed) for seed, text in enumerate(texts)] == alone(own(pool.options), texts)
     assert time.monotonic() - begin < 20.0 and not second.loaded
-    assert len(second.engine.scheduler.kv.fetches.holders.lookups) == 1, "one that is late is asked for nothing"  # type: ignore[union-attr]
+    assert len(second.engine.scheduler.kv.sources.holders.lookups) == 1, "one that is late is asked for nothing"  # type: ignore[union-attr]
     monkeypatch.setattr(holders, "LOOKUP_SECONDS", 30.0)
     store.slow.clear()
-    wait_until(lambda: not second.engine.scheduler.kv.fetches.holders.lookups)  # type: ignore[union-attr]
+    wait_until(lambda: not second.engine.scheduler.kv.sources.holders.lookups)  # type: ignore[union-attr]
     second.forget()
     wait_until(lambda: second.ask(TEXT) and second.loaded)
 
@@ -549,7 +549,7 @@ def test_no_timing_tells_a_tenant_what_another_one_asked(pool: Pool, tmp_path: P
     check(first, found=True)  # in the host tier
     pool.close(second)
     fetches = first.engine.scheduler.kv.fetches
-    wait_until(lambda: fetches.disk is not None and first.do(lambda: not fetches.writes))
+    wait_until(lambda: fetches.sources.disk is not None and first.do(lambda: not fetches.sources.writes))
     first.forget()
     check(first, found=True)  # on the disk
 
@@ -586,7 +586,7 @@ def _evict(node: PoolNode, texts: list[list[int]]) -> None:
             node.ask(text, most=1)
     node.do(node.engine.scheduler.kv.cache.clear)
     node.ask([5] * 5, most=2)  # a step saves what goes
-    published = node.engine.scheduler.kv.fetches.published
+    published = node.engine.scheduler.kv.sources.published
     wait_until(lambda: bool(published and published.blocks == node.agent._held and not node.agent._changed))
 
 
@@ -722,7 +722,7 @@ def chaos(seed: int, options: dict[str, Any], store: FaultyStore, expected: list
 def settled(kv: Any) -> bool:
     """Nothing is held, read or waited for."""
     tier = kv.fetches.tier
-    return kv.num_available == kv.num_usable and not tier.pins and not kv.fetches.waits and not tier.counts["filling"]
+    return kv.num_available == kv.num_usable and not tier.pins and not kv.sources.waits and not tier.counts["filling"]
 
 
 TEXTS = [prompt(length, first) for first, length in enumerate((60, 100, 140, 170))]
@@ -733,7 +733,7 @@ def test_whatever_happens_to_a_pool_every_request_ends_right(
     seed: int, options: dict[str, Any], store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holders, "LOOKUP_SECONDS", 0.2)
-    monkeypatch.setattr(fetches, "LEAST_PATIENCE", 0.02)
+    monkeypatch.setattr(sources, "LEAST_PATIENCE", 0.02)
     chaos(seed, options, store, alone(own(options), TEXTS))
 
 
@@ -743,6 +743,6 @@ def test_three_hundred_fault_schedules_of_a_pool(
     options: dict[str, Any], store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holders, "LOOKUP_SECONDS", 0.2)
-    monkeypatch.setattr(fetches, "LEAST_PATIENCE", 0.02)
+    monkeypatch.setattr(sources, "LEAST_PATIENCE", 0.02)
     expected = alone(own(options), TEXTS)
     assert sum(chaos(seed, options, store, expected) for seed in range(300))

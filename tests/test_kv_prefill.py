@@ -16,9 +16,9 @@ import pytest
 
 from quire import LLM
 from quire.config import EngineConfig
-from quire.core.fetches import PATIENCE, PEER
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
+from quire.core.sources import PATIENCE, PEER
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.kv.transport import installed
@@ -72,7 +72,7 @@ class Prefill:
 
     @property
     def exported(self) -> int:
-        return self.engine.scheduler.kv.exports.exported
+        return self.engine.scheduler.kv.sources.exports.exported
 
     def close(self) -> None:
         self._stop.set()
@@ -332,7 +332,7 @@ def test_one_that_asked_and_ends_leaves_nothing_pinned(options: dict[str, Any], 
     engine.step()
     wait_until(lambda: prefill.computed == 1)
     engine.close()
-    wait_until(lambda: not prefill.engine.scheduler.kv.exports.under_way)
+    wait_until(lambda: not prefill.engine.scheduler.kv.sources.exports.under_way)
     assert not prefill.engine.scheduler.requests, "nobody wants it any more"
     prefill.hold.clear()
     wait_until(lambda: prefill.engine.idle)

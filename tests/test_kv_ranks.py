@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,21 +19,32 @@ from quire.core.request import Request
 from quire.core.step import Move
 from quire.engine.engine import Engine
 from quire.kv.host import HEAD, HostTier, Slots
-from quire.kv.layout import WHOLE, Layout, Share, Split
+from quire.kv.layout import WHOLE, KVLayout, Layers, RecurrentLayout, Share, Split
+from quire.kv.transport.shared import SharedMemoryLink
+from quire.layers.delta_net import DeltaNetConfig
+from quire.layers.kimi_delta import KimiDeltaConfig
+from quire.layers.mamba import MambaConfig
+from quire.layers.short_conv import ShortConvConfig
+from quire.models.model import layers_of
 from quire.ops import KVShape
+from quire.ops.recurrent import RecurrentCache
+from quire.ops.states import StateCache
+from quire.parallel.group import OneRank
+from quire.parallel.group import share as own_part
 from tests.oracle import save_checkpoint
 from tests.test_kv_host import Outcome, emptied, hosted, is_mapped, params, prompts, run
+from tests.test_kv_prefill import Prefill, alone, decoder, failing, peer, prompt
 
 # -- layout --------------------------------------------------------------------------------------------------------
 
 SHAPE = KVShape(layers=5, kv_heads=4, head_dim=8, dtype=torch.bfloat16)
 DRAFTS = KVShape(layers=1, kv_heads=2, head_dim=8, dtype=torch.bfloat16)
 LAYOUTS = {
-    "plain": Layout(16, SHAPE),
-    "with drafts": Layout(16, SHAPE, DRAFTS),
-    "int8": Layout(16, KVShape(5, 4, 8, torch.bfloat16, "int8"), DRAFTS),
-    "latent": Layout(16, KVShape(5, 1, 24, torch.bfloat16, sides=1)),
-    "padded": Layout(16, KVShape(5, 1, 9, torch.bfloat16, "fp8", sides=1), DRAFTS),
+    "plain": KVLayout(16, SHAPE),
+    "with drafts": KVLayout(16, SHAPE, DRAFTS),
+    "int8": KVLayout(16, KVShape(5, 4, 8, torch.bfloat16, "int8"), DRAFTS),
+    "latent": KVLayout(16, KVShape(5, 1, 24, torch.bfloat16, sides=1)),
+    "padded": KVLayout(16, KVShape(5, 1, 9, torch.bfloat16, "fp8", sides=1), DRAFTS),
 }
 SPLITS = [Split(1, 1), Split(1, 2), Split(1, 4), Split(2, 1), Split(3, 2), Split(5, 4)]
 
@@ -44,7 +56,7 @@ def cases() -> Iterator[Any]:
                 yield pytest.param(layout, split, id=f"{name}, {split.stages} x {split.parts}")
 
 
-def shares(layout: Layout, split: Split, alike: int = 1) -> list[Share]:
+def shares(layout: KVLayout, split: Split, alike: int = 1) -> list[Share]:
     """Of all ranks, of which so many have the same."""
     count = split.stages * split.parts
     return [Share(layout, split, number, first == 0) for number in range(count) for first in range(alike)]
@@ -55,14 +67,14 @@ def pool_of(share: Share, blocks: torch.Tensor) -> torch.Tensor:
     if share.split == WHOLE:
         return blocks.clone()
     layout = share.layout
-    planes = layout.pieces(blocks, share.split)[share.number].reshape(len(blocks), -1)
+    planes = layout.pieces(blocks, share.split)[share.number][0].reshape(len(blocks), -1)
     padding = -planes.shape[1] % (layout.block_size * 4)
     return torch.cat(
         [planes, planes.new_zeros(len(blocks), padding), blocks[:, layout.block_bytes - layout.draft_bytes :]], 1
     )
 
 
-def some_blocks(layout: Layout, count: int = 3) -> torch.Tensor:
+def some_blocks(layout: KVLayout, count: int = 3) -> torch.Tensor:
     blocks = torch.randint(0, 256, (count, layout.block_bytes), dtype=torch.uint8)
     planes = layout.shape.layers * layout.shape.kv_heads * layout.head_bytes
     blocks[:, planes : layout.block_bytes - layout.draft_bytes] = 0  # padding
@@ -79,7 +91,7 @@ def tiers(split_shares: list[Share]) -> list[HostTier]:
 @pytest.mark.parametrize(("layout", "split"), [*cases()])
 @pytest.mark.parametrize("alike", [1, 2])
 def test_a_slot_has_the_same_bytes_and_every_rank_finds_its_own_whoever_saved_it(
-    layout: Layout, split: Split, alike: int
+    layout: KVLayout, split: Split, alike: int
 ) -> None:
     blocks, moves = some_blocks(layout), [Move(2, 1, b"a"), Move(0, 3, b"b")]
     ranks = shares(layout, split, alike)
@@ -100,7 +112,7 @@ def test_a_slot_has_the_same_bytes_and_every_rank_finds_its_own_whoever_saved_it
 
 @pytest.mark.parametrize(("layout", "split"), [*cases()])
 def test_one_flipped_bit_is_bad_for_those_who_have_it_and_for_all_who_share_otherwise(
-    layout: Layout, split: Split
+    layout: KVLayout, split: Split
 ) -> None:
     blocks, move = some_blocks(layout), Move(0, 0, b"a")
     ranks = shares(layout, split)
@@ -121,7 +133,7 @@ def test_one_flipped_bit_is_bad_for_those_who_have_it_and_for_all_who_share_othe
         saving[0].block(0)[place] ^= 16
 
 
-def _is_padding(layout: Layout, place: int) -> bool:
+def _is_padding(layout: KVLayout, place: int) -> bool:
     planes = layout.shape.layers * layout.shape.kv_heads * layout.head_bytes
     return planes <= place < layout.block_bytes - layout.draft_bytes
 
@@ -135,6 +147,104 @@ def test_a_check_that_makes_no_sense_is_bad(head: tuple[int, int, int]) -> None:
     tier.checks[0] = HEAD.pack(*head) + tier.checks[0][HEAD.size :]
     good = head == (1, 1, 63)  # more hashes than are asked for
     assert tier.load([blocks], [Move(0, 0, b"a")]) == ([] if good else [0])
+
+
+RECURRENT: dict[str, Any] = {
+    "delta net": DeltaNetConfig(key_heads=4, heads=8, key_dim=3, value_dim=5, taps=4),
+    "Kimi delta": KimiDeltaConfig(heads=4, head_dim=6, taps=4),
+    "Mamba, groups shared": MambaConfig(groups=2, heads=8, head_dim=3, state_dim=5, taps=4, eps=1e-5),
+    "short convolutions": ShortConvConfig(channels=96, taps=3, bias=False),
+}
+OWN_LAYERS = Layers((0, 2, 3, 6), 8)
+"""Recurrent ones among others; of three stages, the first has two of them, and the others one each."""
+
+
+def of_rank(config: Any, whole: RecurrentCache, stage: range, rank: int, ranks: int) -> RecurrentCache:
+    """What a rank has of the blocks of a model on one rank, head by head."""
+    group: Any = SimpleNamespace(rank=rank, size=ranks)
+    places = [OWN_LAYERS.numbers.index(layer) for layer in stage if layer in OWN_LAYERS.numbers]
+    own = config.state_shape(max(3, len(places)), 16, torch.bfloat16, group).cache(whole.num_blocks)  # as of all stages
+
+    def heads(view: torch.Tensor, dim: int, count: int, width: int = 1) -> torch.Tensor:
+        mine = own_part(count, group, count)
+        return view[:, places].narrow(dim, mine.start * width, len(mine) * width)
+
+    at = slice(len(places))
+    if not isinstance(whole, StateCache):
+        mine = own_part(config.channels, group)
+        own.inputs[:, at] = whole.inputs[:, places][..., mine.start : mine.stop]
+        return own
+    shape = whole.states_shape
+    for name, count in (
+        ("states", shape.heads),
+        ("keys", shape.key_heads),
+        ("updates", shape.heads),
+        ("decays", shape.heads),
+    ):
+        getattr(own, name)[:, at] = heads(getattr(whole, name), 2, count)
+    keys, values = shape.key_heads * shape.key_dim, shape.heads * shape.value_dim
+    q, k, v = whole.inputs.split([keys, keys, values], -1)
+    parts = [heads(each, 3, shape.key_heads, shape.key_dim) for each in (q, k)]
+    own.inputs[:, at] = torch.cat([*parts, heads(v, 3, shape.heads, shape.value_dim)], -1)
+    return own
+
+
+def sharing(config: Any, whole: RecurrentCache, split: Split) -> list[tuple[Share, RecurrentCache]]:
+    layout, ranks = RecurrentLayout(whole.holds, OWN_LAYERS), []
+    for stage in range(split.stages):
+        layers = layers_of(stage, split.stages, OWN_LAYERS.total)
+        for rank in range(split.parts):
+            cache = of_rank(config, whole, layers, rank, split.parts) if split != WHOLE else whole
+            ranks.append((Share(layout, split, stage * split.parts + rank, holds=cache.holds), cache))
+    return ranks
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_states_have_a_slot_of_the_same_bytes_and_every_rank_finds_its_own_whoever_saved_it(name: str) -> None:
+    config = RECURRENT[name]
+    whole = config.state_shape(4, 16, torch.bfloat16, OneRank()).cache(3)
+    for view in whole.views:
+        view.copy_(torch.rand(view.shape))
+    moves = [Move(2, 1, b"a"), Move(0, 3, b"b")]
+    splits = [Split(1, 1), Split(1, 2), Split(1, 4), Split(2, 1), Split(3, 2)]
+    for split in splits:
+        ranks = sharing(config, whole, split)
+        saving = HostTier([Slots(4, whole.holds.block_bytes, ranks[0][0])], bytes(32))
+        for share_, cache in ranks:
+            tier = HostTier([Slots(4, whole.holds.block_bytes, share_)], bytes(32), fd=saving.fd)
+            tier.save([cache.memory], moves)
+        for mine, theirs in zip(
+            whole.holds.bytes_of_parts(saving.memory[0]), whole.holds.bytes_of_parts(whole.memory), strict=True
+        ):
+            assert torch.equal(mine[[1, 3]], theirs[[2, 0]])
+        for other in splits:
+            for share_, cache in sharing(config, whole, other):
+                tier = HostTier([Slots(4, whole.holds.block_bytes, share_)], bytes(32), fd=saving.fd)
+                empty = cache.holds.cache(3)
+                assert tier.load([empty.memory], moves) == []
+                for mine, theirs in zip(empty.views, cache.views, strict=True):
+                    assert torch.equal(mine[[2, 0]], theirs[[2, 0]])
+        saving.block(1)[len(saving.block(1)) // 2] ^= 1
+        found = []
+        for share_, cache in ranks:
+            tier = HostTier([Slots(4, whole.holds.block_bytes, share_)], bytes(32), fd=saving.fd)
+            found.append(tier.load([cache.holds.cache(3).memory], moves))
+        assert found.count([1]) >= 1, "whoever has the byte finds it out"
+
+
+def test_stages_have_what_is_theirs_of_a_groups_layers_or_nothing() -> None:
+    layers = Layers((1, 4, 7), 8)
+    assert [layers.at(stage, 4) for stage in range(4)] == [slice(0, 1), slice(1, 1), slice(1, 2), slice(2, 3)]
+    layout = KVLayout(16, KVShape(layers=3, kv_heads=4, head_dim=8, dtype=torch.bfloat16), layers=layers)
+    blocks, moves = some_blocks(layout), [Move(2, 1, b"a"), Move(0, 3, b"b")]
+    ranks = shares(layout, Split(4, 2))
+    saving = tiers(ranks)
+    for share_, tier in zip(ranks, saving, strict=True):
+        tier.save([pool_of(share_, blocks)], moves)
+    assert torch.equal(saving[0].memory[0][[1, 3]], blocks[[2, 0]])
+    assert [piece[0].shape[1] for piece in layout.pieces(blocks, Split(4, 1))] == [1, 0, 1, 1]
+    alone = HostTier([Slots(4, layout.block_bytes, Share(layout))], bytes(32), fd=saving[0].fd)
+    assert alone.load([empty := torch.zeros_like(blocks)], moves) == [] and torch.equal(empty[[2, 0]], blocks[[2, 0]])
 
 
 # -- engines -------------------------------------------------------------------------------------------------------
@@ -248,9 +358,9 @@ def test_one_flipped_bit_in_one_rank_s_share_is_one_bad_load_and_no_other_token(
     engine = make(ranks, **SOON)
     try:
         fill(engine)
-        layout = Layout.of(engine.kv_cache[0], engine.model)
+        layout = KVLayout.of(engine.kv_cache[0], engine.model)
         split = Split(ranks.get("pipeline_parallel_size", 1), ranks.get("tensor_parallel_size", 1))
-        piece = layout.pieces(host_of(engine).memory[0], split)[number][slot_of(engine, 2)]
+        piece = layout.pieces(host_of(engine).memory[0], split)[number][0][slot_of(engine, 2)]
         piece[0, 0, 5] ^= 1
         assert run(engine, prompts(4)[1:], first_id=100, most=8) == expected
         assert (hosted(engine)["bad"], hosted(engine)["loaded"]) == (1, 2)
@@ -315,3 +425,77 @@ def test_what_ranks_have_stored_before_kill_9_other_ranks_find(
         assert hosted(engine)["loaded"] >= 4 and not hosted(engine)["bad"]
     finally:
         engine.close()
+
+
+# -- replicas of attention -----------------------------------------------------------------------------------------
+
+DP = {"data_parallel_size": 2, "enable_expert_parallel": True}
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_checkpoint(tmp_path_factory.mktemp("experts"), "qwen3_moe", num_hidden_layers=2))
+
+
+@pytest.fixture
+def sharing_engines(experts: str, tmp_path: Path) -> dict[str, Any]:
+    """Options of engines that share KV."""
+    key = tmp_path / "key"
+    key.write_text("a secret of this cluster")
+    key.chmod(0o600)
+    sizes = {"num_kv_blocks": 60, "max_model_len": 192, "check_invariants": True, "async_scheduling": False}
+    return {"model": experts, "threads": 1, "host_kv_memory": "16MiB", "cluster_key_file": str(key), **sizes}
+
+
+def test_replicas_have_prompts_computed_elsewhere_once_and_keep_them_on_one_disk(
+    sharing_engines: dict[str, Any], tmp_path: Path
+) -> None:
+    options, disk = sharing_engines, {"disk_kv_path": str(tmp_path / "kv")}
+    texts = [prompt(100, first) for first in (0, 0, 1, 1, 2)]
+    expected = alone(options, texts)
+    prefill = Prefill(**options)
+    engine = decoder(options, prefill, **DP, **disk)
+    try:
+        assert run(engine, texts, most=8) == expected
+        assert prefill.computed == 3 and peer(engine) == 18, "though two replicas want the same"
+        assert all(kv.fetches.loaded for kv in engine.scheduler.kvs) and not hosted(engine)["bad"]
+        for first in (10, 20, 30):
+            assert run(engine, texts, first_id=first, most=8) == expected
+        stored = engine.stats.kv_tiers["disk"]["stored"]
+        assert stored >= 18
+    finally:
+        engine.close()
+        prefill.close()
+    again = Engine(EngineConfig(**{**options, **disk}))  # one rank finds what two replicas have stored
+    assert run(again, texts, most=8) == expected
+    assert again.stats.kv_tiers["disk"]["loaded"] >= 18 and not hosted(again)["bad"]
+    again.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("here", [{}, TP, DP])
+def test_replicas_compute_prompts_for_others(sharing_engines: dict[str, Any], here: dict[str, Any]) -> None:
+    texts = [prompt(length, first) for first, length in enumerate((33, 100, 160, 100, 90))]
+    expected = alone(sharing_engines, texts)
+    prefill = Prefill(**sharing_engines, **DP)
+    engine = decoder(sharing_engines, prefill, **here)
+    assert run(engine, texts, most=8) == expected
+    assert peer(engine) == sum((len(text) - 1) // 16 for text in texts) and not hosted(engine)["bad"]
+    assert all(each.num_cached_tokens == 0 for each in prefill.engine.scheduler.schedulers)
+    engine.close()
+    prefill.close()
+
+
+@pytest.mark.slow
+def test_a_read_that_fails_for_two_replicas_is_computed_by_both(
+    sharing_engines: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [prompt(100, 0), prompt(100, 0)]
+    expected = alone(sharing_engines, texts)
+    prefill = Prefill(**sharing_engines)
+    engine = decoder(sharing_engines, prefill, **DP)
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedMemoryLink, "read", failing)
+        assert run(engine, texts, most=8) == expected and not peer(engine)
+    engine.close()
+    prefill.close()

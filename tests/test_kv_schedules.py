@@ -218,7 +218,9 @@ class Pair:
         wait_until(over)
         read = self.decoder.read
         self.decoder.close()
-        wait_until(lambda: there.idle and settled(there.scheduler.kv) and not there.scheduler.kv.exports.under_way)
+        wait_until(
+            lambda: there.idle and settled(there.scheduler.kv) and not there.scheduler.kv.sources.exports.under_way
+        )
         self.prefill.close()
         return read
 

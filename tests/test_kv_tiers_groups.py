@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,19 @@ import pytest
 import torch
 
 from quire.config import EngineConfig
+from quire.core import holders, sources
 from quire.core.block_hash import part_name
 from quire.core.request import Request
 from quire.engine.engine import Engine
-from quire.errors import ConfigError
+from tests.http_tools import wait_until
 from tests.oracle import save_checkpoint
 from tests.test_kv_groups import windows
 from tests.test_kv_host import Outcome, emptied, hosted, make, params, prompts, run
+from tests.test_kv_pool import FaultyStore, Pool, store
 from tests.test_kv_prefill import Prefill, decoder, peer
 from tests.test_models_eagle import eagle_tensors, write
+
+__all__ = ["store"]  # a fixture
 
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "some windows": ("qwen2", {"num_hidden_layers": 3, **windows()}, {}),
@@ -26,6 +31,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "windows and drafts": ("qwen2", {"num_hidden_layers": 3, "dtype": torch.float32, **windows(window=24)}, {}),
     "states": ("qwen3_next", {}, {}),
     "short convolutions": ("lfm2", {}, {}),
+    "Mamba": ("nemotron_h", {"dtype": torch.bfloat16, "moe_latent_size": 32, "mamba_head_dim": 16}, {}),
 }
 QUICK = ("some windows", "states")
 LENGTHS = (15, 33, 64, 65, 130, 150)
@@ -48,8 +54,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in KINDS])
-def options(request: pytest.FixtureRequest, folders: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return folders[request.param]
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def options(kind: str, folders: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return folders[kind]
+
+
+@pytest.fixture
+def cluster_key(tmp_path: Path) -> str:
+    key = tmp_path / "key"
+    key.write_text("a secret of this cluster")
+    key.chmod(0o600)
+    return str(key)
 
 
 def again(options: dict[str, Any]) -> int:
@@ -132,16 +151,13 @@ def test_a_restart_finds_on_the_disk_what_was_used(options: dict[str, Any], tmp_
         engine.close()
 
 
-def test_another_engine_computes_prompts_of_every_length(options: dict[str, Any], tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.write_text("a secret of this cluster")
-    key.chmod(0o600)
+def test_another_engine_computes_prompts_of_every_length(options: dict[str, Any], cluster_key: str) -> None:
     texts = [
         [3 + (5 * length + 7 * i * i + i // 3) % 60 for i in range(length)] for length in (15, 33, 64, 65, 130, 150)
     ]
     expected = cold_each(options, texts, 8)
     sizes = {"num_kv_blocks": 120, "max_model_len": 192, "check_invariants": True, "host_kv_memory": "64MiB"}
-    options = {**options, **sizes, "cluster_key_file": str(key)}
+    options = {**options, **sizes, "cluster_key_file": cluster_key}
     prefill = Prefill(**options, max_num_batched_tokens=48)
     engine = decoder(options, prefill)
     try:
@@ -155,32 +171,123 @@ def test_another_engine_computes_prompts_of_every_length(options: dict[str, Any]
         prefill.close()
 
 
-@pytest.mark.parametrize("kind", ["some windows", "states"])
-def test_a_directory_is_refused_by_name(folders: dict[str, dict[str, Any]], kind: str) -> None:
-    pool = {"kv_role": "both", "kv_directory": "redis://127.0.0.1:1/0"}
-    with pytest.raises(ConfigError, match=r"kv_directory=.* is not supported yet"):
-        make(folders[kind], num_kv_blocks=60, host_kv_memory="16MiB", **pool)
+TP, PP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "async_scheduling": False}
+RANKS = [
+    pytest.param("states", TP, id="states, TP 2"),
+    *(
+        pytest.param(kind, ranks, id=f"{kind}, {what}", marks=pytest.mark.slow)
+        for kind, what, ranks in (
+            ("some windows", "TP 2", TP),
+            ("some windows", "PP 2", PP),
+            ("windows, int8", "TP 2 x PP 2", TP | PP),
+            ("states", "PP 2", PP),
+            ("states", "TP 2 x PP 2", TP | PP),
+            ("short convolutions", "TP 2", TP),
+            ("short convolutions", "PP 2", PP),
+            ("Mamba", "TP 2", TP),
+            ("windows and drafts", "TP 2", TP),
+        )
+    ),
+]
 
 
-@pytest.mark.slow
-def test_ranks_that_share_heads_save_and_load_their_parts_of_every_groups_blocks(
-    folders: dict[str, dict[str, Any]],
+@pytest.mark.parametrize(("kind", "ranks"), RANKS)
+def test_ranks_save_and_load_their_parts_of_every_groups_blocks_and_one_rank_finds_them_on_the_disk(
+    folders: dict[str, dict[str, Any]], kind: str, ranks: dict[str, Any], tmp_path: Path
 ) -> None:
-    options = {**folders["some windows"], "tensor_parallel_size": 2}
-    expected = cold(options, prompts(), 40)
-    engine = make(options, num_kv_blocks=24, host_kv_memory="64MiB")
-    assert run(engine, prompts()) == expected
+    options, texts = folders[kind], prompts()
+    tiers = {"host_kv_memory": "64MiB", "disk_kv_path": str(tmp_path / "kv")}
+    expected = cold(options, texts, 40)
+    engine = make({**options, **ranks}, num_kv_blocks=24, **tiers)
+    for first in (0, 100):
+        assert run(engine, texts, first) == expected
     counts = hosted(engine)
     assert engine.stats.preemptions and counts["loaded"] and not counts["bad"]
+    engine.close()
+    engine = make(options, num_kv_blocks=100, **tiers)
+    assert run(engine, texts) == expected
+    assert engine.stats.kv_tiers["disk"]["loaded"] and hosted(engine)["loaded"] and not hosted(engine)["bad"]
     engine.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "more"), [("states", {"tensor_parallel_size": 2}), ("some windows", {"pipeline_parallel_size": 2})]
-)
-def test_ranks_of_which_nobody_knows_who_has_what_are_refused_by_name(
-    folders: dict[str, dict[str, Any]], kind: str, more: dict[str, Any]
+@pytest.mark.parametrize(("there", "here"), [(TP, {}), ({}, TP), (PP, TP)])
+@pytest.mark.parametrize("kind", ["some windows", "states"])
+def test_either_side_has_ranks_as_it_likes(
+    folders: dict[str, dict[str, Any]], kind: str, there: dict[str, Any], here: dict[str, Any], cluster_key: str
 ) -> None:
-    with pytest.raises(ConfigError, match=r"host_kv_memory or kv_role with .* is not supported yet"):
-        make({**folders[kind], **more}, num_kv_blocks=60, host_kv_memory="16MiB")
+    texts = [[3 + (5 * length + 7 * i * i + i // 3) % 60 for i in range(length)] for length in LENGTHS]
+    expected = cold_each(folders[kind], texts, 8)
+    options = {**folders[kind], "num_kv_blocks": 120, "max_model_len": 192, "check_invariants": True}
+    options |= {"host_kv_memory": "64MiB", "cluster_key_file": cluster_key}
+    prefill = Prefill(**options, **there)
+    engine = decoder(options, prefill, **here)
+    for index, text in enumerate(texts):
+        assert run(engine, [text], index, 8) == [expected[index]]
+    assert peer(engine) == prefill.exported > 5 and not hosted(engine)["bad"]
+    engine.close()
+    prefill.close()
+
+
+# -- one pool of KV ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool(options: dict[str, Any], cluster_key: str, store: FaultyStore) -> Iterator[Pool]:
+    """Nodes with such a model, and a directory within this process."""
+    sizes = {"num_kv_blocks": 120, "max_model_len": 192, "check_invariants": True, "host_kv_memory": "64MiB"}
+    made = Pool({**options, **sizes, "cluster_key_file": cluster_key, "kv_directory": "redis://nowhere"})
+    yield made
+    for node in made.nodes:
+        node.close()
+
+
+PARTS = {
+    "some windows": 5 + 3,
+    "windows alone": 3,
+    "windows, int8": 5 + 3,
+    "windows and drafts": 5 + 2,
+    "states": 5 + 1,
+    "short convolutions": 5 + 1,
+    "Mamba": 5 + 1,
+}
+"""What the token after five blocks sees of each kind."""
+
+
+def test_what_another_node_has_of_every_group_is_read_and_no_more_of_it_than_is_seen(
+    pool: Pool, options: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holders, "LOOKUP_SECONDS", 30.0)
+    monkeypatch.setattr(sources, "LEAST_PATIENCE", 30.0)
+    head = prompts(2)[1]  # of 90 tokens
+    texts = [head, [*head, 5, 6, 7]]
+    expected = cold_each(options, texts, 8)
+    first, second = pool.node(), pool.node()
+    assert first.ask(texts[0]) == expected[0]
+    published = first.engine.scheduler.kv.sources.published
+    assert published is not None
+    wait_until(lambda: first.agent._held >= published.blocks and not first.agent._changed)
+    assert second.ask(texts[1]) == expected[1]
+    assert second.engine.stats.cached_tokens == 80 - again(options)
+    assert second.loaded == PARTS[kind] and not second.counts["bad"] and not second.counts["stale"]
+
+
+def test_where_a_node_lacks_a_part_that_it_published_the_request_begins_where_it_can(
+    pool: Pool, options: dict[str, Any], kind: str, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holders, "LOOKUP_SECONDS", 30.0)
+    monkeypatch.setattr(sources, "LEAST_PATIENCE", 30.0)
+    head = prompts(2)[1]
+    [expected] = cold_each(options, [head], 8)
+    first, second = pool.node(), pool.node()
+    first.ask(head)
+    published, kv = first.engine.scheduler.kv.sources.published, first.engine.scheduler.kv
+    assert published is not None
+    wait_until(lambda: first.agent._held >= published.blocks and not first.agent._changed)
+    held = {name: dict(epochs) for name, epochs in store.blocks.items()}
+    first.do(lambda: kv.cache.evict(len(kv.groups) - 1, len(kv.groups[-1].idle)))
+    wait_until(lambda: not first.agent._changed and first.agent._held == published.blocks)
+    with store.lock:
+        store.blocks = held  # as if it had not been told
+    assert second.ask(head) == expected
+    assert second.counts["stale"] and not second.counts["bad"]

@@ -358,12 +358,6 @@ class EngineConfig:
                 f"{self._tier_option} with {found[0]} is not supported yet, since the host tier is memory of one "
                 "machine; leave one of them out"
             )
-        behind = "disk_kv_path" if self.disk_kv_path is not None else self.kv_role and f"kv_role={self.kv_role}"
-        if self.data_parallel_size > self.replicas and behind:
-            raise ConfigError(
-                f"{behind} with enable_expert_parallel and data_parallel_size={self.data_parallel_size} is not "
-                "supported yet, since it needs a single scheduler; leave one of them out (host_kv_memory is supported)"
-            )
         if self.prefix_cache == "off":
             raise ConfigError(
                 f"{self._tier_option} needs the prefix cache, through which blocks are loaded, but prefix_cache=off; "

@@ -21,6 +21,7 @@ from quire.core.orders import Forget, Prefill, Read, Write
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduler import Scheduler
+from quire.core.sources import Sources
 from quire.core.step import DRAFT, FROM_PREVIOUS, SpanResult, StepPlan, StepResult, TokenLogprobs
 from quire.core.tier import Tier
 
@@ -95,7 +96,7 @@ class FakeDisk:
 
     def take(self, scheduler: Scheduler) -> None:
         """What was ordered."""
-        orders = scheduler.kv.fetches.orders
+        orders = scheduler.kv.sources.orders
         for order in [each for each in orders if not isinstance(each, Prefill)]:
             orders.remove(order)
             if isinstance(order, Forget):
@@ -111,7 +112,7 @@ class FakeDisk:
             assert name == order.hash, "a slot that is written stays as it is"
             if not self.fails:
                 self.blocks[order.hash] = tokens, check
-            scheduler.kv.fetches.written(order.slot, not self.fails)
+            scheduler.kv.sources.written(order.slot, not self.fails)
         elif isinstance(order, Read):
             count = 0
             for slot, name in order.blocks:
@@ -119,7 +120,7 @@ class FakeDisk:
                     break
                 runner.slots[slot] = name, *self.blocks[name]
                 count += 1
-            scheduler.read_ended(order.number, count, 0.001 * count)
+            scheduler.kv.sources.read_ended(order.number, count, 0.001 * count)
 
 
 class FakeRunner:
@@ -271,7 +272,7 @@ def make_scheduler(
     events: CacheEvents | None = None,
     num_slots: int | list[int] = 0,
     disk: FakeDisk | None = None,
-    tier: Tier | None = None,
+    sources: Sources | None = None,
     **options,
 ) -> tuple[Scheduler, FakeRunner]:
     """A scheduler and the runner that goes with it; options are `EngineConfig`'s.
@@ -280,7 +281,7 @@ def make_scheduler(
         num_blocks: of each KV group, or of all of them the same.
         windows: of each group.
         num_slots: of the host tier, for each group, or for all of them the same.
-        disk: behind it. tier: one that others have, too.
+        disk: behind it. sources: a tier that others have, too.
     """
     if drafts:
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts, "adaptive": adaptive}
@@ -300,10 +301,15 @@ def make_scheduler(
         hasher,
         needs_next_token,
         events,
-        tier or Tier(*([num_slots] * len(windows) if isinstance(num_slots, int) else num_slots)),
-        None if disk is None else disk.blocks,
+        sources or make_sources(windows, num_slots, disk),
     )
     return Scheduler(config, kv, max_model_len), FakeRunner(sizes, block_size, windows, drafter if drafts else None)
+
+
+def make_sources(windows: Windows = ALL, num_slots: int | list[int] = 0, disk: FakeDisk | None = None) -> Sources:
+    """A host tier and what is behind it."""
+    slots = [num_slots] * len(windows) if isinstance(num_slots, int) else num_slots
+    return Sources(Tier(*slots), None if disk is None else disk.blocks, [1.0] * len(windows))
 
 
 def make_request(id: int, prompt: list[int], max_tokens: int = 4, **fields) -> Request:

@@ -9,12 +9,12 @@ import pytest
 
 from quire.core.cost import Costs
 from quire.core.exports import Gone, Have
-from quire.core.fetches import PATIENCE, PEER
 from quire.core.invariants import check
 from quire.core.orders import Prefill
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
-from tests.core.fake_runner import FakeRunner, expected_output, make_request, make_scheduler, outputs, run_all
+from quire.core.sources import PATIENCE, PEER
+from tests.core.fake_runner import FakeDisk, FakeRunner, expected_output, make_request, make_scheduler, outputs, run_all
 from tests.core.schedules import run_seeds
 
 PROMPT = list(range(20, 43))
@@ -34,7 +34,7 @@ class Prefiller:
 
     def take(self, scheduler: Scheduler) -> None:
         """What was ordered."""
-        orders = scheduler.kv.fetches.orders
+        orders = scheduler.kv.sources.orders
         for order in [each for each in orders if isinstance(each, Prefill)]:
             orders.remove(order)
             self.begin(order)
@@ -43,8 +43,8 @@ class Prefiller:
         kv = self.scheduler.kv
         hashes = [name for _, name in order.blocks]
         self.orders[order.number] = order
-        computing = kv.exports.missing(hashes, kv.cache)
-        kv.exports.begin(order.number, hashes, computing)
+        computing = kv.sources.exports.missing(hashes, [kv])
+        kv.sources.exports.begin(order.number, hashes, computing)
         if computing:
             self._next += 1
             self.requests[self._next] = order.number
@@ -53,13 +53,13 @@ class Prefiller:
     def step(self) -> bool:
         """A step of the engine, and what it tells; False: nothing has changed."""
         self.now += 1
-        self.news += self.scheduler.kv.exports.advance(self.scheduler.kv.cache)
+        self.news += self.scheduler.kv.sources.exports.advance([self.scheduler.kv])
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
             self.scheduler.commit(plan, self.runner.run(plan), self.now)
         over = [each for each in self.requests if each not in self.scheduler.requests]
         for request in over:
-            self.scheduler.kv.exports.computed(self.requests.pop(request))
+            self.scheduler.kv.sources.exports.computed(self.requests.pop(request))
         check(self.scheduler)
         return plan is not None or bool(over)
 
@@ -76,21 +76,21 @@ class Prefiller:
                 assert self.runner.slots[slot][0] == name, "a slot that is told of stays as it is"
                 runner.slots[target] = self.runner.slots[slot]
             self.read[news.number] = news.first + len(news.slots)
-            scheduler.kv.fetches.progressed(news.number, self.now)
-            self.scheduler.kv.exports.release(news.number, self.read[news.number])
+            scheduler.kv.sources.progressed(news.number, self.now)
+            self.scheduler.kv.sources.exports.release(news.number, self.read[news.number])
         if isinstance(news, Gone) or self.read[news.number] == len(order.blocks):
             self.end(scheduler, news.number)
         return True
 
     def end(self, scheduler: Scheduler, number: int) -> None:
         del self.orders[number]
-        scheduler.read_ended(number, self.read[number], 0.01)
-        self.scheduler.kv.exports.end(number)
+        scheduler.kv.sources.read_ended(number, self.read[number], 0.01)
+        self.scheduler.kv.sources.exports.end(number)
 
 
 def decoder(**options) -> tuple[Scheduler, FakeRunner]:
     scheduler, runner = make_scheduler(**({"num_slots": 40, "num_blocks": 60} | options))
-    scheduler.kv.fetches.prefill_tokens = 12
+    scheduler.kv.sources.prefill_tokens = 12
     return scheduler, runner
 
 
@@ -104,25 +104,44 @@ def test_a_long_prompt_is_computed_elsewhere_but_for_its_tail():
         peer.carry(scheduler, runner)
     updates = run_all(scheduler, runner)
     assert outputs(updates)[1] == expected_output(PROMPT, 3) and updates[0].cached_tokens == 20
-    assert scheduler.kv.fetches.read[PEER] == 5 == peer.scheduler.kv.exports.exported
-    assert not peer.scheduler.kv.exports.under_way and not peer.scheduler.kv.fetches.tier.pins
+    assert scheduler.kv.sources.read[PEER] == 5 == peer.scheduler.kv.sources.exports.exported
+    assert not peer.scheduler.kv.sources.exports.under_way and not peer.scheduler.kv.fetches.tier.pins
+
+
+def test_what_another_engine_computed_is_on_the_disk_once_it_was_used_twice():
+    disk = FakeDisk()
+    peer, (scheduler, runner) = Prefiller(), decoder(disk=disk)
+    for number in range(4):
+        scheduler.add(make_request(number, PROMPT, 1))
+        while scheduler.requests or peer.news or disk.orders:
+            peer.take(scheduler)
+            peer.step()
+            peer.carry(scheduler, runner)
+            if plan := scheduler.schedule(float(number)):
+                scheduler.commit(plan, runner.run(plan), float(number))
+            check(scheduler)
+            disk.take(scheduler)
+            if disk.orders:
+                disk.work(scheduler, runner)
+        assert len(disk.blocks) == (5 if number else 0)
+    assert scheduler.kv.sources.read[PEER] == scheduler.kv.sources.stored == 5
 
 
 def test_a_short_one_is_computed_here():
     scheduler, runner = decoder()
     scheduler.add(make_request(1, PROMPT[:12], 3))  # its last block holds the token that is computed anyway
     assert outputs(run_all(scheduler, runner))[1] == expected_output(PROMPT[:12], 3)
-    assert not scheduler.kv.fetches.orders
+    assert not scheduler.kv.sources.orders
 
 
 def test_what_is_cached_here_does_not_count_as_long():
     scheduler, runner = decoder()
-    scheduler.kv.fetches.prefill_tokens = None
+    scheduler.kv.sources.prefill_tokens = None
     scheduler.add(make_request(1, PROMPT[:14], 1))
     run_all(scheduler, runner)
-    scheduler.kv.fetches.prefill_tokens = 12
+    scheduler.kv.sources.prefill_tokens = 12
     scheduler.add(make_request(2, PROMPT, 3))  # 11 tokens more
-    assert scheduler.schedule(0.0) is not None and not scheduler.kv.fetches.orders
+    assert scheduler.schedule(0.0) is not None and not scheduler.kv.sources.orders
 
 
 def beside(scheduler: Scheduler, runner: FakeRunner, prompt: list[int]) -> list[int]:
@@ -143,12 +162,12 @@ def test_what_is_computed_here_takes_little_of_a_step_in_which_others_decode():
     scheduler, runner = decoder(min_chunk=3)
     assert beside(scheduler, runner, PROMPT[12:]) == [3, 3, 3, 2]
     scheduler, runner = decoder(min_chunk=3)
-    scheduler.kv.fetches.costs.tokens_beside_decodes = lambda: 7
+    scheduler.kv.sources.costs.tokens_beside_decodes = lambda: 7
     assert beside(scheduler, runner, PROMPT[12:]) == [7, 4], "more where that takes no longer"
     scheduler, runner = decoder(min_chunk=3, enable_chunked_prefill=False)
     assert beside(scheduler, runner, PROMPT[12:]) == [11]
     scheduler, runner = decoder(min_chunk=3)
-    scheduler.kv.fetches.prefill_tokens = None  # long prompts are computed here too
+    scheduler.kv.sources.prefill_tokens = None  # long prompts are computed here too
     assert beside(scheduler, runner, PROMPT) == [23]
     scheduler, runner = decoder(min_chunk=3, kv_role="both", prefill_url="http://a")  # others' long prompts are
     assert beside(scheduler, runner, PROMPT[12:]) == [11]
@@ -156,20 +175,20 @@ def test_what_is_computed_here_takes_little_of_a_step_in_which_others_decode():
 
 def test_the_end_of_a_long_prompt_takes_no_more_of_a_step_than_the_beginning_of_a_short_one():
     scheduler, runner = decoder(min_chunk=6, block_size=16)
-    scheduler.kv.fetches.costs = Costs(pair=0.1)
+    scheduler.kv.sources.costs = Costs(pair=0.1)
     assert beside(scheduler, runner, PROMPT[12:]) == [6, 3, 2], "after six tokens others take 1.6 times as long"
     scheduler, runner = decoder(min_chunk=6, block_size=16)
-    scheduler.kv.fetches.costs = Costs(pair=10.0)
+    scheduler.kv.sources.costs = Costs(pair=10.0)
     assert beside(scheduler, runner, PROMPT[12:]) == [6, *[1] * 5], "and at least one token is computed"
     scheduler, runner = decoder(min_chunk=5, block_size=4)
-    scheduler.kv.fetches.costs = Costs(pair=10.0)
+    scheduler.kv.sources.costs = Costs(pair=10.0)
     assert beside(scheduler, runner, PROMPT[12:]) == [5, 5, 1], "before its last block it takes as many as any"
 
 
 def test_what_is_loaded_beside_decodes_is_left_out_of_what_prompts_may_take():
     scheduler, runner = decoder(min_chunk=6)
     fetches = scheduler.kv.fetches
-    fetches.costs.tokens_per_load, fetches.prefill_tokens = lambda source: 3.0, 40
+    fetches.sources.costs.tokens_per_load, fetches.sources.prefill_tokens = lambda source: 3.0, 40
     scheduler.add(make_request(1, PROMPT[:3], 30))
     scheduler.commit(plan := scheduler.schedule(0.0), runner.run(plan), 0.0)
     head = [*range(30, 46)]
@@ -233,7 +252,7 @@ def test_a_prefiller_whose_request_ends_says_that_nothing_more_comes_and_the_res
     peer.scheduler.abort(1)
     while peer.step() or peer.news:
         peer.carry(scheduler, runner)
-    scheduler.kv.fetches.prefill_tokens = None  # as while a peer that failed is left alone
+    scheduler.kv.sources.prefill_tokens = None  # as while a peer that failed is left alone
     updates = run_all(scheduler, runner)
     assert outputs(updates)[1] == expected_output(PROMPT, 2) and updates[0].cached_tokens == 12
 
@@ -242,13 +261,13 @@ def test_a_prefiller_that_says_nothing_is_waited_for_until_the_deadline_which_pr
     scheduler, _ = decoder()
     scheduler.add(make_request(1, PROMPT, 2))
     assert scheduler.schedule(0.0) is None
-    [order] = scheduler.kv.fetches.orders
-    scheduler.kv.fetches.progressed(order.number, 100.0)
-    scheduler.kv.fetches.prefill_tokens = None
+    [order] = scheduler.kv.sources.orders
+    scheduler.kv.sources.progressed(order.number, 100.0)
+    scheduler.kv.sources.prefill_tokens = None
     assert scheduler.schedule(PATIENCE[PEER] + 1) is None
     assert scheduler.schedule(PATIENCE[PEER] + 101) is not None
     assert scheduler.kv.fetches.tier.counts["quarantined"] == 5
-    scheduler.read_ended(order.number, 0, 1.0)
+    scheduler.kv.sources.read_ended(order.number, 0, 1.0)
     assert scheduler.kv.fetches.tier.counts["quarantined"] == 0
 
 
@@ -346,12 +365,12 @@ class Run:
         elif what == "stop" and peer.requests:
             peer.scheduler.abort(rnd.choice(sorted(peer.requests)))
         elif what in ("stop", "back"):
-            kv.fetches.prefill_tokens = 12 if what == "back" else None
+            kv.sources.prefill_tokens = 12 if what == "back" else None
 
     def end(self) -> Counter[str]:
         for _ in range(5000):
             moved = [self.step(), self.peer.step(), self.peer.carry(self.scheduler, self.runner)]
-            if not any(moved) and not self.scheduler.kv.fetches.orders:
+            if not any(moved) and not self.scheduler.kv.sources.orders:
                 break
         self.updates += self.scheduler.take_updates()
         for scheduler in (self.scheduler, self.peer.scheduler):
@@ -361,7 +380,11 @@ class Run:
             assert tokens == expected_output(self.prompts[id], len(tokens))
         assert sorted(update.request for update in self.updates if update.finish_reason) == sorted(self.prompts)
         fetches = self.scheduler.kv.fetches
-        return Counter(read=fetches.read[PEER], exported=self.peer.scheduler.kv.exports.exported, bad=fetches.bad_loads)
+        return Counter(
+            read=fetches.sources.read[PEER],
+            exported=self.peer.scheduler.kv.sources.exports.exported,
+            bad=fetches.bad_loads,
+        )
 
 
 def schedule(seed: int, events: int) -> Counter[str]:

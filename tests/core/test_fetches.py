@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from quire.core.fetches import DISK, PATIENCE
 from quire.core.invariants import check
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
+from quire.core.sources import DISK, PATIENCE
 from tests.core.fake_runner import (
     ALL,
     STATE,
@@ -117,7 +117,7 @@ def test_beside_requests_that_decode_a_step_loads_few_blocks_and_the_rest_follow
 def test_how_many_follows_from_what_a_step_takes_and_from_what_the_last_ones_loaded(seconds: float, expected: int):
     scheduler, runner = make_scheduler(num_slots=40, num_blocks=90)
     fetches = scheduler.kv.fetches
-    fetches.costs.moved("host", 10, 0.01)
+    fetches.sources.costs.moved("host", 10, 0.01)
     scheduler.add(make_request(100, [7], 30))
     found = []
     for loaded in (0, 0, 4, 0, 600, 0):
@@ -245,7 +245,7 @@ def stored(num_slots: int = 12) -> tuple[Scheduler, FakeRunner, FakeDisk]:
     disk.take(scheduler)
     while disk.orders:
         disk.work(scheduler, runner)
-    assert scheduler.kv.fetches.stored == 5 == len(disk.blocks)
+    assert scheduler.kv.sources.stored == 5 == len(disk.blocks)
     scheduler.kv.reset()  # as after a restart
     return scheduler, runner, disk
 
@@ -262,8 +262,8 @@ def test_what_was_used_twice_is_on_the_disk_before_it_is_evicted_and_read_when_i
     updates = run_all(scheduler, runner)
     assert outputs(updates) == {id: expected_output([*HEAD, id], 2) for id in (101, 102)}
     assert {update.cached_tokens for update in updates} == {20}
-    assert scheduler.kv.fetches.read[DISK] == 5 == scheduler.kv.fetches.loaded
-    assert not scheduler.kv.fetches.orders, "what is on the disk is not written again"
+    assert scheduler.kv.sources.read[DISK] == 5 == scheduler.kv.fetches.loaded
+    assert not scheduler.kv.sources.orders, "what is on the disk is not written again"
 
 
 def test_nobody_waits_for_the_disk_after_its_deadline_and_what_comes_late_changes_nothing():
@@ -278,7 +278,7 @@ def test_nobody_waits_for_the_disk_after_its_deadline_and_what_comes_late_change
     check(scheduler)
     disk.work(scheduler, runner)
     assert scheduler.kv.fetches.tier.counts["quarantined"] == 0
-    scheduler.read_ended(77, 3, 0.1)  # of which nobody knows
+    scheduler.kv.sources.read_ended(77, 3, 0.1)  # of which nobody knows
     check(scheduler)
     updates += run_all(scheduler, runner)
     assert outputs(updates)[101] == expected_output([*HEAD, 1], 2)
@@ -429,7 +429,7 @@ class Run:
         assert sorted(update.request for update in self.updates if update.finish_reason) == sorted(self.prompts)
         fetches = kv.fetches
         self.counts.update(saved=fetches.saved, loaded=fetches.loaded, bad=fetches.bad_loads)
-        self.counts.update(stored=fetches.stored, read=fetches.read[DISK])
+        self.counts.update(stored=fetches.sources.stored, read=fetches.sources.read[DISK])
 
 
 def schedule(seed: int, events: int) -> Counter[str]:

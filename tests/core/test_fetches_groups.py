@@ -8,8 +8,8 @@ import pytest
 
 from quire.core.block_hash import part_name
 from quire.core.chain import Chain
-from quire.core.fetches import DISK
 from quire.core.invariants import check
+from quire.core.sources import DISK
 from tests.core.fake_runner import (
     STATE,
     FakeDisk,
@@ -135,7 +135,7 @@ def test_after_a_restart_the_disk_has_what_was_used_twice_of_every_group(windows
     updates = run_all(served.scheduler, served.runner)
     assert outputs(updates)[101] == expected_output([*HEAD[:40], 99], 2, windows)
     assert {update.cached_tokens for update in updates} == {40}
-    assert served.fetches.read[DISK] == served.fetches.loaded == sum(map(len, served.parts().values()))
+    assert served.fetches.sources.read[DISK] == served.fetches.loaded == sum(map(len, served.parts().values()))
 
 
 def test_beside_decodes_the_blocks_of_all_groups_are_loaded_few_at_a_time_and_then_the_request_begins() -> None:

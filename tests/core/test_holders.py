@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from quire.core.block_hash import part_name
 from quire.core.chain import Chain
 from quire.core.exports import Gone, Have
-from quire.core.fetches import PATIENCE, REMOTE, Fetches, SlotFetch
 from quire.core.holders import (
     FRESH_SECONDS,
     KEPT_SECONDS,
@@ -25,17 +26,35 @@ from quire.core.invariants import check
 from quire.core.kv_group import KVGroup
 from quire.core.orders import Ban, Lacks, Locate, Pull
 from quire.core.prefix_cache import Node, PrefixCache
+from quire.core.sources import PATIENCE, REMOTE, SlotFetch, Sources
 from quire.core.step import Span, StepPlan, StepResult
 from quire.core.tier import Tier
-from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs
+from tests.core.fake_runner import ALL, STATE, Windows, expected_output, make_request, make_scheduler, outputs
 
 CHAIN = [bytes([number]) * 4 for number in range(6)]
+
+
+def chain_of(hashes: list[bytes]) -> Chain:
+    """Of which nothing is in the pool."""
+    return Chain(PrefixCache([KVGroup(2)], 16), hashes, 0, len(hashes))
+
+
+def ask(holders: Holders, hashes: list[bytes], now: float) -> Lookup | None:
+    return holders.ask(hashes, [True] * len(hashes), now)
+
+
+def best(
+    holders: Holders, hashes: list[bytes], tier: Tier, cost: Callable[[str], float | None], now: float
+) -> tuple[str, int]:
+    chain = chain_of(hashes)
+    wanted = [part for part in chain.parts(0) if part.name not in tier]
+    return holders.best(chain, wanted, tier, cost, now)
 
 
 def told(rows: list[list[str]], now: float = 0.0) -> Holders:
     made = Holders()
     made.ready = True
-    lookup = made.ask(CHAIN, Tier(), now)
+    lookup = ask(made, CHAIN, now)
     assert lookup is not None
     made.answered(lookup.number, rows, now)
     return made
@@ -43,9 +62,9 @@ def told(rows: list[list[str]], now: float = 0.0) -> Holders:
 
 def test_of_those_that_hold_the_next_block_the_one_with_most_of_the_chain_is_asked():
     known = told([["a", "b"], ["a", "b"], ["a", "b"], ["b"]])
-    assert known.best(CHAIN, Tier(), lambda node: None, 0.0) == ("b", 4)
-    assert known.best(CHAIN[:3], Tier(), {"a": 1.0, "b": 2.0}.get, 0.0) == ("a", 3), "and of equals the fastest"
-    assert known.best(CHAIN[4:], Tier(), lambda node: None, 0.0) == ("", 0)
+    assert best(known, CHAIN, Tier(), lambda node: None, 0.0) == ("b", 4)
+    assert best(known, CHAIN[:3], Tier(), {"a": 1.0, "b": 2.0}.get, 0.0) == ("a", 3), "and of equals the fastest"
+    assert best(known, CHAIN[4:], Tier(), lambda node: None, 0.0) == ("", 0)
 
 
 def test_what_the_tier_has_already_does_not_end_a_run():
@@ -55,41 +74,41 @@ def test_what_the_tier_has_already_does_not_end_a_run():
     tier.filled(slot)
     known = Holders()
     known.ready = True
-    lookup = known.ask(CHAIN, tier, 0.0)
+    lookup = ask(known, [each for each in CHAIN if each not in tier], 0.0)
     assert lookup is not None
     known.answered(lookup.number, [["a"], ["a"]], 0.0)
-    assert known.best(CHAIN, tier, lambda node: None, 0.0) == ("a", 3)
+    assert best(known, CHAIN, tier, lambda node: None, 0.0) == ("a", 3)
 
 
 def test_nothing_is_asked_again_that_was_said_just_now_and_nothing_old_is_believed():
     known = told([["a"], ["a"]])
-    assert known.missed == 4 and known.ask(CHAIN[1:], Tier(), FRESH_SECONDS - 0.1) is None
-    assert known.ask(CHAIN[2:], Tier(), FRESH_SECONDS - 0.1) is None, "nobody had it"
-    assert known.ask(CHAIN[3:], Tier(), 0.0) is not None, "nothing was said of it"
-    assert known.ask(CHAIN, Tier(), FRESH_SECONDS + 0.1) is not None
+    assert known.missed == 4 and ask(known, CHAIN[1:], FRESH_SECONDS - 0.1) is None
+    assert ask(known, CHAIN[2:], FRESH_SECONDS - 0.1) is None, "nobody had it"
+    assert ask(known, CHAIN[3:], 0.0) is not None, "nothing was said of it"
+    assert ask(known, CHAIN, FRESH_SECONDS + 0.1) is not None
     assert known.of(CHAIN[0], KEPT_SECONDS - 0.1) == ("a",) and known.of(CHAIN[0], KEPT_SECONDS) == ()
 
 
 def test_a_directory_that_is_late_is_asked_for_nothing_before_it_has_answered():
     known = Holders()
-    assert known.ask(CHAIN, Tier(), 0.0) is None, "it is not ready"
+    assert ask(known, CHAIN, 0.0) is None, "it is not ready"
     known.ready = True
-    lookup = known.ask(CHAIN, Tier(), 0.0)
+    lookup = ask(known, CHAIN, 0.0)
     assert lookup is not None and not known.expired(LOOKUP_SECONDS)
     assert known.expired(LOOKUP_SECONDS + 0.01) == [lookup] and not known.expired(1.0)
-    assert known.ask(CHAIN[1:], Tier(), 1.0) is None
+    assert ask(known, CHAIN[1:], 1.0) is None
     assert known.answered(lookup.number, [["a"]], 1.0) is lookup and known.of(CHAIN[0], 1.0) == ("a",)
     assert known.answered(lookup.number, [["b"]], 1.0) is None, "it came twice"
-    assert known.ask(CHAIN[2:], Tier(), 1.0) is not None
+    assert ask(known, CHAIN[2:], 1.0) is not None
 
 
 def test_where_nothing_is_answered_what_was_said_before_counts():
     known = told([["a"]])
-    lookup = known.ask(CHAIN, Tier(), FRESH_SECONDS + 1)
+    lookup = ask(known, CHAIN, FRESH_SECONDS + 1)
     assert lookup is not None
     known.answered(lookup.number, None, FRESH_SECONDS + 1)
     assert known.of(CHAIN[0], FRESH_SECONDS + 1) == ("a",) and known.missed == 5
-    assert known.ask(CHAIN, Tier(), FRESH_SECONDS + 1.1) is None
+    assert ask(known, CHAIN, FRESH_SECONDS + 1.1) is None
 
 
 def test_who_lacks_a_block_or_is_banned_is_not_asked():
@@ -103,12 +122,12 @@ def test_who_lacks_a_block_or_is_banned_is_not_asked():
 def test_of_nodes_that_have_left_nothing_is_kept():
     scheduler, _ = make_scheduler(num_slots=4)
     fetches = scheduler.kv.fetches
-    known = fetches.holders = told([["a", "b"]])
+    known = fetches.sources.holders = told([["a", "b"]])
     for source in ("host", "a", "b"):
-        fetches.costs.moved(source, 1, 1.0)
+        fetches.sources.costs.moved(source, 1, 1.0)
     known.ban("a")
-    fetches.keep_nodes(frozenset(["b"]))
-    rates = [fetches.costs.load_seconds(source, 1) for source in ("host", "a", "b")]
+    fetches.sources.keep_nodes(frozenset(["b"]))
+    rates = [fetches.sources.costs.load_seconds(source, 1) for source in ("host", "a", "b")]
     assert rates == [pytest.approx(1.0), None, pytest.approx(1.0)]
     assert known.ban("a"), "its name is not kept, either"
 
@@ -117,7 +136,7 @@ def test_nodes_that_have_left_hold_nothing():
     known = told([["a", "b"], ["a"]])
     known.keep(frozenset(["b", "c"]))
     assert known.of(CHAIN[0], 0.0) == ("b",) and known.count(CHAIN[0]) == 1, "so it is saved here, too"
-    assert known.best(CHAIN, Tier(), lambda node: None, 0.0) == ("b", 1)
+    assert best(known, CHAIN, Tier(), lambda node: None, 0.0) == ("b", 1)
 
 
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch):
@@ -130,29 +149,29 @@ def test_what_two_others_hold_is_not_saved_in_one_more_tier():
     for others in range(REPLICAS + 1):
         scheduler, _ = make_scheduler(num_slots=4)
         fetches = scheduler.kv.fetches
-        fetches.holders = told([["a", "b"][:others]])
+        fetches.sources.holders = told([["a", "b"][:others]])
         node = Node(None, b"", 1, CHAIN[0], "")
         node.uses = [5]
         fetches.evicted(node, 0, 1)
         assert fetches.has_moves == (others < REPLICAS)
 
 
-def a_pull(fetches: Fetches, now: float) -> Lookup | SlotFetch | None:
+def a_pull(sources: Sources, now: float) -> Lookup | SlotFetch | None:
     """What a chain that is not here is brought by."""
-    return fetches.begin_pull(Chain(PrefixCache([KVGroup(2)], 16), CHAIN, 0, len(CHAIN)), now)
+    return sources.begin_pull(chain_of(CHAIN), now)
 
 
-def costing(compute: float, **load: float) -> Fetches:
+def costing(compute: float, **load: float) -> Sources:
     """Nodes that were read from, each in so many seconds a block, at an engine that computes one in as many."""
-    fetches = Fetches(Tier(40))
-    fetches.holders = Holders()
-    fetches.holders.ready = True
-    fetches.keep_nodes(frozenset(load))
+    sources = Sources(Tier(40))
+    sources.holders = Holders()
+    sources.holders.ready = True
+    sources.keep_nodes(frozenset(load))
     plan = StepPlan(0, [Span(0, 0, [1] * 160)], num_tokens=160)
-    fetches.costs.observe(plan, StepResult(0, [], 10 * compute))
+    sources.costs.observe(plan, StepResult(0, [], 10 * compute))
     for node, seconds in load.items():
-        fetches.costs.moved(node, 10, 10 * seconds)
-    return fetches
+        sources.costs.moved(node, 10, 10 * seconds)
+    return sources
 
 
 def test_where_nobody_would_be_faster_than_computing_nobody_is_asked_who_has_it():
@@ -166,11 +185,11 @@ def test_where_nobody_would_be_faster_than_computing_nobody_is_asked_who_has_it(
 
 
 def test_a_node_that_is_slower_than_it_was_is_waited_for_twice_as_long_as_computing_takes_and_that_is_remembered():
-    fetches = costing(1.0, a=0.1)
-    lookup = a_pull(fetches, 0.0)
+    sources = costing(1.0, a=0.1)
+    lookup = a_pull(sources, 0.0)
     assert isinstance(lookup, Lookup)
-    fetches.located(lookup.number, [["a"]] * len(CHAIN), 0.0)
-    fetch = a_pull(fetches, 1.0)
+    sources.located(lookup.number, [["a"]] * len(CHAIN), 0.0)
+    fetch = a_pull(sources, 1.0)
     assert isinstance(fetch, SlotFetch) and fetch.deadline == pytest.approx(1.0 + PATIENCE[REMOTE])
     quick = costing(0.1, a=0.01)
     assert quick.holders is not None
@@ -179,24 +198,28 @@ def test_a_node_that_is_slower_than_it_was_is_waited_for_twice_as_long_as_comput
     quick.located(lookup.number, [["a"]] * len(CHAIN), 0.0)
     fetch = a_pull(quick, 1.0)
     assert isinstance(fetch, SlotFetch) and fetch.deadline == pytest.approx(1.0 + 2 * 0.1 * len(CHAIN))
-    assert not quick.expired(fetch.deadline - 0.1) and quick.expired(fetch.deadline + 0.1) == [fetch]
+    quick.expire(fetch.deadline - 0.1)
+    assert not fetch.late
+    quick.expire(fetch.deadline + 0.1)
+    assert fetch.late
     assert a_pull(quick, 3.0) is None and not quick.costs.prefers_load("a", len(CHAIN), len(CHAIN) * 16, 0)
 
 
 class PoolNode:
     """A scheduler of a pool."""
 
-    def __init__(self, name: str, rnd: random.Random) -> None:
+    def __init__(self, name: str, rnd: random.Random, windows: Windows) -> None:
         self.name = name
         self.scheduler, self.runner = make_scheduler(
+            windows=windows,
             num_blocks=rnd.choice([14, 30]),
             num_slots=rnd.choice([4, 12, 40]),
             prefix_cache=rnd.choice(["radix", "hash"]),
             max_num_seqs=rnd.choice([2, 6]),
         )
         fetches = self.scheduler.kv.fetches
-        self.holders = fetches.holders = Holders()
-        self.published = fetches.published = Published(fetches.tier)
+        self.holders = fetches.sources.holders = Holders()
+        self.published = fetches.sources.published = Published(fetches.tier)
         self.holders.ready = True
         self.lookups: deque[Locate] = deque()
         self.pulls: dict[int, Pull] = {}
@@ -210,7 +233,8 @@ class PoolRun:
 
     def __init__(self, seed: int) -> None:
         self.rnd = rnd = random.Random(seed)
-        self.nodes = {name: PoolNode(name, rnd) for name in "abc"}
+        self.windows: Windows = rnd.choice([ALL, ALL, (None, 9), (9,), (None, STATE), (None, 9, STATE)])
+        self.nodes = {name: PoolNode(name, rnd, self.windows) for name in "abc"}
         self.directory: dict[bytes, set[str]] = {}
         self.heads = [[rnd.randrange(5) for _ in range(rnd.randrange(12, 30))] for _ in range(2)]
         self.exports: dict[int, tuple[PoolNode, int]] = {}  # by the holder's number: who asked, and its number
@@ -229,8 +253,8 @@ class PoolRun:
         if plan:
             node.updates += node.scheduler.commit(plan, node.runner.run(plan), self.now)
         kv = node.scheduler.kv
-        assert kv.exports is not None
-        self.news += [(node, each) for each in kv.exports.advance(kv.cache)]
+        assert kv.sources.exports is not None
+        self.news += [(node, each) for each in kv.sources.exports.advance([kv])]
         self.tell(node)
         check(node.scheduler)
         return plan is not None
@@ -243,8 +267,9 @@ class PoolRun:
         for name in went if self.rnd.random() < 0.9 else ():
             self.directory.get(name, set()).discard(node.name)
         tier, cache = node.scheduler.kv.fetches.tier, node.scheduler.kv.cache
-        assert node.published.blocks == {*tier.kept, *cache._by_hash}, "all that it has, and nothing else"
-        orders = node.scheduler.kv.fetches.orders
+        cached = {part_name(n.hash, i) for n in cache._by_hash.values() for i, block in enumerate(n.blocks) if block}
+        assert node.published.blocks == {*tier.kept, *cached}, "all that it has, and nothing else"
+        orders = node.scheduler.kv.sources.orders
         for order in orders:
             if isinstance(order, Locate):
                 node.lookups.append(order)
@@ -260,7 +285,7 @@ class PoolRun:
         orders.clear()
 
     def ask(self, node: PoolNode, order: Pull) -> None:
-        holder = self.nodes[order.node].scheduler.kv.exports
+        holder = self.nodes[order.node].scheduler.kv.sources.exports
         assert holder is not None and order.node != node.name
         self.next += 1
         self.exports[self.next] = node, order.number
@@ -271,16 +296,16 @@ class PoolRun:
             return False
         order = node.lookups.popleft()
         rows: list[set[str]] | None = []
-        for name in order.hashes:
+        for name, needed in zip(order.names, order.needed, strict=True):
             holders = self.directory.get(name, set()) - {node.name}
             if self.rnd.random() < 0.02:
                 holders = {each for each in "abc" if each != node.name}  # it is wrong
-            if not holders:
+            if not holders and needed:
                 break
             rows.append(holders)
         if self.rnd.random() < 0.05:
             rows = None
-        node.scheduler.located(order.number, rows, self.now)
+        node.scheduler.kv.sources.located(order.number, rows, self.now)
         return True
 
     def carry(self) -> bool:
@@ -292,13 +317,13 @@ class PoolRun:
         order = node.pulls.get(number)
         if order is None:
             return True
-        assert holder.scheduler.kv.exports is not None
+        assert holder.scheduler.kv.sources.exports is not None
         if isinstance(news, Have):
             for slot, (target, name) in zip(news.slots, order.blocks[news.first :], strict=False):
                 assert holder.runner.slots[slot][0] == name, "a slot that is told of stays as it is"
                 node.runner.slots[target] = holder.runner.slots[slot]
             node.read[number] = news.first + len(news.slots)
-            holder.scheduler.kv.exports.release(news.number, node.read[number])
+            holder.scheduler.kv.sources.exports.release(news.number, node.read[number])
         if isinstance(news, Gone) or node.read[number] == len(order.blocks):
             self.end_pull(node, number, isinstance(news, Gone))
         return True
@@ -306,17 +331,17 @@ class PoolRun:
     def end_pull(self, node: PoolNode, number: int, gone: bool) -> None:
         order = node.pulls.pop(number)
         [export] = [each for each, asked in self.exports.items() if asked == (node, number)]
-        exports = self.nodes[order.node].scheduler.kv.exports
+        exports = self.nodes[order.node].scheduler.kv.sources.exports
         assert exports is not None
         exports.end(export)
-        node.scheduler.read_ended(number, node.read[number], 0.001, gone)
+        node.scheduler.kv.sources.read_ended(number, node.read[number], 0.001, gone)
 
     def event(self) -> None:
         rnd = self.rnd
         node = self.nodes[rnd.choice("abc")]
         fetches = node.scheduler.kv.fetches
         whats = ["add", "step", "locate", "carry", "abort", "clear", "flip", "lost", "late", "restart", "forget"]
-        [what] = rnd.choices(whats, [15, 60, 20, 20, 3, 3, 1, 1, 0.5, 1, 1])
+        [what] = rnd.choices(whats, [15, 60, 20, 20, 3, 3, 3, 1, 0.5, 1, 1])
         if what == "add" and len(node.prompts) < 15:
             self.add(node)
         elif what == "step":
@@ -351,13 +376,13 @@ class PoolRun:
         for node in self.nodes.values():
             node.updates += node.scheduler.take_updates()
             fetches = node.scheduler.kv.fetches
-            assert node.scheduler.idle and not node.holders.lookups and not fetches.reads
+            assert node.scheduler.idle and not node.holders.lookups and not fetches.sources.reads
             assert not fetches.tier.pins and not fetches.tier.counts["quarantined"]
             for id, tokens in outputs(node.updates).items():
-                assert tokens == expected_output(node.prompts[id], len(tokens))
+                assert tokens == expected_output(node.prompts[id], len(tokens), self.windows)
             ended = [update.request for update in node.updates if update.finish_reason]
             assert sorted(ended) == sorted(node.prompts)
-            self.counts.update(read=fetches.read[REMOTE], stale=node.holders.stale, bad=node.holders.bad)
+            self.counts.update(read=fetches.sources.read[REMOTE], stale=node.holders.stale, bad=node.holders.bad)
             self.counts.update(missed=node.holders.missed)
 
 

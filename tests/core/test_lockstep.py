@@ -9,10 +9,21 @@ import pytest
 from quire.core import invariants
 from quire.core.holders import Published
 from quire.core.lockstep import DECODING, Lockstep, LockstepPlan, joined
+from quire.core.sources import DISK, PATIENCE
 from quire.core.step import StepResult
-from quire.core.tier import Tier
 from quire.errors import RequestError
-from tests.core.fake_runner import FakeRunner, StepFailed, expected_output, make_request, make_scheduler
+from tests.core.fake_runner import (
+    ALL,
+    STATE,
+    FakeDisk,
+    FakeRunner,
+    StepFailed,
+    Windows,
+    expected_output,
+    make_request,
+    make_scheduler,
+    make_sources,
+)
 
 Replicas = tuple[Lockstep, list[FakeRunner]]
 
@@ -153,10 +164,17 @@ def test_nothing_that_happens_changes_a_token(seed: int) -> None:
     assert both._work == [0] * len(runners)
 
 
-def with_one_tier(**options: object) -> Replicas:
-    both, runners = make(tier=Tier(30), **options)
+def with_one_tier(windows: Windows = ALL, disk: FakeDisk | None = None, slots: int = 30, **options: object) -> Replicas:
+    both, runners = make(sources=make_sources(windows, slots, disk), windows=windows, **options)
     runners[1].slots = runners[0].slots
     return both, runners
+
+
+def serve(both: Lockstep, runners: list[FakeRunner], replica: int, id: int, prompt: list[int]) -> None:
+    """A request of one replica, to its end."""
+    both.schedulers[replica].add(make_request(id, prompt, 2))
+    while both.requests:
+        run_step(both, runners)
 
 
 def test_what_one_replica_gave_to_the_host_tier_another_one_loads() -> None:
@@ -178,9 +196,88 @@ def test_what_one_replica_gave_to_the_host_tier_another_one_loads() -> None:
     assert [token for update in updates for token in update.tokens] == expected_output(list(range(40)), 2)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_tier_of_two_replicas_loses_no_slot_whatever_happens(seed: int) -> None:
-    rnd, (both, runners) = random.Random(seed), with_one_tier(num_blocks=22, max_num_seqs=4)
+def test_what_one_replica_reads_from_the_disk_another_one_waits_for_and_has_too() -> None:
+    disk = FakeDisk()
+    both, runners = with_one_tier(disk=disk)
+    for number in range(3):
+        serve(both, runners, 0, number, list(range(40)))
+        work(disk, both, runners)
+    assert len(disk.blocks) == 9
+    for kv in both.kvs:
+        kv.reset()
+    for number, replica in ((8, 0), (9, 1)):
+        both.schedulers[replica].add(make_request(number, [*range(40), number], 2))
+    assert both.schedule(0.0) is None and both.expects_others
+    disk.take(both.schedulers[0])
+    assert len(disk.orders) == 1, "it is read once"
+    work(disk, both, runners)
+    updates = []
+    while both.requests:
+        plan = both.schedule(1.0)
+        updates += both.commit(plan, run_plan(plan, runners), 1.0)
+    assert {update.request: update.cached_tokens for update in updates} == {8: 40 - 4, 9: 40 - 4}
+    assert [kv.fetches.loaded for kv in both.kvs] == [9, 9] and both.kvs[0].sources.read[DISK] == 9
+    for number in (8, 9):
+        found = [token for update in updates if update.request == number for token in update.tokens]
+        assert found == expected_output([*range(40), number], 2)
+
+
+def test_a_disk_that_does_not_answer_is_waited_for_by_no_replica() -> None:
+    disk = FakeDisk()
+    both, runners = with_one_tier(disk=disk)
+    for number in range(3):
+        serve(both, runners, 0, number, list(range(40)))
+        work(disk, both, runners)
+    for kv in both.kvs:
+        kv.reset()
+    for number, replica in ((8, 0), (9, 1)):
+        both.schedulers[replica].add(make_request(number, [*range(40), number], 2))
+    assert both.schedule(0.0) is None
+    plan = both.schedule(PATIENCE[DISK] + 1)
+    assert plan is not None and len(plan.spans) == 2
+    both.commit(plan, run_plan(plan, runners), 0.0)
+    invariants.check(both)
+    assert both.kvs[0].sources.tier.counts["quarantined"] == 9
+    work(disk, both, runners)
+    assert both.kvs[1].sources.tier.counts["quarantined"] == 0
+
+
+def test_other_engines_read_what_any_replica_has() -> None:
+    both, runners = with_one_tier()
+    serve(both, runners, 0, 0, list(range(20)))
+    serve(both, runners, 1, 1, list(range(40)))
+    both.kvs[1].cache.evict(0, 3)  # tails
+    wanted = make_request(2, list(range(40)))
+    both.kvs[0].match(wanted)
+    exports = both.kvs[0].sources.exports
+    assert exports is not None and exports.missing(wanted.hashes, both.kvs)
+    names = wanted.hashes[:7]
+    assert not exports.missing(names, both.kvs) and exports.missing(names, both.kvs[:1])
+    exports.begin(1, names, False)
+    assert exports.advance(both.kvs) == [] and run_step(both, runners) is not None
+    [have] = exports.advance(both.kvs)
+    assert [runners[0].slots[slot][0] for slot in have.slots] == names
+    invariants.check(both)
+    exports.release(1, 7)
+    assert not both.kvs[0].sources.tier.pins
+
+
+def work(disk: FakeDisk, both: Lockstep, runners: list[FakeRunner]) -> None:
+    """The disk does all that was ordered."""
+    disk.take(both.schedulers[0])
+    while disk.orders:
+        disk.work(both.schedulers[0], runners[0])
+
+
+def test_a_tier_and_a_disk_of_two_replicas_lose_no_slot_whatever_happens() -> None:
+    kinds: list[Windows] = [ALL, (None, 9), (None, STATE), (9,)]
+    assert sum(read_from_the_disk(seed, windows) for windows in kinds for seed in range(3)) > 10
+
+
+def read_from_the_disk(seed: int, windows: Windows) -> int:
+    """Blocks, in a schedule in which anything happens."""
+    rnd, disk = random.Random(seed), FakeDisk()
+    both, runners = with_one_tier(windows, disk, 12, num_blocks=22, max_num_seqs=4)
     tier = both.kvs[0].fetches.tier
     heads = [[rnd.randrange(40) for _ in range(24)] for _ in range(3)]
     prompts = [[*rnd.choice(heads), *(rnd.randrange(40) for _ in range(rnd.randrange(1, 12)))] for _ in range(30)]
@@ -190,21 +287,31 @@ def test_a_tier_of_two_replicas_loses_no_slot_whatever_happens(seed: int) -> Non
         if rnd.random() < 0.3:  # somebody looks what there is
             came, went = published.changes([kv.cache for kv in both.kvs])
             told, seen = (told - set(went)) | set(came), seen | set(came)
-            there = {each for each in seen if each in tier or any(kv.cache.find(each) for kv in both.kvs)}
+            there = {each for each in seen if each in tier or any(kv.cache.part(each) for kv in both.kvs)}
             assert told == there == published.blocks
             for request in both.running:
-                assert told.issuperset(request.hashes[: request.num_published])
+                assert windows[0] or told.issuperset(request.hashes[: request.num_published])
         if len(ended) < len(prompts) and rnd.random() < 0.8:
             both.add(make_request(len(ended), prompts[len(ended)], max_tokens=rnd.randrange(1, 30)))
             ended[len(ended)] = []
         if rnd.random() < 0.05 and tier.kept:
             runners[0].flip(rnd.choice(sorted(tier.kept.values())))
         if rnd.random() < 0.02:
-            both.restart(whole=rnd.random() < 0.7)
+            whole = rnd.random() < 0.7
+            if not whole:  # the disk does nothing any more of what it was asked for
+                disk.orders.clear()
+            both.restart(whole=whole)
+        if rnd.random() < 0.02:
+            disk.fails = not disk.fails
         plan = both.schedule(float(step))
+        disk.take(both.schedulers[0])
+        if disk.orders and rnd.random() < 0.5:
+            disk.work(both.schedulers[0], runners[0])
         for update in both.commit(plan, run_plan(plan, runners), float(step)) if plan else both.take_updates():
             ended[update.request] += update.tokens
         invariants.check(both)
+    work(disk, both, runners)
     assert both.idle and not tier.pins and sum(kv.fetches.loaded for kv in both.kvs)
     for number, tokens in ended.items():
-        assert tokens and tokens == expected_output(prompts[number], len(tokens))
+        assert tokens and tokens == expected_output(prompts[number], len(tokens), windows)
+    return both.kvs[0].sources.read[DISK]

@@ -15,8 +15,9 @@ import msgspec
 
 from quire.bench.cells import greedy
 from quire.core.cost import Costs
-from quire.core.fetches import DISK, HOST, PEER, WORTH
+from quire.core.fetches import WORTH
 from quire.core.scheduler import Scheduler
+from quire.core.sources import DISK, HOST, PEER
 from quire.core.tier import Tier
 from quire.engine.engine import Engine
 from quire.errors import BenchmarkError
@@ -90,8 +91,8 @@ class PrefixTimer:
         if not isinstance(llm._engine.scheduler, Scheduler):
             raise BenchmarkError("replicas have no tiers")
         self._llm, self._engine, self._scheduler = llm, llm._engine, llm._engine.scheduler
-        self._fetches = self._scheduler.kv.fetches
-        self._fetches.costs = Always()
+        self._sources = self._scheduler.kv.sources
+        self._sources.costs = Always()
         self._block_size = llm.config.block_size
         self._links = by_transport(self._engine, transports) if transports else {}
         self._random = random.Random()
@@ -106,7 +107,7 @@ class PrefixTimer:
 
     @property
     def _tier(self) -> Tier:
-        return self._fetches.tier
+        return self._sources.tier
 
     def measure(self, tokens: int, sources: Iterable[str], repeat: int, progress: Progress) -> Row:
         """Time a prefix of so many tokens, `repeat` times from everywhere.
@@ -158,12 +159,12 @@ class PrefixTimer:
         importer = self._engine.tiers.importer
         if importer is None:
             raise BenchmarkError("this engine has no other one")
-        disk, all_of_them = self._fetches.disk, importer.prefillers
-        self._fetches.disk, importer.prefillers = None, [self._links[source]]
+        disk, all_of_them = self._sources.disk, importer.prefillers
+        self._sources.disk, importer.prefillers = None, [self._links[source]]
         try:
             yield
         finally:
-            self._fetches.disk, importer.prefillers = disk, all_of_them
+            self._sources.disk, importer.prefillers = disk, all_of_them
 
     def clear(self, host: bool = False) -> None:
         """Evict all of the pool, and save what is worth it; with `host`, forget what the host tier has."""
@@ -174,7 +175,7 @@ class PrefixTimer:
 
     def settle(self) -> None:
         """Wait until nothing moves any more."""
-        while not self._engine.idle or self._fetches.writes or self._fetches.reads:
+        while not self._engine.idle or self._sources.writes or self._sources.reads:
             if self._engine.idle:
                 self._engine.tiers.exchange(self._scheduler, 0.01)
             else:

@@ -72,6 +72,20 @@ class Chain:
             if not self.cache.has(self.all_hashes[place], number)
         ]
 
+    def parts(self, first: int) -> list[Part]:
+        """What is not in the pool of block `first` and those after it, block for block; of each, the parts of groups
+        that keep all positions first."""
+        return [
+            Part(place, number, part_name(self.all_hashes[place], number))
+            for place in range(first, self.last)
+            for number in self._numbers
+            if not self.cache.has(self.all_hashes[place], number)
+        ]
+
+    def needs(self, part: Part) -> bool:
+        """Whether the request cannot begin anywhere behind a part without it."""
+        return self.cache.groups[part.group].window is None
+
     def found(self, end: int) -> Iterator[tuple[int, int, int]]:
         """(place, group, block) of what is in the pool of that, the last place first; and the parts of the last block
         before `first`, so that it stays in the tree."""

@@ -8,10 +8,11 @@ while a request computes it. So a chain may leave while its prompt is still bein
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from quire.core.fetches import Fetches
-from quire.core.prefix_cache import PrefixCache
+if TYPE_CHECKING:
+    from quire.core.kv_manager import KVManager
+    from quire.core.sources import Sources
 
 
 class Have(NamedTuple):
@@ -49,17 +50,17 @@ class Export:
 
 
 class Exports:
-    """All exports under way.
+    """All exports under way. Their blocks may be in the pools of several replicas of attention, which share the tier.
 
     Args:
-        fetches: the tier, and what is saved there.
+        sources: whose tier it is.
 
     Attributes:
         exported: blocks that were told since the start.
     """
 
-    def __init__(self, fetches: Fetches) -> None:
-        self._fetches, self._tier = fetches, fetches.tier
+    def __init__(self, sources: Sources) -> None:
+        self._sources, self._tier = sources, sources.tier
         self.exported = 0
         self.reset()
 
@@ -72,9 +73,9 @@ class Exports:
         """Slots that others may be reading, once an export, for checks."""
         return [slot for export in self.under_way.values() for slot in export.slots[export.released :]]
 
-    def missing(self, hashes: Sequence[bytes], cache: PrefixCache) -> bool:
+    def missing(self, hashes: Sequence[bytes], kvs: Sequence[KVManager]) -> bool:
         """Whether some of a chain's blocks would have to be computed."""
-        return any(each not in self._tier and cache.part(each) is None for each in hashes)
+        return any(each not in self._tier and all(kv.cache.part(each) is None for kv in kvs) for each in hashes)
 
     def begin(self, number: int, hashes: Sequence[bytes], computing: bool) -> None:
         """Another engine waits for these blocks."""
@@ -96,8 +97,8 @@ class Exports:
         if export := self.under_way.pop(number, None):
             self._unpin(export, export.told)
 
-    def advance(self, cache: PrefixCache) -> list[Have | Gone]:
-        """What has come since the last call; what is in the pool alone is saved by the next plan."""
+    def advance(self, kvs: Sequence[KVManager]) -> list[Have | Gone]:
+        """What has come since the last call; what is in a pool alone is saved by the next plan."""
         news: list[Have | Gone] = []
         for number, export in list(self.under_way.items()):
             first = export.told
@@ -109,21 +110,18 @@ class Exports:
                 export.slots.append(slot)
             if export.told > first:
                 self.exported += export.told - first
-                self._fetches.exported(export.slots[first:])
+                self._sources.exported(export.slots[first:])
                 news.append(Have(number, first, tuple(export.slots[first:])))
-            if export.told < len(export.hashes) and not self._coming(export, cache):
+            if export.told < len(export.hashes) and not self._coming(export, kvs):
                 news.append(Gone(number))
                 export.hashes = export.hashes[: export.told]
                 self._end_if_read(number, export)
         return news
 
-    def _coming(self, export: Export, cache: PrefixCache) -> bool:
-        """Whether the next block comes; has those saved that are in the pool."""
+    def _coming(self, export: Export, kvs: Sequence[KVManager]) -> bool:
+        """Whether the next block comes; has those saved that are in a pool."""
         for block_hash in export.hashes[export.told :]:
-            if self._tier.is_filling(block_hash):
-                continue
-            found = cache.part(block_hash)
-            if found is None or not self._fetches.save(*found, found[0].blocks[found[1]]):
+            if not self._tier.is_filling(block_hash) and not any(kv.save(block_hash) for kv in kvs):
                 break
         return export.computing or self._tier.is_filling(export.hashes[export.told])
 

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
+from quire.core.chain import Chain, Part
 from quire.core.prefix_cache import PrefixCache
 from quire.core.prefix_leaders import BLOCK
 from quire.core.request import Event
@@ -38,13 +39,14 @@ class Lookup:
     """Blocks that the directory was asked about.
 
     Attributes:
+        names: of their parts (`block_hash.part_name`). needed: of each, whether those behind it are of no use without.
         late: requests wait for it no longer.
     """
 
     late = False
 
-    def __init__(self, number: int, hashes: list[bytes], deadline: float) -> None:
-        self.number, self.hashes, self.deadline = number, hashes, deadline
+    def __init__(self, number: int, names: list[bytes], needed: list[bool], deadline: float) -> None:
+        self.number, self.names, self.needed, self.deadline = number, names, needed, deadline
 
     @property
     def event(self) -> Event:
@@ -57,7 +59,8 @@ class Holders:
 
     Attributes:
         ready: the directory answers; whoever speaks with it says so.
-        missed: blocks that were asked about, and that nobody held. stale: those that a node had not that was said to
+        missed: blocks that were asked about, and that nobody held; those of layers with a window, or recurrent ones, do
+            not count where others see all positions. stale: those that a node had not that was said to
             hold them. bad: those that came from a node with other bytes than their name says.
     """
 
@@ -79,23 +82,23 @@ class Holders:
         """Those that blocks can be had from; None: it was not told yet who is there."""
         return None if self._nodes is None else self._nodes - self._banned
 
-    def ask(self, hashes: Sequence[bytes], tier: Tier, now: float) -> Lookup | None:
-        """What has to be asked about a chain before its holders are known as well as they can be; None: nothing.
+    def ask(self, names: list[bytes], needed: list[bool], now: float) -> Lookup | None:
+        """What has to be asked about blocks of a chain before their holders are known as well as they can be; None:
+        nothing.
 
         Args:
-            hashes: the first one is not in the tier.
+            names, needed: see `Lookup`.
         """
         if not self.ready or any(each.late for each in self.lookups.values()):
             return None  # one that is late is asked for nothing before it has answered
-        if now - self._known.get(hashes[0], (-KEPT_SECONDS, ()))[0] < FRESH_SECONDS:
+        if now - self._known.get(names[0], (-KEPT_SECONDS, ()))[0] < FRESH_SECONDS:
             return None
         self._next += 1
-        missing = [each for each in hashes if each not in tier]
-        lookup = self.lookups[self._next] = Lookup(self._next, missing, now + LOOKUP_SECONDS)
+        lookup = self.lookups[self._next] = Lookup(self._next, names, needed, now + LOOKUP_SECONDS)
         return lookup
 
     def answered(self, number: int, holders: Sequence[Collection[str]] | None, now: float) -> Lookup | None:
-        """The directory has answered: the nodes that hold the first blocks; nobody holds the one after these.
+        """The directory has answered: the nodes that hold each of the first blocks; nobody holds the one after these.
 
         Args:
             number: of the lookup; one that is not known is ignored.
@@ -105,12 +108,13 @@ class Holders:
         if lookup is None:
             return None
         if holders is None:
-            self._learn(lookup.hashes[0], self.of(lookup.hashes[0], now), now)
+            self._learn(lookup.names[0], self.of(lookup.names[0], now), now)
             return lookup
-        rows = [*holders, *([()] if len(holders) < len(lookup.hashes) else [])]
-        for block_hash, names in zip(lookup.hashes, rows, strict=False):
-            self._learn(block_hash, tuple(names), now)
-        self.missed += len(lookup.hashes) - len(holders)
+        rows = [*holders, *([()] if len(holders) < len(lookup.names) else [])]
+        for name, nodes in zip(lookup.names, rows, strict=False):
+            self._learn(name, tuple(nodes), now)
+        counted = [index for index, needed in enumerate(lookup.needed) if needed or not any(lookup.needed)]
+        self.missed += sum(index >= len(rows) or not rows[index] for index in counted)
         return lookup
 
     def expired(self, now: float) -> list[Lookup]:
@@ -130,23 +134,25 @@ class Holders:
         return len(self._there(self._known.get(block_hash, (0.0, ()))[1]))
 
     def best(
-        self, hashes: Sequence[bytes], tier: Tier, cost: Callable[[str], float | None], now: float
+        self, chain: Chain, wanted: Sequence[Part], tier: Tier, cost: Callable[[str], float | None], now: float
     ) -> tuple[str, int]:
-        """Who has most of a chain beside what is in the tier, and how many blocks; of several, who is fastest.
+        """With whose blocks, beside what is in the tier, a request could begin farthest along its chain, and after how
+        many blocks; of several, with those of the fastest.
 
         Args:
+            wanted: what is neither in the pool nor in the tier.
             cost: seconds for a block of a node; None: not known yet.
         """
-        runs = dict.fromkeys(self.of(hashes[0], now), 0)
-        for node in runs:
-            runs[node] = next(
-                (i for i, each in enumerate(hashes) if each not in tier and node not in self.of(each, now)),
-                len(hashes),
-            )
-        if not runs:
-            return "", 0
-        node = max(runs, key=lambda each: (runs[each], -(cost(each) or 0.0)))
-        return node, runs[node]
+        known = {part.name: self.of(part.name, now) for part in wanted}
+
+        def end(node: str) -> int:
+            return chain.reach(lambda name: name in tier or node in known.get(name, ()))
+
+        ends = {node: end(node) for nodes in known.values() for node in nodes}
+        if not ends:
+            return "", chain.first
+        node = max(ends, key=lambda each: (ends[each], -(cost(each) or 0.0)))
+        return node, ends[node]
 
     def lacks(self, node: str, hashes: Sequence[bytes]) -> None:
         """A node does not give these."""
@@ -179,7 +185,8 @@ class Holders:
 
 
 class Published:
-    """The blocks that others may have from this node: those in its prefix caches, and those in its host tier.
+    """The blocks that others may have from this node, by the names of their parts: those in its prefix caches, and
+    those in its host tier.
 
     Which of them have come and gone is found out when somebody asks, of those that were touched meanwhile.
     """
@@ -192,21 +199,20 @@ class Published:
     @classmethod
     def of(cls, kvs: Sequence[KVManager]) -> Published:
         """Of an engine whose pools share a tier, as those of replicas of attention do: what one has is the engine's."""
-        published = kvs[0].fetches.published or cls(kvs[0].fetches.tier)
-        for kv in kvs:
-            kv.fetches.published = published
-        return published
+        sources = kvs[0].sources
+        sources.published = sources.published or cls(sources.tier)
+        return sources.published
 
-    def touch(self, block_hash: bytes) -> None:
+    def touch(self, name: bytes) -> None:
         """A block may have come or gone."""
-        self._touched.add(block_hash)
+        self._touched.add(name)
 
     def reset(self) -> None:
         """Any block may have."""
         self._touched |= self.blocks
 
     def changes(self, caches: Sequence[PrefixCache]) -> tuple[list[bytes], list[bytes]]:
-        """Those that have come since the last call, and those that have gone.
+        """Those that have come since the last call, and those that are not there any more, known or not.
 
         Args:
             caches: the node's; replicas of attention have one each.
@@ -214,8 +220,8 @@ class Published:
         if not self._touched:
             return [], []
         touched, self._touched = self._touched, set()
-        there = {each for each in touched if each in self._tier or any(cache.find(each) for cache in caches)}
-        came, went = there - self.blocks, (touched - there) & self.blocks
+        there = {each for each in touched if each in self._tier or any(cache.part(each) for cache in caches)}
+        came, went = there - self.blocks, touched - there
         self.blocks -= went
         self.blocks |= came
         return list(came), list(went)

@@ -68,7 +68,7 @@ from quire.core.lockstep import Lockstep
 from quire.core.prefix_cache import KEY_BYTES, Node
 from quire.core.request import Request, Status
 from quire.core.scheduler import Scheduler
-from quire.core.tier import Tier
+from quire.core.sources import Sources
 
 
 class InvariantError(AssertionError):
@@ -81,8 +81,8 @@ def check(scheduler: Scheduler | Lockstep) -> None:
     Raises:
         InvariantError: naming the rule and the values.
     """
-    for tier in dict.fromkeys(kv.fetches.tier for kv in scheduler.kvs):
-        _check_tier(tier, [kv for kv in scheduler.kvs if kv.fetches.tier is tier])
+    for sources in dict.fromkeys(kv.sources for kv in scheduler.kvs):
+        _check_tier(sources, [kv for kv in scheduler.kvs if kv.sources is sources])
     for each in scheduler.schedulers if isinstance(scheduler, Lockstep) else [scheduler]:
         _check_scheduler(each)
 
@@ -154,18 +154,17 @@ def _check_tree(kv: KVManager) -> None:
     _must(seen == cached, f"the tree has {seen} blocks and the groups know of {cached}")
 
 
-def _check_tier(tier: Tier, kvs: list[KVManager]) -> None:
+def _check_tier(sources: Sources, kvs: list[KVManager]) -> None:
     """One slot; who has the tier together."""
-    counts, fetches = tier.counts, [kv.fetches for kv in kvs]
+    tier, fetches = sources.tier, [kv.fetches for kv in kvs]
+    counts, reads = tier.counts, sources.reads.values()
     _must(sum(counts.values()) == tier.num_slots, f"{counts} are not {tier.num_slots} slots")
-    reads = [read for each in fetches for read in each.reads.values()]
     waiting = [read for read in reads if not read.late]
     filling = [move.slot for each in fetches for move in each.saves_under_way]
     filling += [slot for read in waiting for slot in read.filling]
     _must(len(set(filling)) == len(filling) == counts["filling"], f"slots {filling} are saved into, {counts}")
     read = Counter(move.slot for each in fetches for fetch in each.under_way for move in fetch.moves)
-    for kv in kvs:
-        read.update([*kv.fetches.writes, *(kv.exports.pinned if kv.exports else ())])
+    read.update([*sources.writes, *(sources.exports.pinned if sources.exports else ())])
     read.update(slot for each in waiting for slot in each.pinned)
     late = {slot for each in reads if each.late for slot in each.filling}
     _must(counts["quarantined"] >= len(late), f"slots {late} may still be written, {counts}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -12,12 +12,12 @@ from quire.core.block_hash import BlockHasher
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.cache_events import CacheEvents
 from quire.core.chain import Chain, Part
-from quire.core.exports import Exports
-from quire.core.fetches import HOST, LEAST_FETCH, WORTH, Fetch, Fetches, SlotFetch
+from quire.core.fetches import WORTH, Fetch, Fetches
 from quire.core.holders import Lookup
 from quire.core.kv_group import KVGroup
 from quire.core.prefix_cache import CACHES, Match
 from quire.core.request import Request
+from quire.core.sources import HOST, LEAST_FETCH, SlotFetch, Sources
 from quire.core.step import Move, StepPlan, StepResult
 from quire.core.tier import Tier
 from quire.errors import RequestTooLargeError
@@ -51,13 +51,11 @@ class KVManager:
         needs_next_token: what is stored of a token depends on the next one too (a drafting head's KV), so the last
             token of a cached prefix is computed again.
         events: gets what is stored in the prefix cache and removed from it.
-        tier: the host tier.
-        disk: names of the blocks on the disk behind it.
-        sizes: see `Fetches`; None: blocks of all groups have one size.
+        sources: the host tier and what is behind it, which other pools may have, too; None: there is no tier.
 
     Attributes:
+        sources: see above.
         fetches: what moves between the pool and the tier.
-        exports: what other engines read from the tier; None: there is none.
         num_held: blocks that are held beside the requests, by the kind of their handles.
     """
 
@@ -69,9 +67,7 @@ class KVManager:
         hasher: BlockHasher,
         needs_next_token: bool = False,
         events: CacheEvents | None = None,
-        tier: Tier | None = None,
-        disk: Container[bytes] | None = None,
-        sizes: Sequence[float] | None = None,
+        sources: Sources | None = None,
     ) -> None:
         self.needs_next_token = needs_next_token
         self.block_size = block_size
@@ -79,8 +75,8 @@ class KVManager:
         self.events = events
         self._prefix_cache = prefix_cache
         self.groups = groups
-        self.fetches = Fetches(tier or Tier(), disk, sizes or [1.0] * len(groups))
-        self.exports = Exports(self.fetches) if self.fetches.tier.num_slots else None
+        self.sources = sources or Sources(Tier(), sizes=[1.0] * len(groups))
+        self.fetches = Fetches(self.sources)
         self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
         self._recurrent = [number for number, group in enumerate(groups) if group.states is not None]
         self.reset()
@@ -90,9 +86,8 @@ class KVManager:
         for group in self.groups:
             group.reset()
         self.fetches.reset()
-        if self.exports:
-            self.exports.reset()
-        self.cache = CACHES[self._prefix_cache](self.groups, self.block_size, self.events, self.fetches.evicted)
+        told = self.fetches.evicted, self.sources.touched
+        self.cache = CACHES[self._prefix_cache](self.groups, self.block_size, self.events, *told)
         if self.events is not None:
             self.events.add("cleared")
         self.num_held: Counter[str] = Counter()
@@ -289,7 +284,6 @@ class KVManager:
             blocks = [table[index] for table in request.tables]
             kept = [block if self._keeps(request, number, index) else NULL_BLOCK for number, block in enumerate(blocks)]
             tip = request.tip = self.cache.insert(tip, key, kept, request.hashes[index])
-            self.fetches.touched(tip.hash)
             if tip.blocks != blocks:
                 self._adopt(request, index, tip.blocks)
         return request.hashes[first:full]
@@ -352,12 +346,12 @@ class KVManager:
         fetch: Fetch | SlotFetch | Lookup | None
         if not self.fetches.tier.num_slots or self.lacks(needed):
             return None
-        chain = Chain(self.cache, request.hashes, first, last, int(self.needs_next_token))
-        fetch = self.fetches.begin_read(chain, now)
-        fetch = fetch or self.fetches.begin_pull(chain, now)
-        fetch = fetch or self.fetches.begin_prefill(request, chain, now)
+        chain, sources = Chain(self.cache, request.hashes, first, last, int(self.needs_next_token)), self.sources
+        fetch = sources.begin_read(chain, now)
+        fetch = fetch or sources.begin_pull(chain, now)
+        fetch = fetch or sources.begin_prefill(request, chain, now)
         fetch = fetch or self.fetch(request, chain, needed, step, most)
-        if fetch is not None and not isinstance(fetch, Lookup):
+        if fetch is not None and not isinstance(fetch, Lookup) and fetch.request is None:
             fetch.request = request
             request.num_fetches += 1
         return fetch
@@ -379,9 +373,9 @@ class KVManager:
         wanted = chain.missing(end)
         parts = self._at_once(wanted)
         reached = end if len(parts) == len(wanted) else 1 + max((part.place for part in parts), default=-1)
-        if not self.fetches.worth(HOST, parts, chain, reached):
+        if not self.sources.worth(HOST, parts, chain, reached):
             return None
-        if most is not None and self.fetches.size(parts) - most >= LEAST_FETCH:  # fewer would be computed
+        if most is not None and self.sources.size(parts) - most >= LEAST_FETCH:  # fewer would be computed
             sizes = accumulate(self.fetches.sizes[part.group] for part in parts)
             parts = parts[: max(1, sum(size <= most for size in sizes))]
         brings = reached - first
@@ -412,12 +406,17 @@ class KVManager:
             request.block_keys(first, reached, self.block_size),
             moves,
             [part.place - first for part in parts],
-            self.fetches.size(parts),
+            self.sources.size(parts),
             brings,
             [max(0, own - moved[number] - others[number]) for number, own in enumerate(lacking)],
         )
         self.fetches.begin(fetch)
         return fetch
+
+    def save(self, name: bytes) -> bool:
+        """Have a block saved, by its name; False: it is not here, or in the tier, or there is no slot for it."""
+        found = self.cache.part(name)
+        return found is not None and self.fetches.save(*found, found[0].blocks[found[1]])
 
     def _at_once(self, parts: list[Part]) -> list[Part]:
         """As many of these as one fetch may load: of a group that keeps all positions, a quarter of its pool."""
@@ -444,9 +443,8 @@ class KVManager:
                 tip = self.cache.insert(
                     tip, key, [blocks.get(number, NULL_BLOCK) for number in range(len(self.groups))], block_hash
                 )
-                self.fetches.touched(block_hash)
                 for move in moves:
-                    if move.hash not in fetch.from_nodes:
+                    if move.hash not in fetch.new:
                         tip.uses[move.group] = max(tip.uses[move.group], WORTH)
         return fetches
 

@@ -41,10 +41,15 @@ class Prefill(NamedTuple):
 
 
 class Locate(NamedTuple):
-    """The directory is to say who holds these blocks, by `Holders.answered`."""
+    """The directory is to say who holds these blocks, by `Holders.answered`.
+
+    Attributes:
+        names, needed: see `holders.Lookup`.
+    """
 
     number: int
-    hashes: list[bytes]
+    names: list[bytes]
+    needed: list[bool]
 
 
 class Pull(NamedTuple):

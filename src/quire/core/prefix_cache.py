@@ -93,6 +93,7 @@ class PrefixCache:
         groups: whose blocks they are.
         events: gets an event for each full block that is stored or removed.
         evicted: told of each block that the cache gives up, of its node and its group.
+        changed: told the names (`part_name`) of full blocks that have come, and of those that have gone.
     """
 
     caching = True
@@ -104,9 +105,10 @@ class PrefixCache:
         block_size: int,
         events: CacheEvents | None = None,
         evicted: Callable[[Node, int, int], None] = lambda node, group, block: None,
+        changed: Callable[[bytes], None] = lambda name: None,
     ) -> None:
         self.groups = groups
-        self._evicted = evicted
+        self._evicted, self._changed = evicted, changed
         self._events = events
         self.block_size = block_size
         self.block_bytes = block_size * KEY_BYTES
@@ -205,6 +207,8 @@ class PrefixCache:
             if node.blocks[number] == NULL_BLOCK != block:
                 node.blocks[number] = block
                 group.cached[block] = node
+                if node.hash:
+                    self._changed(part_name(node.hash, number))
                 if self._events is not None and node.hash and node.parent is not None:
                     self._events.add("stored", node.hash, node.parent.hash, number)
 
@@ -254,7 +258,8 @@ class PrefixCache:
             del self.roots[node.scope]
         for number in range(len(node.blocks)):
             self._empty(node, number)
-        self._by_hash.pop(node.hash, None)
+        if self._by_hash.pop(node.hash, None) is not None:
+            self._changed(node.hash)
 
     def _empty(self, node: Node, number: int) -> None:
         """Take one part out of a node, if it is there."""
@@ -262,6 +267,8 @@ class PrefixCache:
         if block != NULL_BLOCK:
             self._evicted(node, number, block)
             self.groups[number].uncache(block)
+            if node.hash:
+                self._changed(part_name(node.hash, number))
             if self._events is not None and node.hash:
                 self._events.add("removed", node.hash, group=number)
 

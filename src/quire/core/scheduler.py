@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Sequence
 from operator import attrgetter
 
 from quire.config import EngineConfig
 from quire.core.draft_length import DraftLengths
-from quire.core.fetches import MOST_FETCHES, Fetch, SlotFetch
+from quire.core.fetches import MOST_FETCHES, Fetch
 from quire.core.holders import Lookup
 from quire.core.kv_manager import STEP, KVManager
 from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
 from quire.core.prefix_leaders import BLOCK, Leader, PrefixLeaders
 from quire.core.request import Event, Request, RequestUpdate, Status
+from quire.core.sources import SlotFetch
 from quire.core.spans import next_span, unverified
 from quire.core.stages import dealt_out, share_of_prompts
 from quire.core.step import Span, SpanResult, StepPlan, StepResult
@@ -51,6 +51,7 @@ class Scheduler:
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache, at first admissions
         self._waiting = WaitingQueue()
         self._leaders = PrefixLeaders()
+        kv.sources.followers.append(self)
         self._turns = Turns()
         self._ended: list[int] = []  # for the runner to forget
         self._drop_drafting: list[int] = []  # for it to follow no longer
@@ -98,17 +99,11 @@ class Scheduler:
             else:
                 self.fail(request.id, error, now)
 
-    def read_ended(self, number: int, count: int, seconds: float, gone: bool = False, moving: float = 0.0) -> None:
-        """So many blocks of a read have come into the host tier, in so many seconds; see `Fetches`, `FetchStats`."""
-        fetch = self.kv.fetches.read_ended(number, count, seconds, gone)
-        if fetch is not None:
+    def read_over(self, fetch: SlotFetch, seconds: float, moving: float) -> None:
+        """Blocks have come into the host tier, in so many seconds; see `Sources`, `FetchStats`."""
+        if fetch.request is not None and self.requests.get(fetch.request.id) is fetch.request:
             self._note(fetch, seconds, moving)
-            self._abandon(fetch)
-
-    def located(self, number: int, holders: Sequence[Collection[str]] | None, now: float) -> None:
-        """The directory has said who holds blocks, or that it does not answer; see `Holders.answered`."""
-        if (lookup := self.kv.fetches.located(number, holders, now)) is not None:
-            self.arrived(lookup.event)
+        self.abandon(fetch)
 
     def _line_up(self, request: Request) -> None:
         if request.awaits is not None or self.trials.admits(request):
@@ -139,10 +134,7 @@ class Scheduler:
 
     def next_step(self, now: float) -> StepPlan | None:
         """See `schedule`; it is known which requests may run now."""
-        for late in self.kv.fetches.expired(now):
-            self._abandon(late)
-        for lookup in self.kv.fetches.unanswered(now):
-            self.arrived(lookup.event)
+        self.kv.sources.expire(now)
         step = PendingStep(self.config.max_num_batched_tokens)
         self._choose_decodes(step)
         self._limit_prefill(step)
@@ -170,7 +162,7 @@ class Scheduler:
             for event in self._leaders.published(fetch.hashes[: fetch.num_published]):
                 self.arrived(event)
             self._note(fetch, result.loading)
-            self._abandon(fetch)
+            self.abandon(fetch)
         self.kv.step_committed(plan.number)
         for span, outcome, (request, preemptions) in zip(plan.spans, result.spans, flight.requests, strict=True):
             if request.status is not Status.FINISHED:
@@ -247,7 +239,7 @@ class Scheduler:
     def expects_others(self) -> bool:
         """Others are to bring an event, or to release blocks: where nothing can run, that is why."""
         awaiting, held = self._waiting.num_awaiting, self.kv.num_held
-        return awaiting.total() > awaiting[BLOCK] or held.total() > held[STEP] or self.kv.fetches.waits
+        return awaiting.total() > awaiting[BLOCK] or held.total() > held[STEP] or self.kv.sources.waits
 
     @property
     def has_updates(self) -> bool:
@@ -280,12 +272,12 @@ class Scheduler:
 
     def _limit_prefill(self, step: PendingStep) -> None:
         """Where others alone compute long prompts, short ones and the ends of those take as many steps as they need."""
-        fetches = self.kv.fetches
+        sources, costs = self.kv.sources, self.kv.sources.costs
         if self._latency and step.num_decodes:
             step.withhold(self._latency.budget(step.budget))
-        elsewhere = fetches.prefill_tokens is not None and not self.config.prefills
+        elsewhere = sources.prefill_tokens is not None and not self.config.prefills
         if self._chunked and step.num_decodes and elsewhere:
-            step.slow(fetches.costs, max(self.config.min_chunk, fetches.costs.tokens_beside_decodes()))
+            step.slow(costs, max(self.config.min_chunk, costs.tokens_beside_decodes()))
         if (stages := self.config.pipeline_parallel_size) > 1 and self._chunked:
             step.withhold(share_of_prompts(self.requests.values(), stages, step.budget))
 
@@ -410,7 +402,8 @@ class Scheduler:
             if isinstance(fetch, Fetch):
                 step.load(fetch.size, fetch.source)
             if fetch is not None:
-                request.stats.fetching(fetch.source, fetch.brings * size, now)
+                if fetch.request is request:  # else it was begun for one of another replica
+                    request.stats.fetching(fetch.source, fetch.brings * size, now)
                 self._leaders.claim(fetch)
                 return Event(BLOCK, fetch.hashes[-1])
         return event
@@ -421,7 +414,7 @@ class Scheduler:
             fetch.request.stats.fetched(fetch.came() * self.kv.block_size, seconds, moving)
             fetch.request.num_fetches -= fetch.complete
 
-    def _abandon(self, leader: Leader) -> None:
+    def abandon(self, leader: Leader) -> None:
         """It computes no further blocks: whoever waits for one of them does without."""
         for event in self._leaders.abandoned(leader):
             self.arrived(event)
@@ -495,7 +488,7 @@ class Scheduler:
         """Take a request's blocks; it will compute its tokens again, and get the same ones."""
         step.withdraw(victim)
         self.running.remove(victim)
-        self._abandon(victim)
+        self.abandon(victim)
         self.kv.preempted(victim)
         self.kv.free(victim)
         victim.high_water = max(victim.high_water, victim.num_computed)
@@ -584,7 +577,7 @@ class Scheduler:
         """Give back all that a request holds. Steps in flight keep their blocks until they commit."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
-            self._abandon(request)
+            self.abandon(request)
             self.kv.free(request, keep_partial=keep_partial)
             request.status = Status.FINISHED
         else:

@@ -24,6 +24,7 @@ from quire.core.kv_manager import Handle, KVManager
 from quire.core.lockstep import Lockstep
 from quire.core.request import Event, Request, RequestUpdate
 from quire.core.scheduler import Scheduler
+from quire.core.sources import Sources
 from quire.core.step import StepPlan, StepResult
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.core.tier import Tier
@@ -44,7 +45,7 @@ from quire.errors import (
     StepFailedError,
 )
 from quire.kv.host import HostTier
-from quire.kv.layout import Layout, layout_id
+from quire.kv.layout import KVLayout, layout_id
 from quire.models.checkpoint import Checkpoint, resolve
 from quire.models.registry import check_ranks
 from quire.observe.timeline import KernelProfile, Timeline, TraceFile
@@ -223,7 +224,7 @@ class Engine:
         replicas = config.data_parallel_size
         self._stats = EngineStats(
             num_blocks=self.memory_plan.num_usable * replicas,
-            kv_block_bytes=Layout.of(self.kv_cache[0], self.model).block_bytes,
+            kv_block_bytes=KVLayout.of(self.kv_cache[0], self.model).block_bytes,
         )
         schedulers = [
             Scheduler(config, kv, self.max_model_len) for kv in self._kv_managers(hash_key, started.runner.host)
@@ -301,18 +302,20 @@ class Engine:
         hasher = BlockHasher(hash_key, "|".join(f"{name}={value}" for name, value in identity.items()))
         ahead = speculation is not None and speculation.needs_next_token
         kept = retentions(config, self.model, speculation)
-        tier = None if host is None else Tier(*(each.count for each in host.groups))
-        sizes = [each.block_bytes / host.groups[0].block_bytes for each in host.groups] if host else None
         self.tiers.open(host, identity)
-        disk = self.tiers.disk.index if self.tiers.disk else None
+        sources = Sources(
+            Tier(*(each.count for each in host.groups) if host else ()),
+            self.tiers.disk.index if self.tiers.disk else None,
+            [each.block_bytes / host.groups[0].block_bytes for each in host.groups] if host else [1.0] * len(kept),
+        )
         read = self._stats.kv_block_bytes / config.block_size / self.model.weight_bytes
+        sources.costs = Costs(self.model.pair_share, read)
+        self.tiers.attach(sources)
         managers = []
         for _ in range(config.data_parallel_size):
             groups = [KVGroup(cache.num_blocks, *each) for cache, each in zip(self.kv_cache, kept, strict=True)]
             pool = groups, config.block_size, config.prefix_cache
-            managers.append(KVManager(*pool, hasher, ahead, tier=tier, disk=disk, sizes=sizes))
-            managers[-1].fetches.costs = Costs(self.model.pair_share, read)
-        self.tiers.attach(managers[0])
+            managers.append(KVManager(*pool, hasher, ahead, sources=sources))
         return managers
 
     @property
@@ -324,7 +327,7 @@ class Engine:
             self._stats.running, self._stats.waiting = len(scheduler.running), scheduler.num_waiting
             self._stats.kv_tiers = self.tiers.counts(scheduler.kvs)
             self._stats.kv_tier_bytes = self.tiers.sizes(scheduler.kvs, self._stats.kv_block_bytes)
-            self._stats.kv_slots = scheduler.kvs[0].fetches.slots
+            self._stats.kv_slots = self.tiers.slots(scheduler.kvs)
         return self._stats
 
     @property
@@ -399,10 +402,9 @@ class Engine:
 
     def prefilled(self, numbers: Sequence[int]) -> None:
         """Requests that computed prompts for other engines are over; see `KVTiers.to_compute`."""
-        for kv in self.scheduler.kvs:
-            if kv.exports is not None:
-                for number in numbers:
-                    kv.exports.computed(number)
+        if (exports := self.scheduler.kvs[0].sources.exports) is not None:
+            for number in numbers:
+                exports.computed(number)
 
     def take_updates(self) -> list[RequestUpdate]:
         """Ends that `abort` caused since the last step."""

@@ -17,12 +17,12 @@ from blake3 import blake3
 
 from quire.config import EngineConfig
 from quire.core.exports import Have
-from quire.core.fetches import PEER, REMOTE
 from quire.core.holders import Holders, Published
 from quire.core.kv_manager import KVManager
 from quire.core.lockstep import Lockstep
 from quire.core.orders import Ban, Forget, Lacks, Locate, Prefill, Pull, Read, Write
 from quire.core.scheduler import Scheduler
+from quire.core.sources import DISK, HOST, PEER, REMOTE, Sources
 from quire.errors import ConfigError
 from quire.kv.disk import DiskTier, DiskTierError, Ended, open_folder
 from quire.kv.host import HostTier
@@ -94,6 +94,7 @@ class KVTiers:
         self._transports = contextlib.ExitStack()
         self._folder: tuple[Path, bytes, int] | None = None
         self._published: Published | None = None
+        self._kvs: Sequence[KVManager] = ()
         self._on_gone: Callable[[Iterable[bytes]], None] = lambda blocks: None
         if config.disk_kv_path is not None:
             try:
@@ -182,19 +183,23 @@ class KVTiers:
         self.agent, self.nodes = self.store, self.store if config.decodes else None
         self.notes.append(f"KV blocks are shared by {url}" + (f": {self.store.problem}" if self.store.problem else ""))
 
-    def attach(self, kv: KVManager) -> None:
+    def attach(self, sources: Sources) -> None:
         """Have the engine's books say what other nodes should know, and what they hold."""
         if self.agent is not None:
-            kv.fetches.holders = Holders() if self.nodes else None
-            kv.fetches.published = Published(kv.fetches.tier) if self.exporter else None
+            sources.holders = Holders() if self.nodes else None
+            sources.published = Published(sources.tier) if self.exporter else None
 
     def follow(self, scheduler: Scheduler | Lockstep, gone: Callable[[Iterable[bytes]], None]) -> None:
-        """Have somebody told of blocks that are neither in a pool nor in a tier any more."""
-        self._published, self._on_gone = Published.of(scheduler.kvs), gone
+        """Have somebody told of blocks of which nothing is in a pool or in a tier any more."""
+        self._published, self._kvs, self._on_gone = Published.of(scheduler.kvs), scheduler.kvs, gone
 
     def holds(self, block_hash: bytes) -> bool:
-        """Whether a block is in the pool or in the host tier, as far as `follow` knows."""
-        return self._published is not None and block_hash in self._published.blocks
+        """Whether something of a block is in the pool or in the host tier, as far as `follow` knows."""
+        return (self._published is not None and block_hash in self._published.blocks) or self._cached(block_hash)
+
+    def _cached(self, block_hash: bytes) -> bool:
+        """Whether a block has a place in a prefix cache: windows may have passed it that others behind it are in."""
+        return any(kv.cache.find(block_hash) is not None for kv in self._kvs)
 
     def _opened(self, host: HostTier, key: bytes) -> list[Transport]:
         """The ways to other engines, the fastest first."""
@@ -229,14 +234,15 @@ class KVTiers:
 
     def exchange(self, scheduler: Scheduler | Lockstep, wait_seconds: float = 0.0) -> None:
         """Tell the scheduler what others have done; waits so long where there is nothing to tell."""
-        if self.mailbox is None or isinstance(scheduler, Lockstep):
+        if self.mailbox is None:
             return
+        sources = scheduler.kvs[0].sources
         if self.importer is not None:
-            scheduler.kv.fetches.prefill_tokens = self._config.prefill_min_tokens if self.importer.ready else None
-        if (holders := scheduler.kv.fetches.holders) is not None and self.agent is not None:
-            holders.ready = self.agent.ready
+            sources.prefill_tokens = self._config.prefill_min_tokens if self.importer.ready else None
+        if sources.holders is not None and self.agent is not None:
+            sources.holders.ready = self.agent.ready
         for news in self.mailbox.take(wait_seconds):
-            self._take_in(scheduler, news)
+            self._take_in(sources, scheduler.kvs, news)
 
     def tell(self, scheduler: Scheduler | Lockstep, num_steps: int) -> None:
         """Tell others what the scheduler wants, and what it has for them.
@@ -244,28 +250,29 @@ class KVTiers:
         Args:
             num_steps: that the engine has computed.
         """
-        if published := scheduler.kvs[0].fetches.published:
-            came, went = published.changes([kv.cache for kv in scheduler.kvs])
-            if went:
-                self._on_gone(went)
+        kvs = scheduler.kvs
+        sources = kvs[0].sources
+        if published := sources.published:
+            came, went = published.changes([kv.cache for kv in kvs])
+            if gone := [each for each in went if not self._cached(each)]:
+                self._on_gone(gone)
             if self.agent is not None and self.exporter is not None and (came or went):
                 self.agent.changed(came, went)
-        if self.mailbox is None or isinstance(scheduler, Lockstep):  # replicas have a host tier alone
+        if self.mailbox is None:
             return
-        if scheduler.kv.fetches.orders:
-            self._order(scheduler)
-        if self.exporter is not None and (exports := scheduler.kv.exports):
+        if sources.orders:
+            self._order(sources)
+        if self.exporter is not None and (exports := sources.exports):
             self.exporter.steps = num_steps
-            for told in exports.advance(scheduler.kv.cache):
+            for told in exports.advance(kvs):
                 to = self.store if self.store is not None and told.number >= STORE_NUMBERS else self.exporter
                 if isinstance(told, Have):
                     to.have(*told)
                 else:
                     to.gone(told.number)
 
-    def _order(self, scheduler: Scheduler) -> None:
-        orders = scheduler.kv.fetches.orders
-        for order in orders:
+    def _order(self, sources: Sources) -> None:
+        for order in sources.orders:
             if isinstance(order, Prefill):
                 if self.importer is not None:
                     self.importer.order(*order)
@@ -274,7 +281,7 @@ class KVTiers:
                     self._order_disk(self.disk, order)
             elif self.agent is not None and self.nodes is not None:
                 self._order_node(self.agent, self.nodes, order)
-        orders.clear()
+        sources.orders.clear()
 
     def _order_disk(self, disk: DiskTier, order: Forget | Read | Write) -> None:
         match order:
@@ -289,8 +296,8 @@ class KVTiers:
         self, agent: DirectoryAgent | StoreAgent, nodes: NodeReaders | StoreAgent, order: Locate | Pull | Lacks | Ban
     ) -> None:
         match order:
-            case Locate(number, hashes):
-                agent.locate(number, hashes)
+            case Locate(number, names, needed):
+                agent.locate(number, names, needed)
             case Pull(number, blocks, node):
                 nodes.pull(number, blocks, agent.nodes.get(node))
             case Lacks(node, hashes):
@@ -300,23 +307,23 @@ class KVTiers:
                 nodes.ban(node)
                 agent.withdraw(node, [block_hash])
 
-    def _take_in(self, scheduler: Scheduler, news: object) -> None:
-        fetches, exports = scheduler.kv.fetches, scheduler.kv.exports
+    def _take_in(self, sources: Sources, kvs: Sequence[KVManager], news: object) -> None:
+        exports = sources.exports
         match news:
             case Ended("read" | "gone" as kind, number, count, seconds, moving):
-                scheduler.read_ended(number, count, seconds, kind == "gone", moving)
+                sources.read_ended(number, count, seconds, kind == "gone", moving)
             case Located(number, holders):
-                scheduler.located(number, holders, time.monotonic())
+                sources.located(number, holders, time.monotonic())
             case Nodes(names):
-                fetches.keep_nodes(names)
+                sources.keep_nodes(names)
                 if self.nodes is not None:
                     self.nodes.keep(names)
             case Ended("write", slot, count):
-                fetches.written(slot, bool(count))
+                sources.written(slot, bool(count))
             case Progressed(number):
-                fetches.progressed(number, time.monotonic())
+                sources.progressed(number, time.monotonic())
             case Wanted(number, want) if exports:
-                computing = bool(want.tokens) and exports.missing(want.hashes, scheduler.kv.cache)
+                computing = bool(want.tokens) and exports.missing(want.hashes, kvs)
                 exports.begin(number, want.hashes, computing)
                 if computing:
                     self.to_compute.append(PrefillRequest(number, want))
@@ -331,31 +338,39 @@ class KVTiers:
         blocks that they read here, and those that were read from them; of other nodes, blocks that were read from them,
         that nobody had, that they had not although the directory says so, and bad ones.
         """
-        counts = {tier: dict(events) for tier, events in kvs[0].fetches.counts.items()}
-        for kv in kvs[1:]:
-            for tier, events in kv.fetches.counts.items():
-                for event, blocks in events.items():
-                    counts[tier][event] += blocks
-        if self.exporter or self.importer:
-            exported = sum(kv.exports.exported for kv in kvs if kv.exports)
-            counts["peer"] = {"stored": exported, "loaded": sum(kv.fetches.read[PEER] for kv in kvs)}
-        if (found := kvs[0].fetches.holders) is not None:
+        sources = kvs[0].sources
+        if not sources.tier.num_slots:
+            return {}
+        own = [kv.fetches.counts for kv in kvs]
+        counts = {HOST: {event: sum(each[event] for each in own) for event in own[0]}}
+        if sources.disk is not None:
+            counts[DISK] = {"stored": sources.stored, "loaded": sources.read[DISK]}
+        if (self.exporter or self.importer) and sources.exports:
+            counts[PEER] = {"stored": sources.exports.exported, "loaded": sources.read[PEER]}
+        if (found := sources.holders) is not None:
             asked = {"missed": found.missed, "stale": found.stale, "bad": found.bad}
-            counts["remote"] = {"loaded": kvs[0].fetches.read[REMOTE]} | asked
+            counts[REMOTE] = {"loaded": sources.read[REMOTE]} | asked
         return counts
+
+    def slots(self, kvs: Sequence[KVManager]) -> dict[str, int]:
+        """Of the host tier, by their state."""
+        tier = kvs[0].sources.tier
+        return tier.counts if tier.num_slots else {}
 
     def sizes(self, kvs: Sequence[KVManager], block_bytes: int) -> dict[str, dict[str, int]]:
         """Bytes that were `stored` in each tier and `loaded` from there, see `counts`."""
         moved: dict[str, dict[str, int]] = {tier: {} for tier in self.counts(kvs)}
-        for kv in kvs:
-            for (tier, event), size in kv.fetches.volume.items():
-                if tier in moved:
-                    moved[tier][event] = moved[tier].get(event, 0) + round(size * block_bytes)
+        if HOST in moved:
+            for event in ("stored", "loaded"):
+                moved[HOST][event] = sum(round(kv.fetches.volume[event] * block_bytes) for kv in kvs)
+        for (tier, event), size in kvs[0].sources.volume.items():
+            if tier in moved:
+                moved[tier][event] = round(size * block_bytes)
         return moved
 
     def waits(self, scheduler: Scheduler | Lockstep, wait_seconds: float) -> bool:
         """Whether requests wait for the tiers; waits a little for these then."""
-        if isinstance(scheduler, Lockstep) or not scheduler.kv.fetches.waits:
+        if not scheduler.kvs[0].sources.waits:
             return False
         if wait_seconds:
             self.exchange(scheduler, wait_seconds=wait_seconds)
@@ -369,8 +384,8 @@ class KVTiers:
             if readers is not None:
                 readers.drain()
         for news in self.mailbox.take() if self.mailbox is not None else ():
-            if isinstance(news, Nodes) and isinstance(scheduler, Scheduler):  # it is told once, and holds on
-                self._take_in(scheduler, news)
+            if isinstance(news, Nodes):  # it is told once, and holds on
+                self._take_in(scheduler.kvs[0].sources, scheduler.kvs, news)
         if self.exporter is not None:
             self.exporter.all_gone()
         if self.store is not None:

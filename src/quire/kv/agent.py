@@ -30,10 +30,11 @@ class Changed(NamedTuple):
 
 
 class Locate(NamedTuple):
-    """Who has a chain of blocks?"""
+    """Who has blocks of a chain? See `core.orders.Locate`."""
 
     number: int
-    hashes: list[bytes]
+    names: list[bytes]
+    needed: list[bool]
 
 
 class Closed(Protocol):
@@ -79,9 +80,9 @@ class Agent(ABC):
 
     # -- the engine's side -----------------------------------------------------------------------------------
 
-    def locate(self, number: int, hashes: list[bytes]) -> None:
-        """Ask who has a chain of blocks; `Located` tells, soon or late."""
-        self._outbox.post(Locate(number, hashes))
+    def locate(self, number: int, names: list[bytes], needed: list[bool]) -> None:
+        """Ask who has blocks of a chain; `Located` tells, soon or late."""
+        self._outbox.post(Locate(number, names, needed))
 
     def close(self) -> None:
         """Say no more. May be called twice: an agent can have two of an engine's places."""
@@ -154,6 +155,6 @@ class Agent(ABC):
 
     def _answer_nothing(self) -> None:
         """What was asked finds nothing."""
-        for number, _ in self._lookups:
-            self._mailbox.post(Located(number, None))
+        for each in self._lookups:
+            self._mailbox.post(Located(each.number, None))
         self._lookups.clear()

@@ -21,7 +21,7 @@ from torch import Tensor
 from quire.core.step import Move
 from quire.errors import ConfigError
 from quire.kv.ahead import MemoryAhead
-from quire.kv.layout import WHOLE, Share, Split
+from quire.kv.layout import WHOLE, Piece, Share, Split
 from quire.kv.transport.base import Region
 from quire.ops.memory import shared
 
@@ -90,9 +90,9 @@ class Slots:
         """Of their checks."""
         return HEAD.pack(*self.split, self.num_pieces)
 
-    def pieces(self, pool: Tensor, memory: Tensor) -> list[tuple[int, bool, Tensor, Tensor]]:
+    def pieces(self, pool: Tensor, memory: Tensor) -> list[tuple[int, bool, Piece, Piece]]:
         """See `Share.pieces`."""
-        return [(0, True, pool, memory)] if self.share is None else self.share.pieces(pool, memory)
+        return [(0, True, [pool], [memory])] if self.share is None else self.share.pieces(pool, memory)
 
 
 class HostTier:
@@ -174,8 +174,9 @@ class HostTier:
             for block, slot, name, _ in (move for move in moves if move.group == group):
                 for number, saves, own, kept in pieces:
                     if saves:
-                        kept[slot - begin].copy_(own[block])
-                        saved = kept[slot - begin] if self.pinned else own[block]
+                        for there, here in zip(kept, own, strict=True):
+                            there[slot - begin].copy_(here[block])
+                        saved = _at(kept, slot - begin) if self.pinned else _at(own, block)
                         self.checks.add(slot, slots.head, number, self._hash(name, slots.split, number, saved))
 
     def load(self, pools: Sequence[Tensor], moves: Sequence[Move]) -> list[int]:
@@ -185,17 +186,18 @@ class HostTier:
             self._ahead[group].used(max(move.block for move in moves if move.group == group))
         for block, slot, _, group in moves:
             for _, _, own, kept in pieces[group]:
-                own[block].copy_(kept[slot - self._begins[group]], non_blocking=self.pinned)
+                for here, there in zip(own, kept, strict=True):
+                    here[block].copy_(there[slot - self._begins[group]], non_blocking=self.pinned)
         return [move.slot for move in moves if not self._is_good(move, pieces[move.group])]
 
     def _pieces(
         self, pools: Sequence[Tensor], moves: Sequence[Move]
-    ) -> dict[int, list[tuple[int, bool, Tensor, Tensor]]]:
+    ) -> dict[int, list[tuple[int, bool, Piece, Piece]]]:
         """By group of which something moves, see `Slots.pieces`."""
         moved = dict.fromkeys(move.group for move in moves)
         return {group: self.groups[group].pieces(pools[group], self.memory[group]) for group in moved}
 
-    def _is_good(self, move: Move, pieces: list[tuple[int, bool, Tensor, Tensor]]) -> bool:
+    def _is_good(self, move: Move, pieces: list[tuple[int, bool, Piece, Piece]]) -> bool:
         """Whether what was loaded is what had been saved."""
         block, slot, name, group = move
         check = self.checks[slot]
@@ -204,11 +206,11 @@ class HostTier:
         split = Split(*check[:2])
         if split != self.groups[group].split:
             return self._take_over(move, pieces, check, split)
-        return all(self._hash(name, split, number, own[block]) == _of(check, number) for number, _, own, _ in pieces)
+        return all(
+            self._hash(name, split, number, _at(own, block)) == _of(check, number) for number, _, own, _ in pieces
+        )
 
-    def _take_over(
-        self, move: Move, pieces: list[tuple[int, bool, Tensor, Tensor]], check: bytes, split: Split
-    ) -> bool:
+    def _take_over(self, move: Move, pieces: list[tuple[int, bool, Piece, Piece]], check: bytes, split: Split) -> bool:
         """Load a block that was saved by ranks that shared it otherwise; whether it is good.
 
         All of it is checked, on a copy that nobody else can write to.
@@ -219,17 +221,25 @@ class HostTier:
             return False
         layout, copy = share.layout, self.block(slot)[None].clone()
         for number, piece in enumerate(layout.pieces(copy, split)):
-            if self._hash(name, split, number, piece[0]) != _of(check, number):
+            if self._hash(name, split, number, _at(piece, 0)) != _of(check, number):
                 return False
         theirs = layout.pieces(copy, share.split)
         for number, _, own, _ in pieces:
-            own[block].copy_(theirs[number][0])
+            for here, there in zip(own, theirs[number], strict=True):
+                here[block].copy_(there[0])
         return True
 
-    def _hash(self, name: bytes, split: Split, number: int, piece: Tensor) -> bytes:
-        """The keyed hash of a piece."""
-        begin = blake3(HEAD.pack(*split, number) + name, key=self._key)
-        return begin.update(piece.contiguous().cpu().numpy().data).digest(HASH_BYTES)
+    def _hash(self, name: bytes, split: Split, number: int, piece: Sequence[Tensor]) -> bytes:
+        """The keyed hash of a block's piece."""
+        found = blake3(HEAD.pack(*split, number) + name, key=self._key)
+        for each in piece:
+            found.update(each.contiguous().cpu().numpy().data)
+        return found.digest(HASH_BYTES)
+
+
+def _at(piece: Piece, place: int) -> list[Tensor]:
+    """What one block or slot has of it."""
+    return [each[place] for each in piece]
 
 
 def slot_bytes(block_bytes: int) -> int:

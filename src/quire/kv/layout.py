@@ -2,21 +2,25 @@
 
 A block has the keys and values of all layers and heads: planes [layers, kv_heads, sides], and after them those of a
 model that drafts. That is how one rank has it in its pool, and one rank copies it as a whole. Of several, each has a
-box of it, some of the layers and some of the heads, and copies that.
+box of it, some of the layers and some of the heads, and copies that. A block of recurrent layers has the parts of each
+layer one after another, and of each part a rank has its heads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from quire.models.model import Model, layers_of
 from quire.ops import KVCache, KVShape
 from quire.ops.kv_cache import LAYOUT
-from quire.ops.recurrent import RecurrentCache
+from quire.ops.recurrent import Part, RecurrentCache, RecurrentShape
 from quire.ops.states import TILE
+from quire.parallel.group import OneRank, share_of
 
 
 class Split(NamedTuple):
@@ -28,27 +32,70 @@ class Split(NamedTuple):
 
 WHOLE = Split()
 
+Piece = list[Tensor]
+"""What one rank has of blocks: views [count, ...]."""
+
+
+class Layers(NamedTuple):
+    """Whose blocks they are.
+
+    Attributes:
+        numbers: of the group's layers, ascending. total: how many the model has.
+    """
+
+    numbers: tuple[int, ...]
+    total: int
+
+    @classmethod
+    def of(cls, model: Model, group: int) -> Layers:
+        """Those of a KV group, on all ranks."""
+        return cls(model.config.groups[group].layers, model.config.num_layers)
+
+    def at(self, stage: int, stages: int) -> slice:
+        """Which of them one of so many stages has."""
+        own = layers_of(stage, stages, self.total)
+        return slice(bisect_left(self.numbers, own.start), bisect_left(self.numbers, own.stop))
+
+
+class Layout(Protocol):
+    """A block of some KV group."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Its size."""
+
+    def has(self, split: Split) -> bool:
+        """Whether blocks can be shared so."""
+
+    def num_pieces(self, split: Split) -> int:
+        """How many `pieces` there are."""
+
+    def pieces(self, blocks: Tensor, split: Split) -> list[Piece]:
+        """Of blocks [count, block_bytes], views of all that different ranks have: for each stage, its ranks' parts."""
+
 
 @dataclass(frozen=True)
-class Layout:
-    """A block.
+class KVLayout:
+    """A block of keys and values.
 
     Attributes:
         shape: of all layers and heads.
         drafts: what another model keeps of the same tokens, after the planes; each rank has all of it.
+        layers: whose they are; default: all layers of a model are.
     """
 
     block_size: int
     shape: KVShape
     drafts: KVShape | None = None
+    layers: Layers = field(default=Layers((), 0))
 
     @classmethod
-    def of(cls, cache: KVCache, model: Model, group: int = 0) -> Layout:
+    def of(cls, cache: KVCache, model: Model, group: int = 0) -> KVLayout:
         """Of the blocks of which a rank has its part in a cache, that of a KV group."""
-        layers = model.config.groups[group].layers
-        heads = model.config.layer_at(layers[0]).num_kv_heads
-        shape = replace(cache.shape, layers=len(layers), kv_heads=heads)
-        return cls(cache.block_size, shape, cache.draft_kv.shape if cache.draft_kv else None)
+        layers = Layers.of(model, group)
+        heads = model.config.layer_at(layers.numbers[0]).num_kv_heads
+        shape = replace(cache.shape, layers=len(layers.numbers), kv_heads=heads)
+        return cls(cache.block_size, shape, cache.draft_kv.shape if cache.draft_kv else None, layers)
 
     @property
     def id(self) -> str:
@@ -71,27 +118,87 @@ class Layout:
         return self.block_size * self.shape.sides * self.shape.row_bytes
 
     def has(self, split: Split) -> bool:
-        """Whether blocks can be shared so."""
-        return 0 < split.stages <= self.shape.layers and split.parts > 0 and not self.shape.kv_heads % split.parts
+        """See `Layout`."""
+        return 0 < split.stages <= self._layers.total and split.parts > 0 and not self.shape.kv_heads % split.parts
 
     def num_pieces(self, split: Split) -> int:
-        """How many `pieces` there are."""
+        """See `Layout`."""
         return 1 if split == WHOLE else split.stages * split.parts + bool(self.drafts)
 
-    def pieces(self, blocks: Tensor, split: Split) -> list[Tensor]:
-        """Of blocks [count, block_bytes], views [count, ...] of all that different ranks have: for each stage, the
-        parts of its heads; and last, what drafts."""
+    def pieces(self, blocks: Tensor, split: Split) -> list[Piece]:
+        """See `Layout`: parts are some of the heads. What drafts is a piece of its own, the last one."""
         if split == WHOLE:
-            return [blocks]
+            return [[blocks]]
         shape, each = self.shape, self.shape.kv_heads // split.parts
         planes = blocks[:, : shape.layers * shape.kv_heads * self.head_bytes]
         planes = planes.view(len(blocks), shape.layers, shape.kv_heads, self.head_bytes)
         found = []
         for stage in range(split.stages):
-            layers = layers_of(stage, split.stages, shape.layers)
-            of_stage = planes[:, layers.start : layers.stop]
-            found += [of_stage[:, :, part * each : (part + 1) * each] for part in range(split.parts)]
-        return [*found, blocks[:, -self.draft_bytes :]] if self.draft_bytes else found
+            of_stage = planes[:, self._layers.at(stage, split.stages)]
+            found += [[of_stage[:, :, part * each : (part + 1) * each]] for part in range(split.parts)]
+        return [*found, [blocks[:, -self.draft_bytes :]]] if self.draft_bytes else found
+
+    @property
+    def _layers(self) -> Layers:
+        return self.layers if self.layers.total else Layers(tuple(range(self.shape.layers)), self.shape.layers)
+
+
+@dataclass(frozen=True)
+class RecurrentLayout:
+    """A block of recurrent layers.
+
+    Attributes:
+        shape: what it holds of all layers and heads. layers: whose they are.
+    """
+
+    shape: RecurrentShape
+    layers: Layers
+
+    @property
+    def block_bytes(self) -> int:
+        return self.shape.block_bytes
+
+    def has(self, split: Split) -> bool:
+        """See `Layout`."""
+        return 0 < split.stages <= self.layers.total and split.parts > 0
+
+    def num_pieces(self, split: Split) -> int:
+        """See `Layout`."""
+        return split.stages * split.parts
+
+    def pieces(self, blocks: Tensor, split: Split) -> list[Piece]:
+        """See `Layout`: a rank has its share of each section of each part."""
+        if split == WHOLE:
+            return [[blocks]]
+        parts, found = self.shape.bytes_of_parts(blocks), []
+        for stage in range(split.stages):
+            of_stage = [each[:, self.layers.at(stage, split.stages)] for each in parts]
+            found += [self._of_rank(of_stage, rank, split.parts) for rank in range(split.parts)]
+        return found
+
+    def _of_rank(self, parts: list[Tensor], rank: int, ranks: int) -> Piece:
+        piece = []
+        for part, whole in zip(self.shape.parts, parts, strict=True):
+            first, size = 0, _column_bytes(part)
+            for columns, heads in part.sections or ((part.shape[part.shared],) * 2,):
+                own = share_of(columns, rank, ranks, heads)
+                piece.append(whole.narrow(2 + part.shared, (first + own.start) * size, len(own) * size))
+                first += columns
+        return piece
+
+    def own(self, pool: Tensor, shape: RecurrentShape, layers: int) -> Piece:
+        """Of a rank's pool, whose blocks hold this, the same views as the piece that it has of other blocks."""
+        piece: Piece = []
+        for part, own in zip(shape.parts, shape.bytes_of_parts(pool), strict=True):
+            size = _column_bytes(part)
+            lengths = [columns * size for columns, _ in part.sections or ((part.shape[part.shared], None),)]
+            piece += torch.split(own[:, :layers], lengths, 2 + part.shared)
+        return piece
+
+
+def _column_bytes(part: Part) -> int:
+    """What a step along the dimension that ranks share is in `RecurrentShape.bytes_of_parts`."""
+    return part.dtype.itemsize if part.shared == len(part.shape) - 1 else 1
 
 
 def layout_id(cache: KVCache, model: Model, group: int) -> str:
@@ -100,7 +207,7 @@ def layout_id(cache: KVCache, model: Model, group: int) -> str:
         return (
             f"{LAYOUT}|{cache.block_size}|{model.config.recurrent} of {len(model.config.groups[group].layers)}|{TILE}"
         )
-    return Layout.of(cache, model, group).id
+    return KVLayout.of(cache, model, group).id
 
 
 @dataclass(frozen=True)
@@ -110,32 +217,43 @@ class Share:
     Attributes:
         number: of its piece, see `Layout.pieces`.
         saves: it is the first of those that have the same, and saves it for all of them.
+        holds: what its blocks hold, where layers are recurrent.
     """
 
-    layout: Layout
+    layout: KVLayout | RecurrentLayout
     split: Split = WHOLE
     number: int = 0
     saves: bool = True
+    holds: RecurrentShape | None = None
 
     @classmethod
     def of(cls, cache: KVCache, model: Model, group: int = 0) -> Share:
         """Of a rank that has its part in a cache, that of a KV group."""
-        layout, width = Layout.of(cache, model, group), model.stage.size
+        width = model.stage.size
+        stage, place = divmod(model.ranks.rank % (width * model.stages), width)
+        if isinstance(cache, RecurrentCache) and model.config.recurrent is not None:
+            layers = Layers.of(model, group)
+            size = len(layers.numbers), cache.block_size, model.dtype, OneRank()
+            whole = RecurrentLayout(model.config.recurrent.state_shape(*size), layers)
+            return cls(whole, Split(model.stages, width), stage * width + place, holds=cache.holds)
+        layout = KVLayout.of(cache, model, group)
         split = Split(model.stages, min(width, layout.shape.kv_heads))
         alike = width // split.parts  # ranks next to each other that have the same heads
-        stage, place = divmod(model.ranks.rank % (width * model.stages), width)
         return cls(layout, split, stage * split.parts + place // alike, place % alike == 0)
 
-    def pieces(self, pool: Tensor, slots: Tensor) -> list[tuple[int, bool, Tensor, Tensor]]:
+    def pieces(self, pool: Tensor, slots: Tensor) -> list[tuple[int, bool, Piece, Piece]]:
         """What moves between the rank's pool [blocks, bytes] and slots [count, block_bytes]: a piece's number, whether
         this rank saves it, and views of both, [blocks, ...] and [count, ...]."""
         theirs = self.layout.pieces(slots, self.split)
         if self.split == WHOLE:
-            return [(0, self.saves, pool, slots)]
+            return [(0, self.saves, [pool], theirs[0])]
         own = theirs[self.number]
-        planes = pool[:, : own[0].numel()].view(len(pool), *own.shape[1:])
-        found = [(self.number, self.saves, planes, own)]
+        if isinstance(self.layout, RecurrentLayout):
+            shape, layers = self.holds or self.layout.shape, own[0].shape[1]
+            return [(self.number, self.saves, self.layout.own(pool, shape, layers), own)]
+        planes = pool[:, : own[0][0].numel()].view(len(pool), *own[0].shape[1:])
+        found = [(self.number, self.saves, [planes], own)]
         if drafts := self.layout.draft_bytes:
             first = self.saves and self.number == 0
-            found.append((len(theirs) - 1, first, pool[:, -drafts:], theirs[-1]))
+            found.append((len(theirs) - 1, first, [pool[:, -drafts:]], theirs[-1]))
         return found

@@ -44,7 +44,7 @@ class Dropped(NamedTuple):
 
 
 class Located(NamedTuple):
-    """By a directory, which nodes hold the first blocks that were asked about; None: it does not answer."""
+    """By a directory, which nodes hold each of the first blocks that were asked about; None: it does not answer."""
 
     number: int
     holders: list[list[str]] | None

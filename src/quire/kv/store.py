@@ -177,10 +177,9 @@ class StoreAgent(Agent):
         busy = bool(self._waiting) and self._putting is None
         self._take_in(0.0 if busy or self._lookups or self._pulls else 0.5)
         while self._lookups:
-            number, hashes = self._lookups[0]
-            found = self._store.exists(hashes)
-            count = next((index for index, there in enumerate(found) if not there), len(found))
-            self._mailbox.post(Located(number, [list(self.nodes)] * (count if self.nodes else 0)))
+            number, names, _ = self._lookups[0]
+            found = self._store.exists(names)
+            self._mailbox.post(Located(number, [list(self.nodes) if there else [] for there in found]))
             del self._lookups[0]
         while self._pulls:
             self._read(self._pulls.pop(0))

@@ -25,11 +25,16 @@ class Part(NamedTuple):
 
     Attributes:
         tokens: which dimension is the block's tokens, of which each has a row; None: it is a state.
+        shared: which dimension ranks share.
+        sections: what lies along that, in order: how many columns, and of how many heads; None: columns are by
+            themselves. Ranks share each section as `parallel.group.share` says; none: one of a head a column.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     tokens: int | None = None
+    shared: int = 0
+    sections: tuple[tuple[int, int | None], ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -66,15 +71,32 @@ class RecurrentShape(ABC):
         return -(-sum(part.num_bytes for part in self.parts) // LINE) * LINE
 
     @property
+    def block_bytes(self) -> int:
+        """Of a block."""
+        return self.layers * self.layer_bytes
+
+    @property
     def bytes_per_token(self) -> int:
         """A block's bytes, by its tokens."""
-        return self.layers * self.layer_bytes // self.block_size
+        return self.block_bytes // self.block_size
+
+    def bytes_of_parts(self, blocks: torch.Tensor) -> list[torch.Tensor]:
+        """Of blocks [count, block_bytes] uint8, a view of each part: [count, layers, *its shape], whose last dimension
+        is in bytes."""
+        by_layer, first, found = blocks.view(len(blocks), self.layers, self.layer_bytes), 0, []
+        for part in self.parts:
+            shape = *part.shape[:-1], part.shape[-1] * part.dtype.itemsize
+            size = torch.Size(shape).numel()
+            found.append(by_layer[:, :, first : first + size].view(len(blocks), self.layers, *shape))
+            first += part.num_bytes
+        return found
 
 
 class RecurrentCache(KVCache):
     """The device's blocks of recurrent layers. Block 0 is null: it stands for blocks that are not there.
 
     Attributes:
+        holds: what a block does.
         layer_bytes: of a layer's part of a block.
         offsets: where each part begins in a layer's bytes.
         views: of each part, [num_blocks, layers, *its shape].
@@ -87,7 +109,7 @@ class RecurrentCache(KVCache):
                 f"{num_blocks} blocks of {shape.block_size} tokens for recurrent states; there must be at least 2, of "
                 f"one of {list(BLOCK_SIZES)} tokens"
             )
-        self.num_blocks, self.block_size = num_blocks, shape.block_size
+        self.num_blocks, self.block_size, self.holds = num_blocks, shape.block_size, shape
         self.layers, self.dtype = shape.layers, shape.dtype
         self.draft_kv = None
         self.pulse = array("q", [0])

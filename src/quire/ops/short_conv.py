@@ -30,7 +30,7 @@ class ConvShape(RecurrentShape):
     @property
     def parts(self) -> list[Part]:
         """Inputs."""
-        return [Part(self.dtype, (self.block_size, self.channels), 0)]
+        return [Part(self.dtype, (self.block_size, self.channels), 0, 1, ((self.channels, None),))]
 
     def cache(self, num_blocks: int, device: torch.device | str = "cpu") -> ConvCache:
         """See `RecurrentShape`."""

@@ -76,12 +76,13 @@ class StateShape(RecurrentShape):
     def parts(self) -> list[Part]:
         """States, keys, updates, decays, inputs."""
         wide, size = torch.float32, self.block_size
+        keys, values = (self.key_heads * self.key_dim, self.key_heads), (self.heads * self.value_dim, self.heads)
         return [
             Part(wide, (self.heads, self.key_dim, self.value_dim)),
             Part(wide, (self.key_heads, size, self.key_dim), 1),
             Part(wide, (self.heads, size, self.value_dim), 1),
             Part(wide, (self.heads, size, self.decay_dim), 1),
-            Part(self.dtype, (size, self.channels), 0),
+            Part(self.dtype, (size, self.channels), 0, 1, (keys, keys, values)),
         ]
 
     def cache(self, num_blocks: int, device: torch.device | str = "cpu") -> StateCache:

@@ -166,7 +166,12 @@ def own_heads(heads: int, group: Group) -> int:
 
 
 def share(size: int, group: Group, heads: int | None = None) -> range:
-    """This rank's part of `size` columns (or outputs).
+    """This rank's part of `size` columns (or outputs), see `share_of`."""
+    return share_of(size, group.rank, group.size, heads)
+
+
+def share_of(size: int, rank: int, ranks: int, heads: int | None = None) -> range:
+    """One rank's part of `size` columns (or outputs).
 
     Where there are fewer of them than ranks, ranks next to each other have the same one, and no gather puts that right:
     models ask only for heads to be shared so.
@@ -176,10 +181,10 @@ def share(size: int, group: Group, heads: int | None = None) -> range:
     """
     if heads is None:
         unit = math.gcd(size, PANEL)
-        while unit > 1 and size // unit < group.size:
+        while unit > 1 and size // unit < ranks:
             unit //= 2
         pieces = size // unit
     else:
         unit, pieces = size // heads, heads
-    first, last = group.rank * pieces // group.size, (group.rank + 1) * pieces // group.size
+    first, last = rank * pieces // ranks, (rank + 1) * pieces // ranks
     return range(first * unit, max(last, first + 1) * unit)

@@ -128,32 +128,12 @@ def _host_tier(
     """Memory for blocks that the pool gives up, where it was asked for.
 
     Raises:
-        ConfigError: it would hold no block of some layers, or the model's blocks cannot be divided among these ranks.
+        ConfigError: it would hold no block of some layers.
     """
     if not config.host_kv_bytes:
         return None
-    if config.kv_directory is not None and [group.window for group in plan.groups] != [None]:
-        raise ConfigError(
-            f"kv_directory={config.kv_directory} with a model that has layers with a sliding window, or recurrent "
-            "ones is not supported yet, since the directory's names are of blocks of all layers; leave it out (such "
-            "models may have host_kv_memory, disk_kv_path, and kv_role=prefill and decode)"
-        )
-    alone = model.stage.size * model.stages == 1
-    recurrent = any(group.recurrent for group in plan.groups)
-    if not alone and (recurrent or (len(kv) > 1 and model.stages > 1)):
-        windows = "pipeline_parallel_size and a model of which some layers have a sliding window"
-        raise ConfigError(
-            f"host_kv_memory or kv_role with {'recurrent layers over several ranks' if recurrent else windows} is not "
-            "supported yet, since it is not known which part of a block each rank has; leave one of them out"
-        )
-    shares = [
-        None if group.recurrent else Share.of(cache, model, number)
-        for number, (cache, group) in enumerate(zip(kv, plan.groups, strict=True))
-    ]
-    sizes = [
-        slot_bytes(cache.bytes_per_block if share is None else share.layout.block_bytes)
-        for cache, share in zip(kv, shares, strict=True)
-    ]
+    shares = [Share.of(cache, model, number) for number, cache in enumerate(kv)]
+    sizes = [slot_bytes(share.layout.block_bytes) for share in shares]
     counts = _slot_counts(config.host_kv_bytes, sizes, [group.num_usable for group in plan.groups])
     if not all(counts):
         raise ConfigError(

@@ -110,8 +110,9 @@ class DirectoryAgent(Agent):
                 self._looks = False  # before it does: what comes later wakes it
         self._take_in(max(0.0, (min(self._tell_at, self._renew) if gathering else self._renew) - time.monotonic()))
         while self._lookups:
-            number, hashes = self._lookups[0]
-            rows = [[node for node in row if node.name != self._node.name] for row in self._directory.query(hashes)]
+            number, names, needed = self._lookups[0]
+            found = self._directory.query(names, needed)
+            rows = [[node for node in row if node.name != self._node.name] for row in found]
             self._know(self.nodes | {node.name: node for row in rows for node in row})
             self._mailbox.post(Located(number, [[node.name for node in row] for row in rows]))
             del self._lookups[0]
@@ -177,6 +178,7 @@ class DirectoryAgent(Agent):
 
     def _mark(self, blocks: Iterable[bytes], held: bool) -> None:
         if self._node.address:
+            blocks = [each for each in blocks if held or each in self._held]
             self._changed |= dict.fromkeys(blocks, held)
             (self._held.update if held else self._held.difference_update)(blocks)
 

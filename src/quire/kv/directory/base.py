@@ -33,7 +33,7 @@ class Node(NamedTuple):
 
 
 Holders = list[list[Node]]
-"""The nodes that hold a block, of each block of a chain up to the first one that nobody holds."""
+"""The nodes that hold a block, of each that was asked about."""
 
 
 class Directory(Protocol):
@@ -60,8 +60,12 @@ class Directory(Protocol):
     def withdraw(self, node: Node, blocks: Sequence[bytes]) -> None:
         """The node holds these blocks no longer, if what was published of them was of this epoch."""
 
-    def query(self, blocks: Sequence[bytes]) -> Holders:
-        """Who holds a chain of blocks."""
+    def query(self, blocks: Sequence[bytes], needed: Sequence[bool] | None = None) -> Holders:
+        """Who holds blocks of a chain, up to the first one that nobody holds and that is needed.
+
+        Args:
+            needed: of each block, whether those behind it are of no use without; None: each is.
+        """
 
     def nodes(self) -> list[Node]:
         """All that are there."""

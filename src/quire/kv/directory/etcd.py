@@ -132,8 +132,9 @@ class EtcdDirectory:
             ]
             self._ask("/v3/kv/txn", _transaction([], each_one, []))
 
-    def query(self, blocks: Sequence[bytes]) -> Holders:
+    def query(self, blocks: Sequence[bytes], needed: Sequence[bool] | None = None) -> Holders:
         found: Holders = []
+        ends = iter(needed or [True] * len(blocks))
         for some in _parts(blocks):
             ranges = [_range(PREFIX + b"n/", True), *(_range(_block(each), True) for each in some)]
             names, *rows = self._ask("/v3/kv/txn", _transaction([], ranges, []))["responses"]
@@ -141,7 +142,7 @@ class EtcdDirectory:
             for block, row in zip(some, rows, strict=True):
                 held = [(key[len(_block(block)) :].decode(), value.decode()) for key, value in _found(row)]
                 holders = [nodes[name] for name, epoch in held if name in nodes and nodes[name].epoch == epoch]
-                if not holders:
+                if next(ends) and not holders:
                     return found
                 found.append(holders)
         return found

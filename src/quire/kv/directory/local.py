@@ -74,14 +74,14 @@ class LocalDirectory:
                 if held.get(node.name) == node.epoch:
                     del held[node.name]
 
-    def query(self, blocks: Sequence[bytes]) -> Holders:
+    def query(self, blocks: Sequence[bytes], needed: Sequence[bool] | None = None) -> Holders:
         with self._store.lock:
             found: Holders = []
-            for block in blocks:
+            for block, ends in zip(blocks, needed or [True] * len(blocks), strict=True):
                 published = self._store.blocks.get(block, {}).items()
                 nodes = [(self._store.find(name), epoch) for name, epoch in published]
                 holders = [node for node, epoch in nodes if node is not None and node.epoch == epoch]
-                if not holders:
+                if not holders and ends:
                     break
                 found.append(holders)
             return found

@@ -81,7 +81,7 @@ _QUERY = (
     _EPOCH
     + """
 local numbers, records, rows = {}, {}, {}
-for _, block in ipairs(KEYS) do
+for place, block in ipairs(KEYS) do
   local held, row = redis.call('HGETALL', block), {}
   for i = 1, #held, 2 do
     local name = held[i]
@@ -93,7 +93,7 @@ for _, block in ipairs(KEYS) do
       table.insert(row, numbers[name])
     end
   end
-  if #row == 0 then break end
+  if #row == 0 and string.byte(ARGV[2], place) == 49 then break end
   table.insert(rows, row)
 end
 return {records, rows}
@@ -150,8 +150,9 @@ class RedisDirectory:
     def withdraw(self, node: Node, blocks: Sequence[bytes]) -> None:
         self._call(lambda: self._withdraw(_block_keys(blocks), [node.name, node.epoch]))
 
-    def query(self, blocks: Sequence[bytes]) -> Holders:
-        records, rows = self._call(lambda: self._query(_block_keys(blocks), [_node_key("")]))
+    def query(self, blocks: Sequence[bytes], needed: Sequence[bool] | None = None) -> Holders:
+        ends = "".join("01"[each] for each in needed or [True] * len(blocks))
+        records, rows = self._call(lambda: self._query(_block_keys(blocks), [_node_key(""), ends]))
         nodes = [_node(*each) for each in records]
         return [[nodes[number - 1] for number in row] for row in rows]
 
