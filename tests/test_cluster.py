@@ -118,7 +118,7 @@ def test_a_cluster_runs_once_and_keeps_its_key(tmp_path: Path, monkeypatch: pyte
     with ClusterFolder(path) as folder:
         key = folder.key()
         assert (path / "cluster.key").stat().st_mode & 0o777 == 0o600 and len(key) > 32
-        with pytest.raises(ClusterError, match="runs already"), ClusterFolder(path):
+        with pytest.raises(ClusterError, match="is running already"), ClusterFolder(path):
             pass
     with ClusterFolder(path) as folder:
         assert folder.key() == key

@@ -214,7 +214,7 @@ def test_a_password_a_user_and_what_a_user_may_do() -> None:
         at = f"@127.0.0.1:{server.port}/0"
         RedisDirectory(f"redis://:sesame{at}", "us").check()
         for wrong in ("redis://" + at.removeprefix("@"), f"redis://:wrong{at}", f"redis://nobody:sesame{at}"):
-            with pytest.raises(ConfigError, match="does not take this user and password") as error:
+            with pytest.raises(ConfigError, match="does not accept this user and password") as error:
                 RedisDirectory(wrong, "us").check()
             assert "sesame" not in str(error.value) and ":wrong" not in str(error.value)
         with redis.Redis(port=server.port, password="sesame") as admin:
@@ -229,7 +229,7 @@ def test_a_password_a_user_and_what_a_user_may_do() -> None:
         directory.withdraw(node, blocks(1))
         directory.leave(node)
         for user in ("less", "least"):
-            with pytest.raises(ConfigError, match="its user may not do what a directory needs"):
+            with pytest.raises(ConfigError, match="its user lacks permissions for a directory"):
                 directory = RedisDirectory(f"redis://{user}:word{at}", "us")
                 directory.check()
                 directory.join(node, LEASE)
@@ -240,7 +240,7 @@ def test_a_password_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -
     with RedisServer("--requirepass", "sesame") as server:
         monkeypatch.setenv("REDISCLI_AUTH", "sesame")
         RedisDirectory(server.url, "us", PATIENT).check()
-        with pytest.raises(ConfigError, match="does not take this user and password"):
+        with pytest.raises(ConfigError, match="does not accept this user and password"):
             RedisDirectory(server.url.replace("//", "//:wrong@"), "us").check()
 
 
@@ -308,8 +308,8 @@ def test_who_does_not_answer_may_do_so_later() -> None:
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("127.0.0.1:6379", "is no URL of a directory; allowed: redis://"),
-        ("http://a:b@c", r"http://a:\*\*\*@c' is no URL of a directory"),
+        ("127.0.0.1:6379", "is not the URL of a directory; allowed: redis://"),
+        ("http://a:b@c", r"http://a:\*\*\*@c' is not the URL of a directory"),
         ("etcd://me:word@host/path", r"etcd://me:\*\*\*@host/path: it is no such URL; allowed: etcd://"),
         ("etcd://host?ca=x", "it has ca; allowed"),
         ("etcds://host?ca=/nothing", "ca=/nothing is no file of certificates"),
@@ -360,7 +360,7 @@ def test_users_and_tls_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             EtcdDirectory(url, "us", PATIENT).check()
         with pytest.raises(DirectoryError):
             EtcdDirectory(f"etcd://{at}", "us", PATIENT).check()
-        with pytest.raises(ConfigError, match="knows no users"):
+        with pytest.raises(ConfigError, match="this etcd has no users"):
             EtcdDirectory(f"etcds://quire:word@{at}{ca}", "us", PATIENT).check()
         begin, end = (base64.b64encode(each).decode() for each in (b"quire/kv/", b"quire/kv0"))
         for path, body in (
@@ -376,10 +376,10 @@ def test_users_and_tls_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             admin._ask(f"/v3/auth/{path}", body)
         with pytest.raises(ConfigError, match="wants a user and a password"):
             admin.join(node, LEASE)
-        with pytest.raises(ConfigError, match="does not take this user and password") as error:
+        with pytest.raises(ConfigError, match="does not accept this user and password") as error:
             EtcdDirectory(f"etcds://quire:wrong@{at}{ca}", "us", PATIENT).check()
         assert ":wrong" not in str(error.value)
-        with pytest.raises(ConfigError, match=r"may not do what a directory needs; grant it readwrite"):
+        with pytest.raises(ConfigError, match=r"lacks permissions for a directory; grant it readwrite"):
             EtcdDirectory(f"etcds://less:word@{at}{ca}", "us", PATIENT).join(node, LEASE)
         monkeypatch.setenv("ETCDCTL_PASSWORD", "word")
         directory = EtcdDirectory(f"etcds://quire@{at}{ca}", "us", PATIENT)

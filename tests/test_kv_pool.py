@@ -666,7 +666,7 @@ def test_a_redis_that_cannot_be_used_is_one_error_at_the_start_and_one_that_is_n
     options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with RedisServer("--requirepass", "sesame") as server:
-        with pytest.raises(ConfigError, match="does not take this user and password"):
+        with pytest.raises(ConfigError, match="does not accept this user and password"):
             PoolNode(**options | {"kv_directory": server.url})
         PoolNode(**options | {"kv_directory": server.url.replace("//", "//:sesame@")}).close()
     node = PoolNode(**options | {"kv_directory": f"redis://127.0.0.1:{free_port()}/0"})

@@ -407,7 +407,7 @@ def test_slots_into_which_something_may_come_late_are_used_no_more_and_neither_i
     importer = engine.tiers.importer
     assert importer is not None
     assert run(engine, [prompt(150)]) == alone(options, [prompt(150)])
-    wait_until(lambda: "no way to its blocks" in importer.prefillers[0].state)
+    wait_until(lambda: "no transport to its blocks" in importer.prefillers[0].state)
     assert engine.stats.kv_slots["quarantined"] == 9 and not importer.ready
     assert run(engine, [prompt(100, 1)], first_id=10) == alone(options, [prompt(100, 1)])
     engine.close()
@@ -432,7 +432,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"speculative_config": {"method": "eagle", "model": "demo-eagle", "num_speculative_tokens": 3}},
         "KV is",
     ),
-    "key": ({"cluster_key_file": "another"}, "it does not take this cluster key"),
+    "key": ({"cluster_key_file": "another"}, "it does not accept this cluster key"),
 }
 
 
@@ -461,9 +461,9 @@ def test_engines_that_do_not_fit_are_told_why_and_serve_alone(
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"kv_role": "decode", "prefill_url": "http://"}, "is no URL of a server"),
-        ({"kv_role": "decode", "prefill_url": "http://[::1"}, "is no URL of a server"),
-        ({"kv_role": "decode", "prefill_url": "ftp://a:80"}, "is no URL of a server"),
+        ({"kv_role": "decode", "prefill_url": "http://"}, "is neither the URL of a server"),
+        ({"kv_role": "decode", "prefill_url": "http://[::1"}, "is neither the URL of a server"),
+        ({"kv_role": "decode", "prefill_url": "ftp://a:80"}, "is neither the URL of a server"),
         ({"kv_role": "decode", "prefill_url": "nowhere"}, "is not HOST:PORT"),
         ({"kv_role": "both"}, "kv_role=both needs kv_directory, where"),
         ({"kv_role": "decode", "prefill_url": " , "}, "names no server"),
@@ -471,11 +471,11 @@ def test_engines_that_do_not_fit_are_told_why_and_serve_alone(
             {"kv_directory": "redis://a"},
             "kv_directory needs kv_role, since it is for engines that share KV; set kv_role=both",
         ),
-        ({"kv_role": "both", "kv_directory": "http://a"}, "is no URL of a directory"),
+        ({"kv_role": "both", "kv_directory": "http://a"}, "is not the URL of a directory"),
         ({"kv_role": "prefill", "prefill_url": "http://a"}, "set kv_role=decode"),
         ({"cluster_key_file": "x"}, "is for engines that share KV"),
         ({"kv_role": "prefill", "cluster_key_file": "/nowhere/key"}, "cluster-key-file /nowhere/key: No such file"),
-        ({"kv_role": "prefill", "kv_host": "0.0.0.0"}, "is not where others reach this machine"),
+        ({"kv_role": "prefill", "kv_host": "0.0.0.0"}, "is not an address at which others can reach this machine"),
         ({"kv_role": "prefill", "prefix_cache": "off"}, "kv_role=prefill needs the prefix cache"),
         ({"kv_role": "prefill", "kv_port": 70000}, "allowed: from 0 to 65535"),
         ({"kv_role": "prefill", "host_kv_memory": "1"}, "is less than one block"),

@@ -156,7 +156,7 @@ def test_shared_memory_is_read_whatever_its_holder_does(region: Region) -> None:
 def test_a_deadline_that_has_passed_ends_a_copy(region: Region) -> None:
     with (
         paired("shared_memory", region) as pair,
-        pytest.raises(TransferError, match="not all has been copied within 0"),
+        pytest.raises(TransferError, match="the copy took longer than 0"),
     ):
         pair.link.read([Range(0, 0, SIZE)], 0.0)
 
@@ -279,7 +279,7 @@ def test_another_container_gets_nothing(region: Region) -> None:
 
 def test_a_region_that_others_cannot_open_has_no_address() -> None:
     memory = memoryview(bytearray(100))
-    with pytest.raises(TransferError, match="no file that other processes can open"):
+    with pytest.raises(TransferError, match="not a file that other processes can open"):
         SharedMemoryTransport(Region(memory, -1))
     with (
         open(__file__, "rb") as file,

@@ -134,11 +134,11 @@ def test_a_holder_that_is_slow_is_not_waited_for_beyond_the_deadline(region: Reg
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        ([b"\xff", b"x"], "makes no sense"),
-        ([msgspec.msgpack.encode(Answer(99)), b"x"], "makes no sense"),
+        ([b"\xff", b"x"], "is invalid"),
+        ([msgspec.msgpack.encode(Answer(99)), b"x"], "is invalid"),
         ([msgspec.msgpack.encode(Answer(0)), b"xy"], "another length"),
-        ([msgspec.msgpack.encode(Answer(0))], "makes no sense"),
-        ([msgspec.msgpack.encode(Answer(0)), b"x", b"y"], "makes no sense"),
+        ([msgspec.msgpack.encode(Answer(0))], "is invalid"),
+        ([msgspec.msgpack.encode(Answer(0)), b"x", b"y"], "is invalid"),
         ([msgspec.msgpack.encode(Answer(0, "no")), b""], "refuses: no"),
     ],
 )
@@ -168,7 +168,7 @@ def test_closing_a_holder_ends_its_readers_and_frees_the_port(region: Region) ->
             reader.connect(holder.address)
         other = SocketTransport(region, TOKEN.encode(), port=address.port)
         assert other.address != holder.address
-        with pytest.raises(TransferError, match="the region that is asked for is not here any more"):
+        with pytest.raises(TransferError, match="the requested region is no longer here"):
             reader.connect(holder.address)
         reader.close()
         other.close()
@@ -385,8 +385,8 @@ def test_a_host_or_port_that_cannot_be_listened_at_is_refused(region: Region) ->
         for host, port, match in (
             ("127.0.0.1", address.port, "Address already in use; choose an address of this machine, and a port that"),
             ("192.0.2.77", 0, "Cannot assign requested address"),
-            ("0.0.0.0", 0, "is not where others reach this machine; name one of its addresses"),
-            ("::", 0, "is not where others reach this machine"),
+            ("0.0.0.0", 0, "is not an address at which others can reach this machine; give one of its addresses"),
+            ("::", 0, "is not an address at which others can reach this machine"),
             ("no such host", 0, "name a host, or its address"),
         ):
             transport = SocketTransport(region, TOKEN.encode(), host, port)

@@ -612,7 +612,7 @@ def test_a_redis_that_does_not_let_a_router_in_ends_its_start(loop: Loop) -> Non
     with (
         RedisServer("--requirepass", "sesame") as redis,
         RouterThread(server=[redis.url], api_key=["k"]) as router,
-        pytest.raises(ConfigError, match="does not take this user and password"),
+        pytest.raises(ConfigError, match="does not accept this user and password"),
     ):
         router.thread.call(begin([RedisSource(redis.url, "k")], router.site.servers))
 

@@ -1,10 +1,10 @@
-"""The least time that a cell could take on this machine: its roofline (https://doi.org/10.1145/1498765.1498785).
+"""The least time that a cell could take on this machine: a roofline model (https://doi.org/10.1145/1498765.1498785).
 
-A step reads its weights and its requests' keys and values at least once, and does at least the multiplications
-of the model. So it takes no less than its bytes over the machine's read rate, nor than its operations over the
-machine's matrix rate. A quantized model's products are those of 8-bit integers, which have a rate of their own;
-attention has that of the model's data type. All rates are measured, by this process, with the threads that the
-engine uses. A model so small that the processor's caches hold it can beat the read rate, which is that of memory.
+A step reads its weights and its requests' keys and values at least once, and does at least the model's
+multiplications. So it takes at least its bytes divided by the memory bandwidth, and at least its operations divided by
+the matrix throughput. A quantized model's products use 8-bit integers, whose throughput is measured separately;
+attention uses the model's data type. Everything is measured in this process, with the engine's number of threads. A
+model small enough to fit into the processor's caches can exceed the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -26,24 +26,23 @@ if TYPE_CHECKING:
     from quire.llm import LLM
 
 READ_BYTES = 512 * 2**20
-"""Far more than any cache holds."""
+"""Far larger than any cache."""
 
 SQUARE = 2048
-"""Rows and columns of the matrices: large enough for the full rate, small enough for a quick look."""
+"""Rows and columns of the matrices: large enough for full throughput, small enough for a quick measurement."""
 
 INT8_SQUARE = 1024
-"""The same of 8-bit integers, whose products are done sooner."""
+"""The same for 8-bit integers, whose products are faster."""
 
 GPU_COPY_BYTES, GPU_SQUARE = 4 * 2**30, 8192
-"""The same on a GPU. What is copied there is read and written, and both count."""
+"""The same on a GPU, where a copy's reads and writes both count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the machine does at best, with `threads` threads: bytes and operations per second.
+    """The machine's peak rates with `threads` threads, in bytes and operations per second.
 
-    A multiplication and its addition are two operations. `matrix_rate` is that of the model's data type. A GPU has
-    no threads.
+    A multiply-add is two operations. `matrix_rate` is for the model's data type. A GPU has no threads.
     """
 
     threads: int
@@ -53,10 +52,10 @@ class Machine:
 
 
 def measure_machine(dtype: torch.dtype, threads: int, repeat: int = 7, device: torch.device | str = "cpu") -> Machine:
-    """Read rate of a long sum, and the rates of matrix products in `dtype` and int8: each the best of `repeat`.
+    """Measure the read rate of a long sum, and matrix products in `dtype` and int8: each the best of `repeat`.
 
-    The rate of int8 is at least that of `dtype`, whose product could be taken in its place. On a GPU the rate of a
-    copy stands for that of reading.
+    The int8 rate is at least that of `dtype`, whose product could be used instead. On a GPU, a copy is measured instead
+    of a sum.
     """
     if torch.device(device).type == "cuda":
         return _measure_gpu(dtype, repeat, torch.device(device))
@@ -85,8 +84,10 @@ def _measure_gpu(dtype: torch.dtype, repeat: int, device: torch.device) -> Machi
 def _gpu_copy_rate(
     device: torch.device, repeat: int, finished: Callable[[Callable[[], object]], Callable[[], object]]
 ) -> float:
-    """Bytes read and written per second; the memory is free again afterwards."""
-    size = min(GPU_COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 4)  # what the engine left must hold both
+    """Bytes read and written per second; the memory is freed afterwards."""
+    size = min(
+        GPU_COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 4
+    )  # both copies must fit into what the engine left
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * size / _best(finished(lambda: target.copy_(source)), repeat)
 
@@ -106,7 +107,7 @@ def _int8_rate(
 
 
 def _best(call: Callable[[], object], repeat: int) -> float:
-    """Seconds of the fastest of `repeat` calls, after one that does not count."""
+    """Seconds of the fastest of `repeat` calls, after a warm-up call."""
     call()
     times = []
     for _ in range(repeat):
@@ -117,7 +118,7 @@ def _best(call: Callable[[], object], repeat: int) -> float:
 
 
 class Cost(NamedTuple):
-    """What a step cannot do without: bytes that are read, operations of the products with weights and of attention."""
+    """A step's least cost: bytes read, and operations of products with weights and of attention."""
 
     num_bytes: int
     products: int
@@ -126,21 +127,21 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a model asks of a machine.
+    """A model's cost parameters.
 
     Attributes:
-        weight_bytes: of the weights that a step of many tokens reads.
-        body_parameters: numbers that a token is multiplied with.
-        head_parameters: numbers that every sampled token's row is multiplied with.
-        kv_bytes: of one token's keys and values in one layer.
-        attention_ops: operations of one token against one earlier one in one layer; of latent attention, in its
-            absorbed form.
-        windows: per layer with attention, how many tokens back it sees; None where all.
-        int8_products: the products with weights are those of 8-bit integers.
-        expert_bytes: of the weights, those of experts that tokens are sent to.
-        expert_share: of a layer's experts, those that one token is sent to.
-        state_bytes: of what a request's recurrent layers read and write for a decoded token, on average.
-        state_ops: operations of theirs for a token, beside products with weights.
+        weight_bytes: bytes of weights that a step of many tokens reads.
+        body_parameters: parameters that each token is multiplied with.
+        head_parameters: parameters that each sampled token's row is multiplied with.
+        kv_bytes: bytes of one token's keys and values in one layer.
+        attention_ops: operations for one token attending to one other in one layer (latent attention: in the absorbed
+            form).
+        windows: for each layer with attention, its window in tokens; None if it sees all.
+        int8_products: products with weights use 8-bit integers.
+        expert_bytes: the part of `weight_bytes` that is in routed experts.
+        expert_share: the share of a layer's experts that one token is routed to.
+        state_bytes: average bytes that recurrent layers read and write per decoded token.
+        state_ops: their operations per token, besides products with weights.
     """
 
     weight_bytes: int
@@ -157,7 +158,7 @@ class Work:
 
     @classmethod
     def of(cls, model: ModelSizes, kv_bytes_per_token: int) -> Work:
-        """The work of a loaded model, whose cache takes that many bytes a token in all layers."""
+        """The cost parameters of a loaded model whose cache takes this many bytes per token over all layers."""
         config = model.config
         table = config.vocab_size * config.layer.hidden_size
         tables = table if config.tie_word_embeddings else 2 * table
@@ -182,25 +183,25 @@ class Work:
         )
 
     def weights_read(self, tokens: int) -> int:
-        """Bytes of weights that a step of so many tokens reads, if each chooses its experts at random.
+        """Bytes of weights that a step of this many tokens reads, if each chooses its experts at random.
 
-        An expert is then passed over by all of them with probability (1 - `expert_share`) ** `tokens`.
+        An expert is then chosen by none of them with probability (1 - `expert_share`) ** `tokens`.
         """
         return self.weight_bytes - round(self.expert_bytes * (1.0 - self.expert_share) ** tokens)
 
     def seen(self, context: int) -> int:
-        """Tokens that the last of `context` tokens attends to, itself included, summed over the layers."""
+        """Number of tokens that the last of `context` tokens attends to, including itself, summed over the layers."""
         return sum(context if window is None else min(context, window) for window in self.windows)
 
     def step(self, batch: int, context: int) -> Cost:
-        """Of a step that decodes one token for each of `batch` requests."""
+        """The cost of a step that decodes one token for each of `batch` requests."""
         seen = batch * self.seen(context)
         products = 2 * batch * (self.body_parameters + self.head_parameters)
         num_bytes = self.weights_read(batch) + seen * self.kv_bytes + batch * self.state_bytes
         return Cost(num_bytes, products, seen * self.attention_ops + batch * self.state_ops)
 
     def prompts(self, batch: int, prompt: int) -> Cost:
-        """Of computing `batch` whole prompts, with one sampled token each, in one step."""
+        """The cost of computing `batch` whole prompts, with one sampled token each, in one step."""
         products = 2 * batch * (prompt * self.body_parameters + self.head_parameters)
         seen = batch * sum(self.seen(context) for context in range(1, prompt + 1))
         num_bytes = self.weights_read(batch * prompt) + batch * (self.seen(prompt) * self.kv_bytes + self.state_bytes)
@@ -208,7 +209,7 @@ class Work:
 
 
 def _of_states(model: ModelSizes) -> tuple[int, int]:
-    """Bytes and operations of a token in all recurrent layers: see `of_state`. Short convolutions have hardly any."""
+    """Bytes and operations of a token in all recurrent layers (see `of_state`), without short convolutions."""
     shapes = [shape for shape in model.kv_shapes() if isinstance(shape, StateShape)]
     vectors = 1 if isinstance(model.config.recurrent, MambaConfig) else 2
     works = [(shape.layers, *of_state(shape, vectors)) for shape in shapes]
@@ -216,14 +217,15 @@ def _of_states(model: ModelSizes) -> tuple[int, int]:
 
 
 def of_state(shape: StateShape, vectors: int) -> tuple[int, int]:
-    """Bytes that one layer reads and writes for a decoded token, and operations for any, on average.
+    """Average bytes that one layer reads and writes per decoded token, and operations per token.
 
     A decoded token reads a state, the rows of its tile (half of them on average) and the convolution's weights; the
-    last of a tile writes a state. Each is multiplied with a state, and added to one; in its tile it meets half of the
-    others.
+    last token of a tile writes a state. Each token is multiplied with a state and added to one, and interacts with half
+    of its tile's other tokens on average.
 
     Args:
-        vectors: of a token, with which states and rows are multiplied: 2 by the delta rule, 1 in Mamba 2.
+        vectors: number of a token's vectors that states and rows are multiplied with: 2 for the delta rule, 1 in
+            Mamba 2.
     """
     numbers, rows = shape.heads * shape.key_dim * shape.value_dim, (TILE - 1) / 2
     row = shape.key_heads * shape.key_dim + shape.heads * (shape.value_dim + shape.decay_dim)
@@ -233,19 +235,19 @@ def of_state(shape: StateShape, vectors: int) -> tuple[int, int]:
 
 
 def work_of(llm: LLM) -> Work:
-    """The work of an engine's model, with its cache as it is stored."""
+    """The cost parameters of an engine's model, with its cache as it is stored."""
     return Work.of(llm.model, llm.memory_plan.kv_bytes_per_token)
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """A model's work on a machine: the least seconds that parts of a cell could take."""
+    """A model's least times on a machine."""
 
     work: Work
     machine: Machine
 
     def seconds(self, cost: Cost) -> float:
-        """Least time of a step."""
+        """Least time of a step, in seconds."""
         return max(self._reading(cost), self._computing(cost))
 
     def _reading(self, cost: Cost) -> float:
@@ -257,7 +259,7 @@ class Ceilings:
         return cost.products / rate + cost.attention / machine.matrix_rate
 
     def prefill_seconds(self, cell: Cell) -> float:
-        """Least time of the run for one token a request."""
+        """Least time of the run with one token per request."""
         return self.seconds(self.work.prompts(cell.batch, cell.prompt))
 
     def decode_seconds(self, cell: Cell) -> float:
@@ -271,7 +273,7 @@ class Ceilings:
 
 
 def record(cell: Cell, timing: Timing, ceilings: Ceilings) -> dict[str, Any]:
-    """A cell's result as its line of JSON has it: rates in tokens per second, shares of the ceiling from 0 to 1."""
+    """A cell's result for its JSON line: rates in tokens per second, shares of the ceiling from 0 to 1."""
     prefill, decode = timing.prefill_rate(cell), timing.decode_rate(cell)
     least_prefill, least_decode = ceilings.prefill_seconds(cell), ceilings.decode_seconds(cell)
     line: dict[str, Any] = shape_of(cell) | {

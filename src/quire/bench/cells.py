@@ -1,9 +1,8 @@
-"""Workload cells: a few fixed shapes of work, so that figures of different days and engines can be compared.
+"""Workload cells: a few fixed workloads, so that figures of different days and engines can be compared.
 
-A cell is a batch of requests that are submitted at once, each with a prompt of random token ids and a fixed
-number of greedy tokens (end-of-sequence ignored, prefix cache off). It is run twice: for one token a request,
-which gives the prefill's rate, and in full. What the full run made beyond the first tokens, over the time that
-it took beyond the first run, is the decode's rate.
+A cell is a batch of requests submitted at once, each with a prompt of random token ids and a fixed number of greedy
+tokens (end-of-sequence ignored, prefix cache off). It is run twice: with one token per request, which gives the prefill
+rate, and in full. The decode rate is the number of tokens after the first ones, over the difference of the two times.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`batch` requests at once, of `prompt` tokens each, that make `output` tokens each."""
+    """`batch` requests at once, with `prompt` tokens each, that generate `output` tokens each."""
 
     name: str
     batch: int
@@ -33,7 +32,7 @@ class Cell:
 
     @property
     def first(self) -> Cell:
-        """The same, for one token a request: the prompts' share of the time."""
+        """The same cell with one token per request, for the prefill's share of the time."""
         return Cell(self.name, self.batch, self.prompt, 1)
 
 
@@ -43,13 +42,13 @@ CELLS = (
     Cell("decode-32", batch=32, prompt=128, output=32),
     Cell("prefill-1k", batch=1, prompt=1024, output=1),
 )
-"""One reader, a few, many, and a long prompt."""
+"""The default cells: 1, 8 and 32 concurrent requests, and a long prompt."""
 
 WARM_UP = Cell("warm-up", batch=1, prompt=16, output=4)
 
 
 def parse_cells(text: str) -> list[Cell]:
-    """Cells from names of `CELLS` or shapes written BATCHxPROMPT+OUTPUT, separated by commas.
+    """Parse names of `CELLS` or shapes written BATCHxPROMPT+OUTPUT, separated by commas.
 
     Raises:
         ConfigError: a part is neither.
@@ -70,7 +69,7 @@ def _parse_cell(text: str) -> Cell:
 
 
 def refusal(cell: Cell, llm: LLM) -> str | None:
-    """Why this engine cannot run the cell as it is meant, with what to change; None where it can."""
+    """Why this engine cannot run the cell as intended, with what to change; None if it can."""
     length = cell.prompt + cell.output
     if length > llm.max_model_len:
         return (
@@ -96,7 +95,7 @@ def refusal(cell: Cell, llm: LLM) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of a cell's two runs, each the best of its repeats; `total` equals `first` for one output token."""
+    """Seconds of a cell's two runs, each the best of its repeats. With one output token, `total` equals `first`."""
 
     first: float
     total: float
@@ -106,10 +105,10 @@ class Timing:
         return cell.batch * cell.prompt / self.first
 
     def decode_rate(self, cell: Cell) -> float | None:
-        """Output tokens after the first ones, per second beyond the first run; None where there are none.
+        """Output tokens after the first ones, per second beyond the first run; None if there are none.
 
         Raises:
-            BenchmarkError: the full run was not longer than the first, so the machine was too noisy.
+            BenchmarkError: the full run took no longer than the first one, so the machine was too noisy.
         """
         if cell.output == 1:
             return None
@@ -122,14 +121,14 @@ class Timing:
 
 
 OnToken = Callable[[int], None]
-"""Told how many tokens a run has made so far."""
+"""Called with the number of tokens that a run has generated so far."""
 
 
 def measure(llm: LLM, cell: Cell, repeat: int = 1, on_token: OnToken | None = None) -> Timing:
     """Time a cell: each of its two runs `repeat` times, of which the fastest counts.
 
     Raises:
-        BenchmarkError: a run did not make all its tokens.
+        BenchmarkError: a run did not generate all its tokens.
     """
     seed = 0
     best: list[float] = []
@@ -143,7 +142,7 @@ def measure(llm: LLM, cell: Cell, repeat: int = 1, on_token: OnToken | None = No
 
 
 def warm_up(llm: LLM) -> None:
-    """A small run, so that the first cell does not pay for what happens once."""
+    """A small run, so that one-time costs are not counted in the first cell."""
     length = min(WARM_UP.prompt, llm.max_model_len - WARM_UP.output)
     if length > 0:
         _timed(llm, Cell(WARM_UP.name, 1, length, WARM_UP.output), 0, None)
@@ -163,7 +162,7 @@ def greedy(output: int) -> SamplingParams:
 def _timed(llm: LLM, cell: Cell, seed: int, on_token: OnToken | None) -> float:
     """Seconds from the first request's submission to the last one's end.
 
-    An engine that dropped a request would look infinitely fast, so the tokens are counted.
+    The tokens are counted, since an engine that dropped a request would look very fast.
     """
     prompts = random_prompts(cell.batch, cell.prompt, llm.model.vocab_size, seed)
     params, made, ended = greedy(cell.output), 0, 0
@@ -181,12 +180,12 @@ def _timed(llm: LLM, cell: Cell, seed: int, on_token: OnToken | None) -> float:
     seconds = time.perf_counter() - begin
     if (ended, made) != (cell.batch, cell.batch * cell.output):
         raise BenchmarkError(
-            f"{cell.name}: {ended} requests ended with {made} tokens, where {cell.batch} with "
+            f"{cell.name}: {ended} requests ended with {made} tokens, but {cell.batch} with "
             f"{cell.batch * cell.output} were asked for; the engine's log says why"
         )
     return seconds
 
 
 def shape_of(cell: Cell) -> dict[str, Any]:
-    """The cell's own fields, with which its line begins."""
+    """The cell's fields, for the beginning of its JSON line."""
     return {"cell": cell.name, "batch": cell.batch, "prompt": cell.prompt, "output": cell.output}

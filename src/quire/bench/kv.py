@@ -1,4 +1,4 @@
-"""From which length on a prefix is better loaded than computed: from the pool, a tier below it, or another engine."""
+"""Finds the prefix length from which loading beats computing: from the pool, a tier below it, or another engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from quire.llm import LLM
 COMPUTED, POOL = "computed", "pool"
 TRANSPORTS = "shared_memory", "socket"
 SOURCES = POOL, HOST, DISK, *TRANSPORTS
-"""Where a prefix may come from; of another engine, by which transport."""
+"""Where a prefix can come from; for another engine, the transport."""
 
 NAMES = {
     COMPUTED: "computed",
@@ -49,14 +49,14 @@ FROM = {
 }
 
 NEVER = 1 << 40
-"""A `prefill_min_tokens` with which only requests that say so are computed by another engine."""
+"""A `prefill_min_tokens` so high that only requests that ask for it are computed by another engine."""
 
 READY_SECONDS = 60.0
-"""For the other engine's connection."""
+"""Timeout for connecting to the other engine."""
 
 
 class Always(Costs):
-    """Loads whatever there is."""
+    """In place of `Costs`: always prefers loading."""
 
     def prefers_load(self, source: str, blocks: float, tokens: int, context: int) -> bool:
         return True
@@ -64,9 +64,9 @@ class Always(Costs):
 
 class Row(msgspec.Struct):
     """Attributes:
-    tokens: of the prefix.
-    seconds: to the first token of a prompt that has it and one token more, the median; by where it came from. None: it
-        was computed all the same.
+    tokens: length of the prefix.
+    seconds: median time to first token of a prompt with the prefix and one more token, by source. None if it was
+        computed anyway.
     """
 
     tokens: int
@@ -74,17 +74,17 @@ class Row(msgspec.Struct):
 
 
 Progress = Callable[[str], None]
-"""Told what is measured now."""
+"""Called with what is being measured."""
 
 
 class PrefixTimer:
-    """Times how long one engine takes to the first token of a prompt, from wherever its prefix comes.
+    """Times an engine's time to first token, by where the prompt's prefix comes from.
 
-    The engine must have nothing else to do. What it knows of costs is replaced: whatever can be loaded is loaded.
+    The engine must be idle otherwise. Its cost estimates are replaced, so that whatever can be loaded is loaded.
 
     Args:
-        llm: with a host tier.
-        transports: by which another engine's blocks are read, where it has one.
+        llm: an engine with a host tier.
+        transports: transports for reading another engine's blocks, if there is one.
     """
 
     def __init__(self, llm: LLM, transports: Sequence[str] = ()) -> None:
@@ -99,8 +99,8 @@ class PrefixTimer:
 
     @property
     def most_tokens(self) -> int:
-        """Of a prefix: a pool that holds it twice loads it in a few pieces, and what is written to the disk takes at
-        most half of the host tier."""
+        """The longest prefix that fits: the pool must hold it twice, so that it is loaded in a few pieces, and pending
+        writes to the disk may take at most half of the host tier."""
         usable = self._llm.memory_plan.num_usable
         blocks = min((usable - 2) // 2, self._tier.num_slots // 2)
         return min(blocks * self._block_size, self._llm.max_model_len - 2)
@@ -110,10 +110,10 @@ class PrefixTimer:
         return self._sources.tier
 
     def measure(self, tokens: int, sources: Iterable[str], repeat: int, progress: Progress) -> Row:
-        """Time a prefix of so many tokens, `repeat` times from everywhere.
+        """Time a prefix of this many tokens, `repeat` times from each source.
 
         Raises:
-            BenchmarkError: a token is not the one of the prompt that was computed, or a request failed.
+            BenchmarkError: a token differs from that of the computed prompt, or a request failed.
         """
         computed: list[float] = []
         for turn in range(repeat):
@@ -122,7 +122,7 @@ class PrefixTimer:
             seconds, token, _ = self._request(prompt)
             computed.append(seconds)
         row = Row(tokens, {COMPUTED: statistics.median(computed)})
-        for _ in range(WORTH):  # from now on its blocks are worth a place in a tier
+        for _ in range(WORTH):  # used often enough to be saved in a tier
             self._request(prompt)
         self.settle()
         for source in sources:
@@ -137,7 +137,7 @@ class PrefixTimer:
         return row
 
     def _timed(self, source: str, prompt: list[int], expected: int) -> float | None:
-        """Seconds to the first token; None where the prefix did not come from there."""
+        """Seconds to the first token; None if the prefix did not come from this source."""
         if source != POOL:
             self.clear(host=source != HOST)
         if source == DISK and self._engine.tiers.disk is not None:
@@ -145,14 +145,16 @@ class PrefixTimer:
         before = self._llm.stats.cached_tokens
         seconds, token, sources = self._request(prompt, elsewhere=source in self._links)
         if token != expected:
-            raise BenchmarkError(f"the token after a prefix from {FROM[source]} is {token}, and {expected} computed")
+            raise BenchmarkError(
+                f"the token after a prefix from {FROM[source]} is {token}, but {expected} when computed"
+            )
         expected_sources = {POOL: set(), HOST: {HOST}, DISK: {DISK, HOST}}.get(source, {PEER, HOST})
         came = self._llm.stats.cached_tokens - before >= (len(prompt) - 1) // self._block_size * self._block_size
         return seconds if came and sources == expected_sources else None
 
     @contextlib.contextmanager
     def _only(self, source: str) -> Iterator[None]:
-        """Have a prefix that is in no tier nearer come from there, and from nowhere else."""
+        """Make this source the only one from which a prefix can come, if no nearer tier has it."""
         if source not in self._links:
             yield
             return
@@ -167,14 +169,14 @@ class PrefixTimer:
             self._sources.disk, importer.prefillers = disk, all_of_them
 
     def clear(self, host: bool = False) -> None:
-        """Evict all of the pool, and save what is worth it; with `host`, forget what the host tier has."""
+        """Evict everything from the pool, saving what is worth it; with `host`, empty the host tier, too."""
         self._scheduler.kv.cache.clear()
         self.settle()
         if host:
             self._tier.reset()
 
     def settle(self) -> None:
-        """Wait until nothing moves any more."""
+        """Wait until all transfers have ended."""
         while not self._engine.idle or self._sources.writes or self._sources.reads:
             if self._engine.idle:
                 self._engine.tiers.exchange(self._scheduler, 0.01)
@@ -182,14 +184,14 @@ class PrefixTimer:
                 self._engine.step()
 
     def _prompt(self, tokens: int) -> list[int]:
-        """One that shares nothing with those before it, nor with those of an earlier run, which may be on the disk."""
+        """A prompt that shares nothing with earlier ones, nor with those of earlier runs, which may be on the disk."""
         return self._random.choices(range(self._llm.model.vocab_size), k=tokens + 1)
 
     def _request(self, prompt: list[int], elsewhere: bool = False) -> tuple[float, int, set[str]]:
-        """Seconds to the first token, the token, and from where blocks came.
+        """Seconds to the first token, the token, and the sources of blocks.
 
         Args:
-            elsewhere: another engine may compute it.
+            elsewhere: let another engine compute it.
         """
         params = greedy(1)
         if elsewhere:
@@ -202,10 +204,10 @@ class PrefixTimer:
 
 
 def by_transport(engine: Engine, names: Sequence[str]) -> dict[str, Prefiller]:
-    """In place of an engine's connection to the one that computes its prompts, one for each transport, which are ready.
+    """Replace an engine's connection to its prefill engine by one for each transport, and wait until they are ready.
 
     Raises:
-        BenchmarkError: one cannot be had; the message says why.
+        BenchmarkError: one cannot be made; the message says why.
     """
     importer = engine.tiers.importer
     if importer is None:
@@ -220,7 +222,7 @@ def by_transport(engine: Engine, names: Sequence[str]) -> dict[str, Prefiller]:
 
 
 def wait_ready(engine: Engine) -> None:
-    """Wait until an engine can have prompts computed by all others that it was told of.
+    """Wait until an engine is connected to all of its prefill engines.
 
     Raises:
         BenchmarkError: one cannot be reached; the message says why.
@@ -238,7 +240,7 @@ def _one(prefiller: Prefiller, name: str) -> list[Transport]:
 
 
 def drop_cached(folder: Path) -> None:
-    """Have the system forget what it has cached of a disk tier's files, so that they are read from the disk."""
+    """Drop a disk tier's files from the page cache, so that they are read from the disk."""
     for file in folder.glob("*.kv"):
         descriptor = os.open(file, os.O_RDWR)
         try:
@@ -249,11 +251,11 @@ def drop_cached(folder: Path) -> None:
 
 
 class Budget:
-    """Which prefixes there is time for. What one takes is expected to grow with its length as it did between the last
-    two, and at least in proportion.
+    """Which prefixes there is time for. The time is expected to grow with the length as it did between the last two,
+    and at least proportionally.
 
     Args:
-        seconds: in all, from now on.
+        seconds: in total, from now on.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -261,7 +263,7 @@ class Budget:
         self._taken: list[tuple[int, float]] = []
 
     def expected(self, tokens: int) -> float:
-        """Seconds that a prefix of so many tokens will take; 0.0: nothing is known yet."""
+        """Expected seconds for a prefix of this many tokens; 0.0 if nothing is known yet."""
         if not self._taken:
             return 0.0
         last, seconds = self._taken[-1]
@@ -272,16 +274,16 @@ class Budget:
         return float(seconds * (tokens / last) ** power)
 
     def allows(self, tokens: int) -> bool:
-        """Whether it will be done in time."""
+        """Whether a prefix is expected to be done in time."""
         return self._clock() - self._begin + self.expected(tokens) <= self._seconds
 
     def took(self, tokens: int, seconds: float) -> None:
-        """A prefix is measured."""
+        """Record that a prefix has been measured."""
         self._taken.append((tokens, max(seconds, 1e-6)))
 
 
 def crossover(rows: Sequence[Row], source: str) -> int | None:
-    """The shortest prefix that was measured from which on loading was always faster than computing; None: none was."""
+    """The shortest measured prefix from which on loading was always faster than computing; None if there is none."""
     found = None
     for row in reversed(rows):
         loaded, computed = row.seconds[source], row.seconds[COMPUTED]

@@ -1,4 +1,4 @@
-"""Times to the first token by the length of a prefix, on logarithmic axes: for a terminal, and as SVG."""
+"""Plots of time to first token by prefix length, on logarithmic axes: for a terminal, and as SVG."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from quire.bench.kv import COMPUTED, NAMES, Row
 
 MARKS = dict(zip(NAMES, "CPHDMS", strict=True))
-"""A letter a curve."""
+"""The letter of each curve."""
 
 LINES, COLUMN = 14, 6
-"""Of the terminal's plot: its height, and how wide a length is."""
+"""The terminal plot's height, and the width of one length."""
 
 WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM = 76, 130, 20, 44
@@ -24,7 +24,7 @@ def _seconds(rows: Sequence[Row]) -> list[float]:
 
 
 def text_plot(rows: Sequence[Row]) -> str:
-    """A letter where a curve is; `*` where several are. Empty where there are fewer than two lengths."""
+    """A plot with a letter for each curve, and `*` where several meet. Empty if there are fewer than two lengths."""
     if len(rows) < 2:
         return ""
     low, high = math.log(min(_seconds(rows))), math.log(max(_seconds(rows)))
@@ -52,7 +52,7 @@ def _short(tokens: int) -> str:
 
 
 def svg(title: str, rows: Sequence[Row]) -> str:
-    """The same as a picture of its own."""
+    """The plot as an SVG document."""
     seconds = _seconds(rows)
     low, high = math.floor(math.log10(min(seconds) * 1e3)), math.ceil(math.log10(max(seconds) * 1e3))
     high = max(high, low + 1)

@@ -1,6 +1,4 @@
-"""A process that computes prompts for the engine that measures (`bench/kv.py`): an engine with `kv_role=prefill` alone,
-without a server.
-"""
+"""The prefill process of `bench/kv.py`: an engine with `kv_role=prefill`, without a server."""
 
 from __future__ import annotations
 
@@ -25,21 +23,21 @@ from quire.errors import BenchmarkError, ConfigError
 from quire.models.checkpoint import resolve
 
 START_SECONDS = 600.0
-"""For a model that has to be read from a slow disk."""
+"""Timeout for starting; long enough for a model on a slow disk."""
 
 WAIT_SECONDS = 0.05
-"""How long it waits for news while there is nothing to compute; it is woken at once."""
+"""How long it waits for messages while idle; they wake it at once."""
 
 
 class Start(msgspec.Struct):
-    """What the process is to do: run an engine, and say its address to `fd`."""
+    """The process's task: run an engine, and write its address to `fd`."""
 
     config: dict[str, Any]
     fd: int
 
 
 class Said(msgspec.Struct):
-    """Where prompts are computed, and how long they may be; or why they are not."""
+    """The engine's address and longest prompt; or the error."""
 
     address: str = ""
     most_tokens: int = 0
@@ -48,9 +46,9 @@ class Said(msgspec.Struct):
 
 class PrefillProcess(msgspec.Struct):
     """Attributes:
-    address: where its engine listens for others (`prefill_url`).
-    key_file: the secret that it shares with them (`cluster_key_file`).
-    most_tokens: of a prompt whose blocks it can keep.
+    address: where its engine listens (for `prefill_url`).
+    key_file: the shared secret (for `cluster_key_file`).
+    most_tokens: longest prompt whose blocks it can keep.
     process: for tests.
     """
 
@@ -62,14 +60,14 @@ class PrefillProcess(msgspec.Struct):
 
 @contextlib.contextmanager
 def prefill_process(options: Mapping[str, Any]) -> Iterator[PrefillProcess]:
-    """Another process with an engine that computes prompts, with a cluster key of its own. It ends with this one.
+    """Start a process with a prefill engine, with a new cluster key. It ends with this process.
 
     Args:
-        options: fields of its `EngineConfig`, but for its role.
+        options: fields of its `EngineConfig`, except its role.
 
     Raises:
-        ConfigError: it does not start, and says why.
-        BenchmarkError: it says nothing.
+        ConfigError: it does not start; the message says why.
+        BenchmarkError: it does not answer.
     """
     own, others = socket.socketpair()
     with own, others, tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
@@ -96,7 +94,7 @@ def prefill_process(options: Mapping[str, Any]) -> Iterator[PrefillProcess]:
             process.wait()
 
 
-# -- the process's side --------------------------------------------------------------------------------------
+# -- in the process --------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -119,7 +117,7 @@ def main() -> None:
 
 
 def serve(engine: Engine) -> None:
-    """Take in what other engines want, and run a step; where there is none, wait for them."""
+    """Take in messages from other engines, and run a step; if there is none to run, wait for messages."""
     tiers = engine.tiers
     tiers.exchange(engine.scheduler, WAIT_SECONDS if engine.idle else 0.0)
     engine.exchange()

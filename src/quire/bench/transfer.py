@@ -1,4 +1,4 @@
-"""How fast blocks pass from one process to another, by each transport."""
+"""Measures how fast blocks are transferred from one process to another, by each transport."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from quire.kv.transport import open_transport
 from quire.kv.transport.base import Link, Range, Region
 
 REGION = 64 << 20
-"""Bytes of both regions."""
+"""Bytes of each of the two regions."""
 
 BLOCKS = 4 << 10, 16 << 10, 64 << 10, 128 << 10, 512 << 10, 4 << 20
-"""Bytes of a block. 128 KiB is one of 64 tokens of a model of some billions of parameters' grouped attention."""
+"""Block sizes in bytes. 128 KiB is a block of 64 tokens of a model with a few billion parameters and GQA."""
 
 MOST_BLOCKS = 512
-"""That are read at once."""
+"""Blocks read at once."""
 
 ROUNDS = 3
-"""The best one counts, of reads of many blocks."""
+"""Number of reads of many blocks, of which the best counts."""
 
 SINGLES = 30
-"""Reads of one block, of which the median counts."""
+"""Number of reads of one block, of which the median counts."""
 
 START_SECONDS, READ_SECONDS = 60.0, 60.0
 
 
 class Held(msgspec.Struct):
-    """What the other process is to do: offer a region (`filled`), say its address to `fd`, and wait for `fd`'s end."""
+    """The other process's task: offer a region (`filled`), write its address to `fd`, and wait until `fd` is closed."""
 
     transport: str
     token: str
@@ -52,19 +52,19 @@ class Held(msgspec.Struct):
 
 
 class Said(msgspec.Struct):
-    """The other process's answer: the address of its region, or why there is none."""
+    """The other process's answer: the address of its region, or the error."""
 
     address: str = ""
     error: str = ""
 
 
 class Figures(msgspec.Struct):
-    """Of one transport and one block size.
+    """The figures of one transport and one block size.
 
     Attributes:
-        one_us: for one block, in microseconds.
-        coalesced_gb_s, scattered_gb_s: 1e9 bytes a second, of many blocks that lie side by side, as one range; or
-            anywhere, here and there, as one range each.
+        one_us: time for one block, in microseconds.
+        coalesced_gb_s, scattered_gb_s: GB/s (1e9 bytes) for many adjacent blocks, read as one range; and for blocks at
+            random places on both sides, one range each.
     """
 
     transport: str
@@ -75,14 +75,14 @@ class Figures(msgspec.Struct):
 
 
 def make_region(size: int) -> Region:
-    """A region of zeros, whose memfd is open as long as this process lives."""
+    """A region of zeros, whose memfd stays open as long as this process lives."""
     fd = os.memfd_create("quire-kv", os.MFD_CLOEXEC)
     os.ftruncate(fd, size)
     return Region(memoryview(mmap.mmap(fd, size)), fd)
 
 
 def filled(size: int, seed: int) -> bytes:
-    """What the other process's region holds."""
+    """The contents of the other process's region."""
     return np.random.default_rng(seed).bytes(size)
 
 
@@ -90,7 +90,7 @@ def filled(size: int, seed: int) -> bytes:
 def holding(
     transport: str, token: str, host: str, size: int, seed: int
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Another process that offers a region; its address, and the process.
+    """Start another process that offers a region; returns the address and the process.
 
     Raises:
         ConfigError: the transport does not start there.
@@ -116,12 +116,12 @@ def holding(
 
 
 def measure(transport: str, host: str) -> Iterator[Figures]:
-    """Figures of a transport, a block size at a time, between this process and one that is started for it.
+    """Measure a transport between this process and one that is started for it; yields figures per block size.
 
     Raises:
-        ConfigError: it does not start.
+        ConfigError: the transport does not start.
         TransferError: it fails.
-        BenchmarkError: it brings other bytes.
+        BenchmarkError: it delivers wrong bytes.
     """
     token, seed = secrets.token_hex(32), 1
     region, content = make_region(REGION), filled(REGION, seed)
@@ -129,7 +129,7 @@ def measure(transport: str, host: str) -> Iterator[Figures]:
         opened = open_transport(transport, region, token.encode(), host)
         try:
             link = opened.connect(address)
-            link.read([Range(0, 0, REGION)], READ_SECONDS)  # memory is taken when it is first written
+            link.read([Range(0, 0, REGION)], READ_SECONDS)  # allocates the memory
             for block in BLOCKS:
                 yield _figures(transport, block, link, region, content)
             link.close()
@@ -148,7 +148,7 @@ def _figures(transport: str, block: int, link: Link, region: Region, content: by
     apart = min(_seconds(link, scattered) for _ in range(ROUNDS))
     for source, target, length in scattered:
         if region.memory[target : target + length] != content[source : source + length]:
-            raise BenchmarkError(f"{transport} has brought other bytes than the other process has")
+            raise BenchmarkError(f"{transport} delivered other bytes than the other process has")
     size = count * block / 1e9
     return Figures(transport, block, one * 1e6, size / coalesced, size / apart)
 
@@ -160,8 +160,8 @@ def _seconds(link: Link, ranges: Sequence[Range]) -> float:
 
 
 def devices(system: Path = Path("/sys")) -> list[tuple[str, str]]:
-    """What this machine has for RDMA, for people: a device's port a row with its GIDs, and the module that lets
-    devices read a GPU's memory.
+    """Describe this machine's RDMA hardware: a row per device port with its GIDs, and the module that lets devices read
+    a GPU's memory.
     """
     rows = [row for port in sorted(system.glob("class/infiniband/*/ports/*")) for row in _port(port)]
     modules = [name for name in ("nvidia_peermem", "nv_peer_mem") if (system / "module" / name).is_dir()]
@@ -170,7 +170,7 @@ def devices(system: Path = Path("/sys")) -> list[tuple[str, str]]:
 
 def _port(port: Path) -> list[tuple[str, str]]:
     def read(name: str) -> str:
-        with contextlib.suppress(OSError):  # of a GID that is not in use
+        with contextlib.suppress(OSError):  # an unused GID cannot be read
             return (port / name).read_text().strip()
         return ""
 

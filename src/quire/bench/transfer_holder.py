@@ -1,4 +1,4 @@
-"""The process that offers a region to the one that measures (`bench/transfer.py`)."""
+"""The process of `bench/transfer.py` that offers a region to read from."""
 
 from __future__ import annotations
 

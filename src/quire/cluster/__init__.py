@@ -1,1 +1,1 @@
-"""`quire up`: the processes of a cluster file, started, watched, started again, and ended together."""
+"""`quire up`: starts the processes of a cluster file, watches and restarts them, and stops them together."""

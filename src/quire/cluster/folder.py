@@ -1,4 +1,4 @@
-"""The folder of a cluster: its members' files and logs, its key, and whose it is while it runs."""
+"""A cluster's folder: its members' files and logs, its key, and a lock while it runs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ LOCK_NAME, KEY_NAME = "lock", "cluster.key"
 
 
 def folder_of(file: Path, name: str) -> Path:
-    """Where the cluster of this file lives: the same for `up` and `down`."""
+    """The folder of the cluster that this file describes: the same for `up` and `down`."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "quire" / "clusters" / f"{name}-{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:8]}"
 
 
 class ClusterFolder:
-    """A cluster's folder, taken by this process. A context manager; files stay, for the next time and for reading.
+    """A cluster's folder, locked by this process. A context manager; the files remain when it ends.
 
     Raises:
-        ClusterError: on entering: the cluster runs already, or the folder cannot be made.
+        ClusterError: on entering, if the cluster is running already or the folder cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,13 +38,15 @@ class ClusterFolder:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = os.open(self.path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ClusterError(f"the cluster's folder {self.path} cannot be made: {error.strerror or error}") from error
+            raise ClusterError(
+                f"the cluster's folder {self.path} cannot be created: {error.strerror or error}"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
             raise ClusterError(
-                f"this cluster runs already ({self.path}); end it with 'quire down', or go on"
+                f"this cluster is running already ({self.path}); stop it with 'quire down' first"
             ) from error
         os.ftruncate(self._lock, 0)
         os.write(self._lock, f"{os.getpid()}\n".encode())
@@ -54,7 +56,7 @@ class ClusterFolder:
         os.close(self._lock)
 
     def key(self) -> str:
-        """The cluster's key, made at the first start."""
+        """The cluster's key, created at the first start."""
         path = self.path / KEY_NAME
         with contextlib.suppress(FileExistsError):
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -64,10 +66,10 @@ class ClusterFolder:
 
 
 def end(path: Path, seconds: float, hurry: bool) -> bool:
-    """Have the process that runs a cluster end it, and wait for that; False if none runs.
+    """Tell the process that runs a cluster to stop it, and wait for that; False if it is not running.
 
     Raises:
-        ClusterError: it has not ended within so many seconds.
+        ClusterError: it has not ended within this many seconds.
     """
     until = time.monotonic() + seconds
     owner = _owner(path)
@@ -79,20 +81,23 @@ def end(path: Path, seconds: float, hurry: bool) -> bool:
         time.sleep(0.2)
     while _owner(path) == owner:
         if time.monotonic() > until:
-            raise ClusterError(f"process {owner} still ends the cluster after {seconds:g} seconds; --now does not wait")
+            raise ClusterError(
+                f"process {owner} is still stopping the cluster after {seconds:g} seconds; "
+                "--now does not wait for running requests"
+            )
         time.sleep(0.1)
     return True
 
 
 def _owner(path: Path) -> int | None:
-    """The process that has taken the folder."""
+    """The id of the process that has locked the folder."""
     try:
         lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return None  # nobody has it
+        return None  # not locked
     except OSError:
         return int(os.read(lock, 32) or b"0") or None
     finally:

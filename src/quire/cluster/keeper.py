@@ -1,4 +1,4 @@
-"""Keeps a cluster's members running: starts them, asks after their health, starts again what has died, ends all."""
+"""Keeps a cluster's members running: starts them, checks their health, restarts those that die, and stops them all."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from quire.errors import ClusterError
 from quire.server.processes import RestartBudget, host_and_port
 
 LOOK_SECONDS = 0.25
-"""Between two looks at a member."""
+"""How often a member that is not ready is checked."""
 
 ANSWER_SECONDS = 5.0
-"""How long a member may take to say that it is well."""
+"""Timeout of a health check."""
 
 KILL_SECONDS = 10.0
-"""How long a member may take to end, beyond what it was given to drain."""
+"""How long a member may take to exit after its drain timeout, before it is killed."""
 
 USAGE = 2
-"""Exit code of a command that is not valid: it would not be the next time either."""
+"""Exit code of an invalid command, which a restart would not help."""
 
-State = Literal["waiting", "starting", "ready", "unwell", "restarting", "failed", "stopping", "ended"]
+State = Literal["waiting", "starting", "ready", "unhealthy", "restarting", "failed", "stopping", "ended"]
 
 
 @dataclasses.dataclass(slots=True)
 class Kept:
-    """A member and what has become of it.
+    """A member and its state.
 
     Attributes:
         since: when the state began, on the monotonic clock.
-        restarts: how often it was started again. why: how it ended last.
+        restarts: how often it was restarted. why: how it last ended.
     """
 
     member: Member
@@ -48,11 +48,11 @@ class Kept:
 
 
 class Keeper:
-    """A cluster that runs.
+    """A running cluster.
 
     Args:
-        restart_limit: how often each member may be started again within an hour.
-        drain_seconds: how long members may take to end what they do, when all is over.
+        restart_limit: restarts allowed per member within an hour.
+        drain_seconds: how long running requests may take to finish when the cluster stops.
     """
 
     def __init__(self, members: Sequence[Member], place: Place, *, restart_limit: int, drain_seconds: float) -> None:
@@ -63,13 +63,13 @@ class Keeper:
         self._hurried = asyncio.Event()
 
     def leave(self) -> None:
-        """End everything; asked for once more, without waiting for what runs."""
+        """Stop all members; a second call stops them without waiting for running requests."""
         (self._hurried if self._leaving.is_set() else self._leaving).set()
 
     async def run(self, changed: Callable[[Kept], None]) -> bool:
-        """Until `leave`, or until nobody could answer any more; whether it was the former. Nothing is left running.
+        """Run until `leave` (True), or until no client could get an answer any more (False). Nothing is left running.
 
-        Members start in their order, all servers at once: who comes first is what the others need.
+        Members start in order, since later ones need earlier ones; all servers start at once.
 
         Args:
             changed: called with a member whose state has changed.
@@ -93,7 +93,7 @@ class Keeper:
             await self._place.close()
 
     def _serves(self) -> bool:
-        """Whether clients could still get an answer, now or later."""
+        """Whether clients can still get an answer, now or after a restart."""
         alive = {kept.member.kind for kept in self.kept if kept.state != "failed"}
         return {"router", "server"} <= alive
 
@@ -103,7 +103,7 @@ class Keeper:
             self._changed(kept)
 
     async def _keep(self, kept: Kept) -> None:
-        """One member's life."""
+        """Run one member, with restarts."""
         budget = RestartBudget(self._limit)
         while True:
             code = await self._live(kept)
@@ -116,7 +116,7 @@ class Keeper:
             await asyncio.sleep(delay)
 
     async def _live(self, kept: Kept) -> int | None:
-        """Start it, and watch it until it has ended; its exit code, None where it did not start. `why` says how."""
+        """Start a member and watch it until it ends. Sets `why`; returns the exit code, None if it did not start."""
         self._enter(kept, "starting")
         try:
             kept.running = await self._place.start(kept.member)
@@ -124,16 +124,16 @@ class Keeper:
             kept.why = str(error)
             return None
         while (code := await kept.running.exit_code()) is None:
-            if await is_well(kept.member):
+            if await is_healthy(kept.member):
                 self._enter(kept, "ready")
             elif kept.state == "ready":
-                self._enter(kept, "unwell")
+                self._enter(kept, "unhealthy")
             await asyncio.sleep(LOOK_SECONDS if kept.state != "ready" else 4 * LOOK_SECONDS)
         kept.why = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         return code
 
     async def _end_all(self) -> None:
-        """The router first, that nothing new comes; what others need, last."""
+        """Stop the router first, so that no new requests come, and Redis, which the others need, last."""
         for kind in ("router", "server", "redis"):
             await asyncio.gather(*(self._end(kept) for kept in self.kept if kept.member.kind == kind))
 
@@ -155,8 +155,8 @@ class Keeper:
         self._enter(kept, "ended")
 
 
-async def is_well(member: Member) -> bool:
-    """Whether it answers: `/health` with 200, or Redis at all."""
+async def is_healthy(member: Member) -> bool:
+    """Whether a member is healthy: `/health` answers 200, or Redis accepts a connection."""
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             reader, writer = await asyncio.open_connection(member.host, member.port)

@@ -1,4 +1,4 @@
-"""Becomes a member of a cluster: bound to the life of whoever started it, then the member's own program."""
+"""The process of a cluster member: it ties itself to the life of its parent, then executes the member's program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire import child
 
 
 class Start(msgspec.Struct):
-    """What this process becomes, and the file that gets what it prints."""
+    """The program to execute, and the file for its output."""
 
     command: list[str]
     log: str
@@ -20,7 +20,7 @@ class Start(msgspec.Struct):
 def main() -> None:
     start = child.begin(Start)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # what is ignored stays so in the program that comes next
+        signal.signal(number, signal.SIG_DFL)  # ignored signals would stay ignored in the new program
     log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for standard, descriptor in enumerate((nothing, log, log)):

@@ -1,4 +1,4 @@
-"""Where members run: on this machine. `quire.cluster.ray_place` is the other one."""
+"""Where members run: the interface, and this machine. `quire.cluster.ray_place` is the other implementation."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ class Running(Protocol):
     """A member's process."""
 
     async def exit_code(self) -> int | None:
-        """None while it runs; a signal's number, negative, where one killed it."""
+        """None while it runs; a negative signal number if a signal killed it."""
 
     async def signal(self, number: signal.Signals) -> None:
-        """Send it a signal; nothing happens when it has ended."""
+        """Send it a signal; does nothing once it has ended."""
 
     def describe(self) -> str:
-        """Where it is, for the table: a process id, a machine."""
+        """Where it runs, for the table: a process id, a machine."""
 
 
 class Place(Protocol):
     """Finds machines for members and starts them there."""
 
     def hosts(self, needs: Sequence[Need]) -> dict[str, str]:
-        """The address of a machine for each server, by name.
+        """Find a machine for each server; returns their addresses by server name.
 
         Raises:
-            ClusterError: there is no room for one.
+            ClusterError: no machine has room for one of them.
         """
 
     async def start(self, member: Member) -> Running:
-        """Start its process.
+        """Start a member's process.
 
         Raises:
-            ClusterError: that is not possible.
+            ClusterError: it cannot be started.
         """
 
     async def close(self) -> None:
-        """Give back what was taken for members; all have ended."""
+        """Release what was reserved for members, all of which have ended."""
 
 
 def command_of(member: Member, folder: str) -> list[str]:
-    """A member's command line; `folder` is where its files lie."""
+    """A member's command line; `folder` has its files."""
     program = ["redis-server"] if member.kind == "redis" else child.python("quire.cli.main")
     return [*program, *(argument.replace("{folder}", folder) for argument in member.arguments)]
 
 
 def write_files(member: Member, folder: Path) -> None:
-    """A member's files, which only this user reads: there may be keys in them."""
+    """Write a member's files, readable only by this user since they may hold keys."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, text in member.files.items():
         descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -73,7 +73,7 @@ class _Process:
         return self._process.returncode
 
     async def signal(self, number: signal.Signals) -> None:
-        """See `Running`. Who is killed is so with all that it has started, and who is asked to end ends its own."""
+        """See `Running`. SIGKILL goes to the whole process group; on other signals a member stops its own children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             (os.killpg if number == signal.SIGKILL else os.kill)(self._process.pid, number)
 
@@ -85,8 +85,8 @@ class Here:
     """This machine.
 
     Args:
-        folder: the cluster's; what members print goes to NAME.log in it.
-        host: where all listen.
+        folder: the cluster's; members' output goes to NAME.log in it.
+        host: address at which all members listen.
     """
 
     def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:

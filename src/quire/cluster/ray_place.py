@@ -1,5 +1,5 @@
-"""Members on the machines of a Ray cluster. Ray finds room, starts our processes and tells when they end; requests and
-KV pass between the members as without it. Imported where it is asked for, and `ray` with it (`quire[ray]`).
+"""Members on the machines of a Ray cluster. Ray finds room, starts our processes and reports when they end; requests
+and KV pass between the members as without Ray. Imported only when used, and `ray` with it (`quire[ray]`).
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ except ImportError as error:
     raise ConfigError(f"place: ray needs Ray: {error}; pip install 'quire[ray]'") from error
 
 ROOM_SECONDS = 60.0
-"""How long Ray may take to find room."""
+"""How long Ray may take to find room for all servers."""
 
 
 class _Starter:
-    """Runs in a process of Ray's on a member's machine, and its members die with it."""
+    """A Ray actor on a member's machine; its members die with it."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
         self._process: subprocess.Popen[bytes] | None = None
 
     def address(self) -> str:
-        """Of its machine."""
+        """The address of its machine."""
         return str(ray.util.get_node_ip_address())
 
     def start(self, told: bytes) -> int:
-        """Start a member, as JSON; the process id."""
+        """Start a member, given as JSON; returns the process id."""
         member = msgspec.json.decode(told, type=Member)
         write_files(member, self._folder)
         start = Start(command_of(member, str(self._folder)), str(self._folder / f"{member.name}.log"))
@@ -64,7 +64,7 @@ class _Remote:
         self._actor, self._where = actor, where
 
     async def exit_code(self) -> int | None:
-        """See `Running`. A machine that is gone has taken its members with it."""
+        """See `Running`. If the machine is gone, so are its members."""
         try:
             code: int | None = await self._actor.exit_code.remote()
             return code
@@ -80,11 +80,11 @@ class _Remote:
 
 
 class RayPlace:
-    """The machines of the cluster that Ray finds (`ray start`, RAY_ADDRESS). The router and Redis stay on this one.
+    """The machines of a Ray cluster, which Ray finds (`ray start`, RAY_ADDRESS). Router and Redis run on this machine.
 
     Args:
-        folder: the cluster's, here and, by the same path, on the other machines.
-        host: where those on this machine listen.
+        folder: the cluster's, at the same path on all machines.
+        host: address at which members on this machine listen.
     """
 
     def __init__(self, folder: Path, host: str) -> None:
@@ -114,7 +114,7 @@ class RayPlace:
             raise ClusterError(f"Ray could not start a process on one of its machines: {error}") from error
 
     def _actor(self, name: str) -> Any:
-        """The process of Ray's that starts this member; another one when that has died."""
+        """The Ray actor that starts this member; a new one if the last one has died."""
         need, where = self._needs[name], PlacementGroupSchedulingStrategy(self._group, self._bundles[name])
         remote = ray.remote(num_cpus=need.cpus, num_gpus=need.gpus, scheduling_strategy=where)(_Starter)
         self._actors[name] = remote.remote(str(self._folder))

@@ -1,4 +1,4 @@
-"""What `quire up` shows: a table of the members that lives in the terminal, a line a change elsewhere."""
+"""What `quire up` shows: in a terminal, a live table of the members; elsewhere, one line per change."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rich.text import Text
 
 from quire.cluster.keeper import Kept, State
 
-STYLES: dict[State, str] = {"ready": "green", "unwell": "yellow", "restarting": "yellow", "failed": "bold red"}
+STYLES: dict[State, str] = {"ready": "green", "unhealthy": "yellow", "restarting": "yellow", "failed": "bold red"}
 
 
 class Screen(Protocol):
-    """Who is told how the members are. A context manager."""
+    """Shows the members' states. A context manager."""
 
     def __enter__(self) -> Screen: ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def changed(self, kept: Kept) -> None:
-        """A member's state is another one."""
+        """A member's state has changed."""
 
 
 def make_screen(console: Console, title: str, kept: Sequence[Kept]) -> Screen:
@@ -33,7 +33,7 @@ def make_screen(console: Console, title: str, kept: Sequence[Kept]) -> Screen:
 
 
 class LineScreen:
-    """For files and pipes."""
+    """One line per change, for files and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -70,7 +70,7 @@ class TableScreen:
 
     def _table(self) -> Group:
         table = Table(title=self._title, title_justify="left", title_style="bold", border_style="dim")
-        for name in ("name", "state", "for", "where", "URL", "restarts", "ended last by"):
+        for name in ("name", "state", "for", "where", "URL", "restarts", "last exit"):
             table.add_column(name, justify="right" if name in ("for", "restarts") else "left")
         for kept in self._kept:
             table.add_row(
@@ -82,11 +82,11 @@ class TableScreen:
                 str(kept.restarts),
                 kept.why,
             )
-        return Group(table, Text("Ctrl-C ends it: running requests may end; once more: at once", "dim"))
+        return Group(table, Text("Ctrl-C stops it after running requests have finished; twice: at once", "dim"))
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them."""
+    """A duration for people, such as "5 min"."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, hours = seconds // 60, seconds // 3600

@@ -1,4 +1,4 @@
-"""What a cluster file says, as a list of processes: a cluster is nothing but its members.
+"""Reads a cluster file and turns it into a list of processes, the cluster's members:
 
 model: demo
 options: {max_num_seqs: 16}         # of every server, by the names of `quire serve`
@@ -24,17 +24,17 @@ from quire.errors import ConfigError
 from quire.server.processes import host_and_port
 
 MAX_FILE_BYTES = 1 << 20
-"""A cluster file larger than this was named by mistake."""
+"""A file larger than this is surely not a cluster file."""
 
 MAX_COUNT = 256
-"""Most servers of one entry."""
+"""Largest `count` of an entry of `servers`."""
 
 KEY_FILE = "{folder}/cluster.key"
-"""Where each member finds the cluster's key."""
+"""Path of the cluster's key, for each member."""
 
 ROLES = ("prefill", "decode", "both")
 REDIS_PORT = 6390
-"""Where a cluster's own Redis listens, unless told otherwise: not at the port of one that this machine may have."""
+"""Default port of a cluster's own Redis; not Redis' usual one, which may be in use on this machine."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,10 @@ class Member:
     Attributes:
         name: unique in the cluster: "router", "decode-1", "redis".
         kind: "router", "server" or "redis".
-        arguments: of the command `quire`; of `redis-server` for "redis".
-        files: text by file name; they are written, for this user's eyes alone, into the cluster's folder on its
-            machine before it starts. Arguments and files name that "{folder}".
-        host, port, scheme: where it listens, and what it speaks there.
+        arguments: of the command `quire`, or of `redis-server` for "redis".
+        files: contents by file name. They are written into the cluster's folder on its machine before it starts,
+            readable only by this user. "{folder}" in arguments and files stands for that folder.
+        host, port, scheme: where it listens, and whether by http, https or redis.
     """
 
     name: str
@@ -60,15 +60,15 @@ class Member:
 
     @property
     def url(self) -> str:
-        """Where it is reached."""
+        """Its URL."""
         return f"{self.scheme}://{host_and_port(self.host, self.port)}"
 
 
 class Servers(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Servers that are alike but for their ports: `port`, `port` + 1 and so on.
+    """An entry of `servers`: servers that differ only in their ports, which are `port`, `port` + 1 and so on.
 
     Attributes:
-        cpus, gpus: what each asks of the machine that Ray finds for it.
+        cpus, gpus: what Ray reserves for each.
     """
 
     port: int
@@ -83,13 +83,13 @@ class ClusterFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A cluster file.
 
     Attributes:
-        model: of every server.
-        name: of the cluster; default: the file's.
-        host: at which all listen.
-        place: "processes" of this machine, or "ray": wherever Ray finds room.
-        redis: "auto", "off", or the URL of a server; redis_port: of the one that "auto" starts.
-        cluster_key_file: with the key of all that share KV; default: one that is made in the cluster's folder.
-        options: of every server; router: of the router.
+        model: the model of every server.
+        name: the cluster's name; default: the file's.
+        host: address at which all members listen.
+        place: "processes" (on this machine) or "ray" (wherever Ray finds room).
+        redis: "auto", "off", or the URL of a running one. redis_port: port of the one that "auto" starts.
+        cluster_key_file: file with the key of all servers that share KV; default: a new one in the cluster's folder.
+        options: options of every server. router: options of the router.
     """
 
     model: str
@@ -105,16 +105,16 @@ class ClusterFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_cluster(path: Path) -> ClusterFile:
-    """The cluster that a file describes.
+    """Read and check a cluster file.
 
     Raises:
-        ConfigError: it cannot be read, or what it says is not valid.
+        ConfigError: the file cannot be read, or is not valid.
     """
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_FILE_BYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or "it is not a text"
+        reason = (isinstance(error, OSError) and error.strerror) or "it is not a text file"
         raise ConfigError(f"{path} cannot be read: {reason}") from error
     if len(text) > MAX_FILE_BYTES:
         raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes; is it a cluster file?")
@@ -145,7 +145,7 @@ def _check_names(path: Path, given: Mapping[Any, Any], kind: type[msgspec.Struct
 
 
 def _check(path: Path, cluster: ClusterFile) -> None:
-    """Refuse what no process could be started from."""
+    """Refuse what the types allow, but no cluster could be started from."""
     if cluster.place not in ("processes", "ray"):
         raise ConfigError(f"{path}: place={cluster.place!r}; allowed: processes, ray")
     if not (cluster.redis in ("auto", False, "off") or "://" in str(cluster.redis)):
@@ -154,7 +154,7 @@ def _check(path: Path, cluster: ClusterFile) -> None:
         )
     _check_options(str(path), cluster.options)
     if not cluster.servers:
-        raise ConfigError(f"{path}: servers is empty; name one, such as '- port: 8010'")
+        raise ConfigError(f"{path}: servers is empty; add one, such as '- port: 8010'")
     for index, servers in enumerate(cluster.servers):
         where = f"{path}: servers[{index}]"
         if servers.role is not None and servers.role not in ROLES:
@@ -163,7 +163,9 @@ def _check(path: Path, cluster: ClusterFile) -> None:
             raise ConfigError(f"{where}: count={servers.count}; allowed: 1 to {MAX_COUNT}")
         _check_options(where, servers.options)
     if all(servers.role == "prefill" for servers in cluster.servers):
-        raise ConfigError(f"{path}: every server has role=prefill, and none could answer; add one with role=decode")
+        raise ConfigError(
+            f"{path}: every server has role=prefill, so none could answer requests; add one with role=decode"
+        )
     taken: dict[int, str] = {}
     for name, port in _ports(cluster):
         if not 1 <= port <= 65535:
@@ -179,12 +181,12 @@ def _check_options(where: str, options: Mapping[str, Any]) -> None:
     for name in ("uds", "ssl_certfile", "ssl_keyfile", "root_path"):
         if name in options:
             raise ConfigError(
-                f"{where}: options must not have {name}: the router finds servers by port, over plain HTTP"
+                f"{where}: options must not have {name}: the router reaches servers by host and port, over plain HTTP"
             )
     for name in ("port", "host", "kv_role", "role", "model"):
         if name in options:
             raise ConfigError(
-                f"{where}: options must not have {name}; it stands beside options, or in an entry of servers"
+                f"{where}: options must not have {name}; write it beside options, or into an entry of servers"
             )
 
 
@@ -204,7 +206,7 @@ def _router_port(cluster: ClusterFile) -> int:
 
 
 def _servers(cluster: ClusterFile) -> Iterator[tuple[str, Servers, int]]:
-    """Every server: its name, its entry, and its number in that."""
+    """Every server: its name, its entry, and its index in that entry."""
     numbers: dict[str, int] = {}
     for servers in cluster.servers:
         role = servers.role or "server"
@@ -215,7 +217,7 @@ def _servers(cluster: ClusterFile) -> Iterator[tuple[str, Servers, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What a server asks of the machine that it runs on."""
+    """What a server needs on the machine that it runs on."""
 
     name: str
     cpus: float
@@ -223,17 +225,17 @@ class Need:
 
 
 def needs(cluster: ClusterFile) -> list[Need]:
-    """Of every server."""
+    """The needs of every server, by name."""
     return [Need(name, servers.cpus, servers.gpus) for name, servers, _ in _servers(cluster)]
 
 
 def members(cluster: ClusterFile, *, redis: bool, key: str, hosts: Mapping[str, str]) -> list[Member]:
-    """The processes, in the order in which they start.
+    """The cluster's processes, in the order in which they start.
 
     Args:
-        redis: whether one of its own is started, where the file says "auto".
-        key: what all that share KV have.
-        hosts: where each server listens, by name; the router and Redis listen at the cluster's own.
+        redis: whether to start a Redis if the file says "auto".
+        key: the key of all servers that share KV.
+        hosts: the address at which each server listens, by name; router and Redis listen at the cluster's `host`.
     """
     found: list[Member] = []
     directory = cluster.redis if isinstance(cluster.redis, str) and "://" in cluster.redis else None
@@ -261,7 +263,7 @@ def members(cluster: ClusterFile, *, redis: bool, key: str, hosts: Mapping[str, 
 
 
 def _redis(cluster: ClusterFile) -> Member:
-    """A Redis that keeps nothing on a disk: what is in it is published again by those who know."""
+    """A Redis without persistence: servers publish its contents again after a restart."""
     lines = [f"bind {cluster.host}", f"port {cluster.redis_port}", 'save ""', "appendonly no", "maxmemory 256mb"]
     return Member(
         name="redis",
@@ -275,7 +277,7 @@ def _redis(cluster: ClusterFile) -> Member:
 
 
 def _member(name: str, kind: str, command: str, options: Mapping[str, Any], key: str) -> Member:
-    """One that is a command of Quire's with a configuration file."""
+    """A member that is a `quire` command with a configuration file."""
     return Member(
         name=name,
         kind=kind,

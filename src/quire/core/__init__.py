@@ -1,1 +1,1 @@
-"""Decisions: what the next step holds. Pure Python, without torch, clock, randomness or I/O."""
+"""The engine's decisions: what the next step computes. Pure Python, without torch, clocks, randomness or I/O."""

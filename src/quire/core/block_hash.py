@@ -12,7 +12,7 @@ from blake3 import blake3
 
 
 def part_name(block_hash: bytes, group: int) -> bytes:
-    """What names a KV group's block of those tokens outside the pool: of the first group, the block's hash itself."""
+    """The name of a KV group's block outside the pool; for the first group, it is the block's hash itself."""
     return block_hash if group == 0 else block_hash[:-1] + bytes([block_hash[-1] ^ group])
 
 
@@ -21,7 +21,7 @@ class BlockHasher:
 
     Args:
         key: 32 secret bytes.
-        fingerprint: what KV bytes depend on beside the tokens: checkpoint, dtype, KV dtype, layout version.
+        fingerprint: what KV bytes depend on besides the tokens: checkpoint, dtype, KV dtype, layout version.
     """
 
     def __init__(self, key: bytes, fingerprint: str) -> None:
@@ -29,9 +29,9 @@ class BlockHasher:
         self._fingerprint = fingerprint.encode("utf-8", "surrogatepass")  # a path may hold any bytes
 
     def root(self, scope: str) -> bytes:
-        """Where the chains of one scope (adapter, tenant salt) begin."""
+        """The root of the chains of one scope (a tenant's salt)."""
         scope_bytes = scope.encode("utf-8", "surrogatepass")
-        # Lengths are written out so that no two (fingerprint, scope) pairs give the same bytes.
+        # Lengths are included so that no two (fingerprint, scope) pairs give the same bytes.
         head = len(self._fingerprint).to_bytes(8, "little") + self._fingerprint
         return blake3(head + scope_bytes, key=self._key).digest()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 NULL_BLOCK = 0
-"""Padding writes here, and a window's passed blocks point here; it is never handed out."""
+"""The null block, never allocated: padding writes here, and tables have it for blocks that a window has passed."""
 
 
 class BlockPool:
@@ -13,10 +13,10 @@ class BlockPool:
     does not free the block by itself, since a prefix cache may keep it: the caller recycles it.
 
     Attributes:
-        ref_counts: holders of each block.
-        generations: how often each block was handed out, so that a stale handle can be told.
+        ref_counts: number of holders of each block.
+        generations: how often each block was allocated, so that stale handles are detected.
         double_releases: releases of blocks without a holder; a bug, counted and otherwise ignored.
-        stale_handles: uses of a handle whose block was handed out to another since; a bug, counted.
+        stale_handles: uses of a handle whose block has since been allocated to another holder; a bug, counted.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -26,7 +26,7 @@ class BlockPool:
         self.reset()
 
     def reset(self) -> None:
-        """Every block is free, whoever held it."""
+        """Make every block free, whoever held it."""
         self.ref_counts = [0] * self.num_blocks
         self._free = list(range(self.num_blocks - 1, NULL_BLOCK, -1))
 
@@ -40,14 +40,14 @@ class BlockPool:
         return self._free
 
     def allocate(self) -> int:
-        """Hand out a free block with one holder. The caller has made sure that there is one."""
+        """Allocate a free block, with one holder. The caller has made sure that there is one."""
         block = self._free.pop()
         self.ref_counts[block] = 1
         self.generations[block] += 1
         return block
 
     def check(self, block: int, generation: int) -> None:
-        """The block that is held must be the one that was handed out then."""
+        """Check that a held block has not been allocated again since."""
         self.stale_handles += self.generations[block] != generation
 
     def retain(self, block: int) -> bool:
@@ -57,7 +57,7 @@ class BlockPool:
         return count == 0
 
     def release(self, block: int) -> bool:
-        """Take a holder away; True if it was the last one."""
+        """Remove a holder; True if it was the last one."""
         count = self.ref_counts[block]
         if count == 0:
             self.double_releases += 1

@@ -1,4 +1,4 @@
-"""What comes into the prefix cache and goes out of it, as data for others: a router, a directory of who has what."""
+"""Events of the prefix cache, for a router or a directory: which blocks were stored and removed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Literal
 
 KEPT_EVENTS = 2**16
-"""Events that are kept until somebody takes them; the oldest go first, and leave a gap in the numbers."""
+"""Most events that are kept until they are taken; beyond that the oldest are dropped, leaving a gap in the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +16,11 @@ class CacheEvent:
     """A full block of one KV group was stored or removed, or all of them were.
 
     Attributes:
-        number: counts up by one. Who sees a gap knows nothing of the cache any more.
-        kind: "cleared": nothing is cached.
-        hash: the block's; empty where all were cleared.
-        parent: hash of the block before it, or of its scope's root; empty unless it was stored.
-        group: number of the KV group; of each, a block comes and goes by itself.
+        number: counts up by one. After a gap, a reader must assume that it knows nothing about the cache.
+        kind: "stored", "removed", or "cleared" if nothing is cached any more.
+        hash: the block's; empty for "cleared".
+        parent: hash of the block before it, or of its scope's root; only for "stored".
+        group: number of the KV group; the groups' parts of a block come and go independently.
     """
 
     number: int
@@ -31,7 +31,7 @@ class CacheEvent:
 
 
 class CacheEvents:
-    """Events in their order, until they are taken."""
+    """The events that have not been taken yet, in order."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -45,18 +45,18 @@ class CacheEvents:
 
     @property
     def next(self) -> int:
-        """Number of the next event."""
+        """The next event's number."""
         return self._next
 
     def since(self, number: int) -> list[CacheEvent] | None:
-        """Those from a number on, which stay; None: some of them are not kept any more, or there is no such number."""
+        """The events from a number on, without taking them; None if some were dropped, or the number is invalid."""
         count = self._next - number
         if number < 0 or not 0 <= count <= len(self._events):
             return None
         return list(islice(reversed(self._events), count))[::-1]
 
     def take(self) -> list[CacheEvent]:
-        """Those since the last call."""
+        """Take the events since the last call."""
         events = list(self._events)
         self._events.clear()
         return events

@@ -1,8 +1,9 @@
-"""What a waiting request lacks to begin further along its prompt: blocks of each KV group that the next token sees.
+"""The blocks that a waiting request needs in order to begin further along its prompt: all that the next token sees.
 
-Of a group that keeps all positions that is every block up to there; of one with a window those that cover it; of
-recurrent layers the state of the last one (see `kv_group`). So where the blocks of a prompt lie in the pool and in
-tiers, a request may begin at some places and not at others, as a match in the prefix cache may end at some.
+In a group that keeps all positions, that is every block up to there; with a window, the blocks that cover it; for
+recurrent layers, the state of the last block (see `kv_group`). So, depending on which of a prompt's blocks are in the
+pool and in tiers, a request can begin at some positions and not at others, just as a match in the prefix cache can end
+only at some.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from quire.core.prefix_cache import PrefixCache
 
 
 class Part(NamedTuple):
-    """One group's block of a request.
+    """One group's part of a block of a request.
 
     Attributes:
-        place: which of the request's blocks.
+        place: the block's index in the request.
         name: see `block_hash.part_name`.
     """
 
@@ -32,25 +33,25 @@ class Chain:
     """A waiting request's blocks `first` to `last - 1`.
 
     Args:
-        cache: where it could begin after `first` blocks now.
+        cache: the prefix cache, in which the first `first` blocks were found.
         hashes: of all its full blocks.
-        back: so many of the last tokens of what is found will be computed again.
+        back: how many of the last tokens of a match will be computed again.
     """
 
     def __init__(self, cache: PrefixCache, hashes: list[bytes], first: int, last: int, back: int = 0) -> None:
         self.cache, self.all_hashes, self._back = cache, hashes, back
-        self.first, self.last = first, min(last, len(hashes))  # where nothing is cached, nothing is hashed
+        self.first, self.last = first, min(last, len(hashes))  # without a cache there are no hashes
         self._numbers = sorted(range(len(cache.groups)), key=lambda number: cache.groups[number].window is not None)
 
     @property
     def hashes(self) -> list[bytes]:
-        """Of these blocks."""
+        """The hashes of these blocks."""
         return self.all_hashes[self.first : self.last]
 
     def reach(self, there: Callable[[bytes], bool]) -> int:
-        """After how many blocks the request could begin if all parts that are `there`, by name, were in the pool."""
+        """After how many blocks the request could begin if all parts named in `there` were in the pool."""
         groups, end, first = self.cache.groups, self.first, self.first
-        runs = {number: first - self._seen(number, first) for number in self._numbers}  # that end at a place
+        runs = {number: first - self._seen(number, first) for number in self._numbers}  # lengths, as of a place
         for place in range(first, self.last):
             for number in self._numbers:
                 name = part_name(self.all_hashes[place], number)
@@ -63,7 +64,7 @@ class Chain:
         return end
 
     def missing(self, end: int) -> list[Part]:
-        """What is not in the pool of all that is needed to begin after `end` blocks; of groups that keep all positions
+        """The parts needed to begin after `end` blocks that are not in the pool; groups that keep all positions come
         first."""
         return [
             Part(place, number, part_name(self.all_hashes[place], number))
@@ -87,8 +88,8 @@ class Chain:
         return self.cache.groups[part.group].window is None
 
     def found(self, end: int) -> Iterator[tuple[int, int, int]]:
-        """(place, group, block) of what is in the pool of that, the last place first; and the parts of the last block
-        before `first`, so that it stays in the tree."""
+        """(place, group, block) of the needed parts that are in the pool, last place first; and of the parts of the
+        last block before `first`, so that it stays in the tree."""
         for place in range(end - 1, -1, -1):
             node = self.cache.find(self.all_hashes[place])
             for number in self._numbers if node is not None else ():
@@ -97,6 +98,6 @@ class Chain:
                     yield place, number, node.blocks[number]
 
     def _seen(self, number: int, count: int) -> int:
-        """The first block of a group that the token after `count` blocks looks into."""
+        """The first block of a group that the token after `count` blocks sees."""
         group, size = self.cache.groups[number], self.cache.block_size
         return min(count, group.first_seen(max(0, count * size - self._back)) // size)

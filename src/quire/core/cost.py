@@ -1,4 +1,4 @@
-"""Whether blocks are better loaded than computed, as steps have shown."""
+"""Whether it is faster to load blocks than to compute them, from measured step times."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from collections.abc import Container
 from quire.core.step import StepPlan, StepResult
 
 _FORGET = 0.9
-"""Weight that an observation keeps with each newer one."""
+"""Factor by which an observation's weight decays with each newer one."""
 
 _RETRY = 0.98
-"""What a load is expected to take shrinks by this with each one that is not tried: a bad moment is forgotten."""
+"""The expected time of a load is reduced by this factor whenever it is not tried, so that one bad measurement fades."""
 
 MARGIN = 0.8
-"""A load must take less than this share of the time that computing takes: it also takes a place in a step."""
+"""A load must take less than this share of the time to compute: it also takes up room in a step."""
 
 BESIDE_DECODES = 0.25
-"""Of a step's time, what loads may add where requests decode in it, and prompts where other engines compute the long
-ones: tokens of streams come at even times."""
+"""How much loads may lengthen a step with decoding requests, and prompts may where other engines compute the long ones,
+as a share of its time, so that streams get their tokens at even intervals."""
 
 _LEAST_SHARE = 0.25
-"""Of a step's time, what prompts have in it at least, though steps that only decode may have taken as long lately."""
+"""The least share of a step's time for prompts, even if steps that only decode have lately taken as long."""
 
 LEAST_TOKENS = 16
-"""Steps with fewer tokens than this of a request say nothing about prompts."""
+"""Steps with fewer tokens of a request than this are not used to learn about prompts."""
 
 
 class Costs:
-    """Seconds to compute tokens, and to load blocks.
+    """Estimates the seconds to compute tokens and to load blocks.
 
-    Computing n tokens after c others is modelled as a n + b n (c + n / 2): what each token costs, and what each pair of
-    a token and one that it sees does; fitted by least squares with exponential forgetting.
+    Computing n tokens after c others is modelled as a n + b n (c + n / 2): a cost per token, and a cost per pair of a
+    token and one that it sees; fitted by least squares with exponential forgetting.
 
     Args:
-        pair: b / a, as counted operations have it.
-        read: bytes that are kept of a token, as a share of those of the weights, which a step reads.
+        pair: b / a, from counted operations.
+        read: bytes of KV per token, relative to those of the weights, which a step reads.
     """
 
     def __init__(self, pair: float = 0.0, read: float = 0.0) -> None:
         self._pair, self._read = pair, read
         self._xx = self._xz = self._zz = self._xy = self._zy = 0.0
-        self._loads: dict[str, tuple[float, float]] = {}  # by where from: blocks, and seconds that they took
-        self._decode = 0.0, 0.0  # steps that only decode, and seconds that they took
+        self._loads: dict[str, tuple[float, float]] = {}  # by source: blocks, and the seconds that they took
+        self._decode = 0.0, 0.0  # number of steps that only decode, and their seconds
 
     def observe(self, plan: StepPlan, result: StepResult, loaded: float = 0.0) -> None:
-        """Learn from a step, which has loaded so many blocks."""
+        """Learn from a step that loaded this many blocks."""
         if loaded:
             self.moved("host", loaded, result.loading)
         if plan.saves:
@@ -64,7 +64,7 @@ class Costs:
         self._xy, self._zy = _later(self._xy, x * y), _later(self._zy, z * y)
 
     def compute_seconds(self, tokens: int, context: int) -> float | None:
-        """To compute so many tokens after others; None: not known yet."""
+        """Seconds to compute tokens after others; None if not known yet."""
         if not self._xx:
             return None
         determinant = self._xx * self._zz - self._xz * self._xz
@@ -72,53 +72,53 @@ class Costs:
         if determinant > 1e-6 * self._xx * self._zz:
             slope = (self._xx * self._zy - self._xz * self._xy) / determinant
             base = (self._zz * self._xy - self._xz * self._zy) / determinant
-            if slope > 0.0:  # neither can be negative: where noise says so, it is none
+            if slope > 0.0:  # neither can be negative; if noise suggests it, it is 0
                 a, b = (base, slope) if base > 0.0 else (0.0, self._zy / self._zz)
         return tokens * (a + b * (context + tokens / 2))
 
     def moved(self, source: str, blocks: float, seconds: float) -> None:
-        """So many blocks came from a tier, or the node of that name, in so many seconds."""
+        """Learn that blocks came from a tier, or from the node of that name, in this many seconds."""
         before = self._loads.get(source, (0.0, 0.0))
         self._loads[source] = _later(before[0], blocks), _later(before[1], seconds)
 
     def keep(self, sources: Container[str]) -> None:
-        """Forget how fast others are than these."""
+        """Forget the speed of all sources but these."""
         self._loads = {source: known for source, known in self._loads.items() if source in sources}
 
     def load_seconds(self, source: str, blocks: float) -> float | None:
-        """To load so many blocks; None: not known yet."""
+        """Seconds to load blocks; None if not known yet."""
         known, seconds = self._loads.get(source, (0.0, 0.0))
         return blocks * seconds / known if known else None
 
     def blocks_beside_decodes(self, source: str) -> int | None:
-        """How many blocks a step may load in which requests decode; None: not known yet."""
+        """How many blocks a step with decoding requests may load; None if not known yet."""
         (steps, seconds), load = self._decode, self.load_seconds(source, 1)
         return int(BESIDE_DECODES * seconds / steps / load) if steps and load else None
 
     def in_tokens(self, count: int, context: int) -> float:
-        """The time of so many tokens of a prompt after others of it, as that of so many with none before them. To read
-        those others takes its share of the time of a step that only decodes, as such a step reads the weights."""
+        """The number of tokens at a prompt's beginning that take as long as these tokens after others. Reading the
+        others is counted relative to a step that only decodes, which reads the weights."""
         (steps, seconds), tokens, compute = self._decode, self._xx, self._xy
         reading = self._read * seconds / steps * tokens / compute if steps and compute else 0.0
         return context * reading + count * (1 + self._pair * context)
 
     def most_tokens(self, spare: float, context: int) -> int:
-        """How many tokens after others a prompt may take of such a time; one at least, if there is any."""
+        """How many tokens after others fit into such a time; at least one, if there is any time left."""
         return max(1, int((spare - self.in_tokens(0, context)) / (1 + self._pair * context))) if spare >= 1 else 0
 
     def tokens_per_load(self, source: str) -> float:
-        """Tokens of a prompt that are computed in the time in which a block is loaded; 0: not known yet."""
+        """Prompt tokens that are computed in the time it takes to load a block; 0 if not known yet."""
         load = self.load_seconds(source, 1)
         return load * self._xx / self._xy if load and self._xy else 0.0
 
     def tokens_beside_decodes(self) -> int:
-        """How many tokens of prompts a step may compute in which requests decode; 0: not known yet."""
-        (steps, seconds), tokens, compute = self._decode, self._xx, self._xy  # a mean: no fit may say that one is free
+        """How many prompt tokens a step with decoding requests may compute; 0 if not known yet."""
+        (steps, seconds), tokens, compute = self._decode, self._xx, self._xy  # means, as a fit may give 0
         return int(BESIDE_DECODES * seconds / steps * tokens / compute) if steps and compute else 0
 
     def prefers_load(self, source: str, blocks: float, tokens: int, context: int) -> bool:
-        """Whether to load so many blocks, rather than compute so many tokens after others. What is not known yet is
-        found out."""
+        """Whether to load blocks rather than compute their tokens after others. True while too little is known, so
+        that it is measured."""
         load = self.load_seconds(source, blocks)
         compute = self.compute_seconds(tokens, context)
         if load is None or compute is None or load < MARGIN * compute:

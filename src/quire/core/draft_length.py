@@ -1,13 +1,13 @@
-"""How many tokens to draft for each decoding request: as many as make the most tokens a second.
+"""How many tokens to draft for each decoding request: the number that gives the most tokens per second.
 
-A draft costs its row of the step that verifies it, and its own making. What both take is measured as steps go by; how
-often a request's drafts are accepted, too. What has not been measured is taken to be cheap, so that it is tried and
-then known. Nothing here changes a token, only the time it takes.
+A draft costs a row in the step that verifies it, and the time to propose it. Both are measured as steps go by, and so
+is how often a request's drafts are accepted. What has not been measured is assumed to be cheap, so that it is tried.
+Nothing here changes a token, only the time it takes.
 
-Two things cost time without making any: to follow a request that gets no drafts, so that it can be drafted later; and
-to explore, now and then, what is not the best as far as is known. Both are paid from an account to which a share of all
-time is credited. Where it is overdrawn, there is no exploring, requests that get no drafts are let go, and new ones are
-followed only where drafts are expected to pay.
+Two things cost time without a direct gain: following a request that gets no drafts, so that it can be drafted later;
+and exploring, now and then, a choice that is not the best known one. Both are paid from a budget, to which a share of
+all time is credited. When it is overdrawn, there is no exploration, requests without drafts are no longer followed, and
+new ones are followed only if drafts are expected to pay off.
 """
 
 from __future__ import annotations
@@ -21,69 +21,70 @@ from dataclasses import dataclass, field
 from quire.core.step import StepResult
 
 _FORGET = 0.95
-"""Weight that a draft's verdict keeps with each newer one: some 20 count."""
+"""Factor by which a verdict's weight decays with each newer one: about 20 verdicts count."""
 
 _POOL_FORGET = 0.98
-"""As `_FORGET`, of what all requests of a kind have shown: some 50 verdicts count."""
+"""Like `_FORGET`, for the statistics over all requests of a kind: about 50 verdicts count."""
 
 _PRIOR = 8.0
-"""Trials of other requests that count beside a request's own."""
+"""How many trials of other requests count besides a request's own (the weight of the prior)."""
 
 _OPTIMISM = 0.8
-"""The chances of drafts as long as none has been seen."""
+"""Acceptance rates assumed before any draft has been verified."""
 
 _TREE = 2.0
-"""So many drafts of a tree are supposed to be accepted as long as none has been seen."""
+"""Accepted drafts per tree assumed before any has been verified."""
 
 _LEVELS = 20
-"""Chances are rounded to one of so many, and requests of equal chance are decided together."""
+"""Acceptance rates are rounded to one of this many levels; requests of equal level are decided together."""
 
 _Chances = tuple[int, int]
-"""Of a first draft, and of each later one, to be accepted, in parts of `_LEVELS`."""
+"""Acceptance rates of a first draft and of each later one, in units of 1 / `_LEVELS`."""
 
 _RECENT = 8
-"""Steps of about one size whose times are kept: the context grows, and others load the machine."""
+"""How many recent times are kept per step size: contexts grow, and the machine's load varies."""
 
 _FREE_ROWS = 1.5
-"""So many times the most rows ever seen may cost nothing more, as far as is known; more rows cost in proportion."""
+"""Up to this multiple of the largest size seen, rows are assumed to cost no more; beyond that, in proportion."""
 
 _MARGIN = 1.03
-"""Drafts must make this many times the tokens a second of none, and deeper ones that of less deep ones: less is within
-the error of what was measured."""
+"""Drafts must give at least this factor more tokens per second than no drafts, and deeper ones than shallower ones: a
+smaller gain is within the error of measurement."""
 
 _SHORTEST = 1e-6
-"""Seconds that a step takes at least: a coarse clock may see none of it."""
+"""Least duration assumed for a step, in case the clock is too coarse to measure it."""
 
 _TURN = 8
-"""Steps from one look at what was measured to the next, at most."""
+"""Most steps between re-evaluations of the measurements."""
 
 _EXPLORE = 32
-"""Steps from one exploring to the next, where drafts pay."""
+"""Steps between explorations while drafts pay off."""
 
 _SHARE = 0.01
-"""Of all time, so much may be lost by following and exploring."""
+"""Share of all time that following and exploring may cost."""
 
 _MOST_CREDIT = 3.0
-"""The account's most, with which it begins: the time of so many steps."""
+"""Upper limit and initial value of the budget, in steps' time."""
 
 _MOST_DEBT = 16.0
-"""The account's least, in steps: a tree of a small model takes as long. More was a hiccup, or a long prompt's."""
+"""Lower limit of the budget, in steps' time, about that of a small model's tree. A larger loss was a hiccup, or due to
+a long prompt."""
 
 
 @dataclass(slots=True)
 class Average:
-    """A mean that forgets: how many of some trials succeeded.
+    """An exponentially weighted success rate.
 
     Attributes:
-        value: from 0 to 1 (for trees: to as many as one has).
-        weight: trials that back it.
+        value: from 0 to 1 (for trees: up to the number of drafts in one).
+        weight: effective number of trials.
     """
 
     value: float = _OPTIMISM
     weight: float = _PRIOR
 
     def learn(self, trials: int, successes: int, forget: float) -> None:
-        """Of so many trials, some succeeded."""
+        """Learn the outcome of some trials."""
         if trials:
             kept = self.weight * forget**trials
             self.weight = kept + trials
@@ -92,11 +93,11 @@ class Average:
 
 @dataclass(slots=True)
 class Pool:
-    """What the drafts of all requests of a kind have shown lately.
+    """Recent acceptance rates over all requests of a kind.
 
     Attributes:
-        first: how many first drafts are accepted; of trees: how many drafts of one.
-        later: how many others, of those before which all were accepted.
+        first: of first drafts; for trees, accepted drafts per tree.
+        later: of later drafts, given that all before them were accepted.
     """
 
     first: Average = field(default_factory=Average)
@@ -105,16 +106,16 @@ class Pool:
 
 @dataclass(slots=True)
 class DraftState:
-    """What is known of a request's drafts.
+    """Statistics about one request's drafts.
 
     Attributes:
-        first: how many first drafts were accepted; of trees: how many drafts of one.
-        pool: what is known of all requests of its kind.
-        chances: of the first draft and of each later one to be accepted, in parts of `_LEVELS`, by what this request
-            and others of its kind have shown.
-        idle: steps since it was given drafts.
-        empty: the proposer had none when it was.
-        drafting_enabled: whether it can be drafted; once that was dropped, it never can.
+        first: acceptance rate of first drafts; for trees, accepted drafts per tree.
+        pool: the statistics over all requests of its kind.
+        chances: acceptance rates of the first draft and of each later one, in units of 1 / `_LEVELS`, estimated from
+            this request and others of its kind.
+        idle: steps since it was last given drafts.
+        empty: the proposer had none the last time.
+        drafting_enabled: whether it can be drafted; once dropped, it never can again.
     """
 
     first: Average = field(default_factory=lambda: Average(weight=0.0))
@@ -125,7 +126,7 @@ class DraftState:
     drafting_enabled: bool = True
 
     def learn(self, accepted: int, proposed: int, tree_mode: bool) -> None:
-        """So many of its drafts, or of its tree, were accepted."""
+        """Learn how many of its drafts, or of its tree's, were accepted."""
         success = accepted if tree_mode else min(1, accepted)
         self.first.learn(1, success, _FORGET)
         self.pool.first.learn(1, success, _POOL_FORGET)
@@ -134,7 +135,7 @@ class DraftState:
         self.rate()
 
     def rate(self) -> None:
-        """Makes the chances of what is known."""
+        """Update `chances` from the statistics."""
         own, pool = self.first, self.pool
         weight = own.weight + _PRIOR
         first, later = (own.weight * own.value + _PRIOR * pool.first.value) / weight, pool.later.value
@@ -142,14 +143,15 @@ class DraftState:
 
 
 class _Times:
-    """Seconds by size, measured in cells (1, 2, ... 16, 18, 20, ... 32, 36, ...) and interpolated between them.
+    """Seconds by size, measured in buckets (1, 2, ... 16, 18, 20, ... 32, 36, ...) and interpolated between them.
 
-    A cell is believed once it was seen twice: the first time may be slow for being the first. Larger sizes take no less
-    time, and no more than their proportion. Beyond the largest, the curve's last piece goes on (of one known size, no
-    size takes more: so it is tried), but from `_FREE_ROWS` times the largest on at least their proportion of that.
+    A bucket counts once it has two measurements, since the first may include warm-up. Larger sizes are assumed to take
+    no less time, and at most proportionally more. Beyond the largest, the last segment is extrapolated (with only one
+    known size, larger ones are assumed to take no more, so that they are tried); from `_FREE_ROWS` times the largest
+    on, the time is at least proportional.
 
     Args:
-        once: sizes up to so much beyond the largest may take no more, however small that is.
+        once: sizes up to this much beyond the largest may take no more, even if that is over `_FREE_ROWS` times it.
     """
 
     def __init__(self, once: float) -> None:
@@ -159,13 +161,13 @@ class _Times:
         self._seconds: list[float] = []
 
     def observe(self, size: int, seconds: float) -> bool:
-        """A step of this size took so long; returns whether little was known of such steps."""
+        """Record a step's time; returns whether little was known about steps of this size."""
         cell = self._cells.setdefault(_cell_of(size), deque(maxlen=_RECENT))
         cell.append((seconds, size))
         return len(cell) < _RECENT
 
     def refresh(self) -> None:
-        """Makes the curve. What is usual is the lower third: hiccups do not show."""
+        """Recompute the curve. Each bucket counts with its lower third, so that hiccups do not matter."""
         known = [sorted(cell)[(len(cell) - 1) // 3] for cell in self._cells.values() if len(cell) > 1]
         known.sort(key=lambda pair: pair[1])
         self._sizes = [size for _, size in known]
@@ -177,11 +179,11 @@ class _Times:
             self._seconds[i] = min(self._seconds[i], self._seconds[i + 1])
 
     def knows(self, size: int) -> bool:
-        """Whether steps of half as much more, or less, were seen: larger ones say little of it."""
+        """Whether steps of up to 1.5 times this size have been measured; larger ones say little about it."""
         return bool(self._sizes) and self._sizes[0] <= 2 * size
 
     def at(self, size: int) -> float:
-        """Seconds at this size; 0 where nothing is known."""
+        """Estimated seconds at this size; 0 if nothing is known."""
         sizes, seconds = self._sizes, self._seconds
         i = bisect_left(sizes, size)
         if i < len(sizes):
@@ -199,7 +201,7 @@ class _Times:
 
 
 def _cell_of(size: int) -> int:
-    """The number of the cell: up to 16 a size has its own, then there are eight to every doubling."""
+    """The bucket's number: each size up to 16 has its own, then there are eight per doubling."""
     shift = max(0, size.bit_length() - 4)
     return 8 * shift + (size >> shift)
 
@@ -207,13 +209,13 @@ def _cell_of(size: int) -> int:
 class DraftLengths:
     """Decides how many tokens to draft for each decoding request.
 
-    A request of which a draft is accepted with chance a makes (1 - a^(k+1)) / (1 - a) tokens of k drafts (Leviathan et
-    al. 2023): its j-th draft is worth a^j. The best n drafts of all requests are those worth the most; n, and the
-    depth that drafting goes to, are chosen for the most tokens a second.
+    With an acceptance rate of a, a request with k drafts yields (1 - a^(k+1)) / (1 - a) tokens per step (Leviathan et
+    al. 2023), so its j-th draft is worth a^j tokens. The n most valuable drafts of all requests are chosen; n, and the
+    drafting depth, are chosen for the most tokens per second.
 
     Args:
-        most: drafts of one request.
-        tree_mode: a request gets `most` drafts (a tree) or none; the mean number accepted is what they are worth.
+        most: most drafts of one request.
+        tree_mode: a request gets `most` drafts (a tree) or none; they are worth the mean number accepted.
 
     Raises:
         ValueError: `most` is less than 1.
@@ -221,27 +223,28 @@ class DraftLengths:
 
     def __init__(self, most: int, *, tree_mode: bool = False) -> None:
         if most < 1:
-            raise ValueError(f"most is {most}; it must be at least 1 (without drafts there is nothing to decide)")
+            raise ValueError(f"most is {most}; it must be at least 1")
         self._most = most
         self._tree_mode = tree_mode
         self._depths = (most,) if tree_mode else range(1, most + 1)
         self._verifying = _Times(once=most)  # by rows
-        self._drafting = _Times(once=math.inf)  # by depth; 0: following alone
+        self._drafting = _Times(once=math.inf)  # by depth; 0 is following without drafting
         self._steps = self._explored = 0
-        self._again = False  # more was accepted than expected, or none proposed: if that was exploring, it goes on
-        self._trial = False  # a request is followed to see, and has not been drafted
+        self._again = False  # more was accepted than expected, or nothing proposed: an exploration continues
+        self._trial = False  # a request is followed as a trial, and has not been drafted yet
         self._ended = 0.0  # when the last step did
-        self._chosen: dict[tuple[object, ...], list[int]] = {}  # since the last look at what was measured
+        self._chosen: dict[tuple[object, ...], list[int]] = {}  # since the last re-evaluation
         self._pools: dict[bool, Pool] = {}
         self._step_seconds = 0.0
-        self._credit = math.inf  # seconds that may be lost
+        self._credit = math.inf  # the budget, in seconds
 
     # -- learning ------------------------------------------------------------------------------------------
 
     def observe_step(self, result: StepResult, tuned: bool) -> None:
-        """Learn from a step; `tuned`: no request had more than one token beside drafts, and some could be drafted.
+        """Learn from a step; `tuned`: no request had more than one token besides drafts, and some could be drafted.
 
-        The gap before it is part of what a step takes: fewer steps have fewer gaps. A longer one was no work.
+        The gap before a step counts as part of it, since fewer steps have fewer gaps, unless it is so long that the
+        engine was idle.
         """
         gap = result.began - self._ended
         self._ended = result.began + result.seconds
@@ -259,11 +262,11 @@ class DraftLengths:
         """Learn from a step of decodes and their drafts, without prompts.
 
         Args:
-            base: requests, each of which had a row beside its drafts.
-            seconds: of the step.
-            drafting: how many of those went by in following requests and drafting.
-            depth: the most drafts of one request; 0: none had any.
-            drafts, accepted: of all requests.
+            base: number of requests, each of which had one row besides its drafts.
+            seconds: the step's duration.
+            drafting: the part of it spent on following requests and drafting.
+            depth: most drafts of one request; 0 if none had any.
+            drafts, accepted: totals over all requests.
         """
         rows = base + drafts
         new = self._verifying.observe(rows, max(_SHORTEST, seconds - drafting))
@@ -276,16 +279,17 @@ class DraftLengths:
         self.account(seconds, self._verifying.at(rows) + self._drafting.at(depth) - plain * (1 + accepted / base))
 
     def account(self, seconds: float, lost: float) -> None:
-        """So much time went by, and so much of it was lost by following and drafting; negative: it was gained."""
+        """Update the budget: this much time has passed, and this much of it was lost by following and drafting
+        (negative if it was gained)."""
         if not self._step_seconds:
             return
         most, least = _MOST_CREDIT * self._step_seconds, -_MOST_DEBT * self._step_seconds
         self._credit = min(most, max(least, self._credit + _SHARE * seconds - lost))
 
     def accepted(self, state: DraftState, proposed: int, accepted: int) -> None:
-        """Of `proposed` drafts that were verified, so many were accepted."""
+        """Learn how many of `proposed` drafts were accepted."""
         state.empty = not proposed
-        # That there were none says nothing of those that there will be.
+        # No proposals now says nothing about later ones.
         self._again |= not proposed or accepted > self._expected(state.chances, proposed)
         if proposed:
             state.learn(accepted, proposed, self._tree_mode)
@@ -293,23 +297,23 @@ class DraftLengths:
     # -- following -----------------------------------------------------------------------------------------
 
     def start(self, state: DraftState, greedy: bool, running: int) -> None:
-        """A new request, beside others: decides whether it is followed, and supposes that it is like those before it.
+        """Make a new request's state: decide whether it is followed, and assume that it is like earlier requests.
 
         Args:
-            greedy: requests are of two kinds.
-            running: requests that decode beside it, itself included.
+            greedy: its kind: greedy and sampled requests have separate statistics.
+            running: number of decoding requests, including this one.
         """
         state.pool = self._pools.setdefault(greedy, Pool(Average(_TREE if self._tree_mode else _OPTIMISM)))
         state.rate()
-        if not self._verifying.knows(running):  # the first ones are
+        if not self._verifying.knows(running):  # the first requests are followed
             return
         if not any(self._best([state.chances] * running, [self._most] * running, self._most * running, running)):
             state.drafting_enabled = self._credit > 0 or self._cheap
-            if state.drafting_enabled and not self._cheap:  # one is enough to see, and it may be a short one
+            if state.drafting_enabled and not self._cheap:  # one trial at a time, and it may be a short request
                 self._credit, self._trial = 0.0, True
 
     def drop_drafting(self, states: Sequence[DraftState]) -> int | None:
-        """Which of these requests is followed without a gain, and loses its drafting; None: none."""
+        """Choose a request that is followed without a gain, and stop following it; None if there is none."""
         if self._credit >= 0 or self._cheap:
             return None
         idle = [(state.chances, i) for i, state in enumerate(states) if state.idle]
@@ -320,7 +324,7 @@ class DraftLengths:
 
     @property
     def _cheap(self) -> bool:
-        """Whether following takes less than may be lost anyway."""
+        """Whether following costs less than the share of time that may be lost anyway."""
         return self._drafting.at(0) <= _SHARE * self._step_seconds
 
     # -- choosing ------------------------------------------------------------------------------------------
@@ -329,14 +333,14 @@ class DraftLengths:
         """How many drafts each request gets in a step.
 
         Args:
-            states: of the step's decoding requests.
-            room: drafts that each may have at most.
-            budget: drafts that all may have together.
-            base_rows: rows that the step computes without drafts.
+            states: the step's decoding requests.
+            room: most drafts for each of them.
+            budget: most drafts for all of them together.
+            base_rows: rows of the step without drafts.
         """
         self._steps += 1
         if self._steps % _TURN == 0:
-            for state in states:  # others have learned
+            for state in states:  # the pool may have changed
                 state.rate()
         lengths = [0] * len(states)
         if states and budget > 0 and self._verifying.knows(base_rows):
@@ -356,7 +360,7 @@ class DraftLengths:
         return list(lengths)
 
     def _best(self, kinds: Sequence[_Chances], room: Sequence[int], budget: int, base: int) -> list[int]:
-        """The drafts of each request that make the most tokens a second."""
+        """The number of drafts for each request that gives the most tokens per second."""
         key = *kinds, *room, min(budget, self._most * len(kinds)), base
         found = self._chosen.get(key)
         if found is None:
@@ -364,7 +368,7 @@ class DraftLengths:
         return found
 
     def _search(self, kinds: Sequence[_Chances], room: Sequence[int], budget: int, base: int) -> list[int]:
-        """Those worth the most first, down to each depth: how many of them make the most tokens a second."""
+        """Add drafts in order of value, for each depth limit, and keep the number with the most tokens per second."""
         alike = Counter(zip(kinds, room, strict=True))
         best, depth, least = base / self._verifying.at(base), 0, 2.0
         for deepest in self._depths:
@@ -389,7 +393,7 @@ class DraftLengths:
         ]
 
     def _worth(self, chances: _Chances, count: int) -> list[float]:
-        """How likely each of so many drafts of a request is to be accepted; of a tree, of each draft the same."""
+        """The probability that each of a request's drafts is accepted; the same for all drafts of a tree."""
         first, later = chances[0] / _LEVELS, chances[1] / _LEVELS
         if self._tree_mode:
             return [first / count] * count if count == self._most and first else []
@@ -400,16 +404,16 @@ class DraftLengths:
         return worth
 
     def _expected(self, chances: _Chances, count: int) -> float:
-        """How many of so many drafts of a request are supposed to be accepted."""
+        """The expected number of accepted drafts."""
         return chances[0] / _LEVELS if self._tree_mode else sum(self._worth(chances, count))
 
     def _explore(
         self, best: list[int], states: Sequence[DraftState], room: Sequence[int], budget: int, base: int
     ) -> list[int]:
-        """Something else than what is best as far as is known, to see what it brings.
+        """Try something other than the best known choice.
 
-        Where drafts pay: none, more or fewer of them, in turns. Else, while there is credit, those requests that have
-        had none for longest get as many as would pay if nothing were known of drafts.
+        If drafts pay off: none, more or fewer of them, in turn. Otherwise, while the budget allows, the requests that
+        have gone without drafts for longest get as many as would pay off by the initial assumptions.
         """
         if not any(best):
             if self._credit <= 0 and not self._trial:

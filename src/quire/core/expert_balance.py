@@ -1,9 +1,9 @@
-"""Which rank has which experts, so that all have about as much to do: DeepSeek's expert-parallel load balancer (EPLB,
+"""Placement of experts on ranks for an even load: DeepSeek's expert-parallel load balancer (EPLB,
 https://github.com/deepseek-ai/EPLB, https://arxiv.org/abs/2412.19437, section 3.4).
 
-The busiest experts get more than one slot, among which their tokens are dealt out; then slots are packed onto ranks,
-the heaviest first, each where least has been packed. Which pack goes to which rank makes no difference to the balance:
-it goes where most of its experts are already.
+The busiest experts are replicated over several slots, which share their tokens. Then slots are packed onto ranks,
+heaviest first, each onto the least loaded rank. Which pack goes to which rank does not affect the balance, so each goes
+to the rank that has most of its experts already.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def balance(
     """The expert in each slot; every rank has as many slots, one rank's after another's.
 
     Args:
-        loads: tokens of each expert, lately.
-        num_slots: of all ranks; at least one an expert.
-        groups: experts lie in so many (`n_group`), of which a token goes to a few; the experts of one stay on one node.
-        nodes: the ranks lie on so many; where that does not divide the groups, both count as one.
-        before: the experts in the slots as they are now.
+        loads: recent tokens of each expert.
+        num_slots: slots of all ranks together; at least one per expert.
+        groups: number of expert groups (`n_group`), of which a token uses a few; a group's experts stay on one node.
+        nodes: number of nodes; if it does not divide `groups`, both count as one.
+        before: the expert in each slot now.
 
     Raises:
-        ValueError: there are fewer slots than experts, or they cannot be shared out evenly.
+        ValueError: there are fewer slots than experts, or they cannot be divided evenly.
     """
     if num_slots < len(loads) or num_slots % ranks or ranks % nodes:
         raise ValueError(f"{num_slots} slots for {len(loads)} experts, {ranks} ranks, {nodes} nodes")
@@ -47,7 +47,7 @@ def balance(
 
 
 def imbalance(loads: Sequence[int], slots: Sequence[int], ranks: int) -> float:
-    """The most that a rank has to do, over the mean: 1 is even."""
+    """The highest load of a rank over the mean load: 1 is perfectly even."""
     total = sum(loads)
     if not total:
         return 1.0
@@ -57,7 +57,7 @@ def imbalance(loads: Sequence[int], slots: Sequence[int], ranks: int) -> float:
 
 
 def _replicated(experts: Sequence[int], loads: Sequence[int], num_slots: int) -> list[int]:
-    """One slot for each, and then one more, again and again, for that which has most to do in each of its own."""
+    """Give each expert a slot, then repeatedly one more to the expert with the highest load per slot."""
     slots = [*experts]
     busiest = [(-Fraction(loads[expert]), place, 1) for place, expert in enumerate(experts)]
     heapq.heapify(busiest)
@@ -69,7 +69,7 @@ def _replicated(experts: Sequence[int], loads: Sequence[int], num_slots: int) ->
 
 
 def _packed(weights: Sequence[Fraction], packs: int) -> list[list[int]]:
-    """Indices of `weights` in so many packs of one size: the heaviest first, each into the lightest that has room."""
+    """Distribute indices of `weights` over packs of equal size: heaviest first, each into the lightest with room."""
     room, made, sums = len(weights) // packs, [[] for _ in range(packs)], [Fraction(0)] * packs  # type: ignore[var-annotated]
     for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
         lightest = min((pack for pack in range(packs) if len(made[pack]) < room), key=lambda pack: (sums[pack], pack))
@@ -79,7 +79,7 @@ def _packed(weights: Sequence[Fraction], packs: int) -> list[list[int]]:
 
 
 def _named_as(packs: list[list[int]], before: Sequence[int]) -> list[list[int]]:
-    """The packs in such an order that ranks keep what they have, those that can keep most first."""
+    """Order the packs so that ranks keep the experts they have; pairs with the largest overlap are matched first."""
     each, left, named = len(before) // len(packs), [Counter(pack) for pack in packs], {}
     old = {rank: Counter(before[rank * each : (rank + 1) * each]) for rank in range(len(packs))}
     pairs = sorted((-(old[rank] & pack).total(), rank, number) for rank in old for number, pack in enumerate(left))

@@ -1,8 +1,8 @@
-"""What other engines read from this one's host tier.
+"""Blocks that other engines read from this one's host tier.
 
-An export is a chain of blocks that another engine waits for. Whatever of it is in the tier is told, in order, and
-pinned until the other engine has read it; what is in the pool is saved first; and what is in neither is waited for
-while a request computes it. So a chain may leave while its prompt is still being computed, chunk by chunk.
+An export is a chain of blocks that another engine wants. Blocks in the tier are announced, in order, and pinned until
+the other engine has read them; blocks in the pool are saved to the tier first; for the rest, the export waits while a
+request computes them. So a chain can be read while its prompt is still being computed, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Have(NamedTuple):
-    """Blocks of an export are in these slots, from its block `first` on; they stay there until they are released."""
+    """Blocks of an export, from its block `first` on, are in these slots, and stay there until they are released."""
 
     number: int
     first: int
@@ -24,19 +24,19 @@ class Have(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """No further blocks of an export come."""
+    """No further blocks of an export will come."""
 
     number: int
 
 
 class Export:
-    """Blocks of a chain that another engine waits for.
+    """A chain of blocks that another engine wants.
 
     Attributes:
-        hashes: names of the blocks.
-        computing: a request computes those that are not there yet.
-        told: so many are in slots that the other engine knows.
-        released: so many of these it has read.
+        hashes: the blocks' names.
+        computing: whether a request computes the missing ones.
+        told: number of blocks announced to the other engine.
+        released: number of those that it has read.
     """
 
     def __init__(self, hashes: Sequence[bytes], computing: bool) -> None:
@@ -50,13 +50,13 @@ class Export:
 
 
 class Exports:
-    """All exports under way. Their blocks may be in the pools of several replicas of attention, which share the tier.
+    """All exports in progress. Their blocks may be in the pools of several replicas, which share the tier.
 
     Args:
-        sources: whose tier it is.
+        sources: has the tier.
 
     Attributes:
-        exported: blocks that were told since the start.
+        exported: number of blocks announced since the start.
     """
 
     def __init__(self, sources: Sources) -> None:
@@ -65,12 +65,12 @@ class Exports:
         self.reset()
 
     def reset(self) -> None:
-        """The tier's books are made anew: nothing is pinned, and no engine waits for anything."""
+        """The tier was reset: nothing is pinned, and all exports are forgotten."""
         self.under_way: dict[int, Export] = {}
 
     @property
     def pinned(self) -> list[int]:
-        """Slots that others may be reading, once an export, for checks."""
+        """Slots that others may be reading, once per export; for invariant checks."""
         return [slot for export in self.under_way.values() for slot in export.slots[export.released :]]
 
     def missing(self, hashes: Sequence[bytes], kvs: Sequence[KVManager]) -> bool:
@@ -78,27 +78,27 @@ class Exports:
         return any(each not in self._tier and all(kv.cache.part(each) is None for kv in kvs) for each in hashes)
 
     def begin(self, number: int, hashes: Sequence[bytes], computing: bool) -> None:
-        """Another engine waits for these blocks."""
+        """Begin an export: another engine wants these blocks."""
         self.under_way[number] = Export(hashes, computing)
 
     def computed(self, number: int) -> None:
-        """The request that computed an export's blocks is over, however it ended."""
+        """The request that computed an export's blocks has ended, with or without success."""
         if export := self.under_way.get(number):
             export.computing = False
 
     def release(self, number: int, count: int) -> None:
-        """The other engine has read the first `count` blocks; what it cannot have read is ignored."""
+        """The other engine has read the first `count` blocks; an impossible count is ignored."""
         if export := self.under_way.get(number):
             self._unpin(export, min(count, export.told))
             self._end_if_read(number, export)
 
     def end(self, number: int) -> None:
-        """The other engine reads nothing more of it; one that is not known is ignored."""
+        """The other engine no longer needs an export; an unknown number is ignored."""
         if export := self.under_way.pop(number, None):
             self._unpin(export, export.told)
 
     def advance(self, kvs: Sequence[KVManager]) -> list[Have | Gone]:
-        """What has come since the last call; what is in a pool alone is saved by the next plan."""
+        """Announce what has become available since the last call; the next plan saves blocks that only a pool has."""
         news: list[Have | Gone] = []
         for number, export in list(self.under_way.items()):
             first = export.told
@@ -119,7 +119,7 @@ class Exports:
         return news
 
     def _coming(self, export: Export, kvs: Sequence[KVManager]) -> bool:
-        """Whether the next block comes; has those saved that are in a pool."""
+        """Whether the next block is still to come; saves blocks that are in a pool."""
         for block_hash in export.hashes[export.told :]:
             if not self._tier.is_filling(block_hash) and not any(kv.save(block_hash) for kv in kvs):
                 break

@@ -1,14 +1,14 @@
-"""What moves between the pool, the host tier and what is behind that.
+"""Transfers of blocks between the pool and the host tier.
 
-Blocks leave the pool when they are evicted, and come back as a *fetch*: a chain of blocks, not a request's. To the
-requests that want them, a fetch is what a request that computes them is (`prefix_leaders`): they wait until the step
-that loaded the blocks has committed, and then find them in the prefix cache. So no request owns a transfer: ending a
-request touches no fetch, and a block that cannot be loaded is only one more to be computed.
+Blocks leave the pool when they are evicted, and come back in a *fetch*: a chain of blocks that belongs to no request.
+Requests that want these blocks treat a fetch like another request that computes them (`prefix_leaders`): they wait
+until the step that loaded the blocks has committed, and then find them in the prefix cache. So no request owns a
+transfer: ending a request affects no fetch, and a block that cannot be loaded is simply computed.
 
-Bytes move in the order of the plans (`StepPlan.saves`, `StepPlan.loads`), so no block and no slot is touched beside
+Bytes are copied in the order of the plans (`StepPlan.saves`, `StepPlan.loads`), so no block or slot is touched outside
 the steps, and a slot is free again as soon as the step that was to fill it is given up.
 
-Behind the host tier there may be a disk, and other engines: see `core/sources.py`.
+Below the host tier there may be a disk and other engines: see `core/sources.py`.
 """
 
 from __future__ import annotations
@@ -25,32 +25,31 @@ from quire.core.sources import HOST, LEAST_FETCH, Sources
 from quire.core.step import Move, StepPlan, StepResult
 
 WORTH = 2
-"""Uses of a block by other requests after which it is worth a place in a tier."""
+"""How often other requests must have used a block before it is worth a slot in a tier."""
 
 FIRST_LOADS = 4
-"""Blocks that a step loads in which requests decode, where none before it has; the next ones may load twice as many as
-the last one, up to what their times allow: memory that was not used lately is slower than what is known."""
+"""Blocks that the first such step with decoding requests may load; each further one may load twice as many as the last,
+up to what the measured times allow, since memory that was not used lately is slower than the measurements say."""
 
 MOST_FETCHES = 8
-"""Fetches that one request may begin before it is admitted and that do not bring all they were to: what it lacks after
-these is computed."""
+"""After this many incomplete fetches before its admission, a request's missing blocks are computed."""
 
 
 class Fetch:
-    """Blocks of one chain on their way into the pool.
+    """Blocks of one chain being loaded into the pool.
 
     Attributes:
-        order: before every request's: all may wait for it.
-        parent: node of the block before them; None: they begin the chain.
-        scope: whose chain it is.
+        order: its place in the order of service, before all requests, so that any request may wait for it.
+        parent: node of the block before them; None if they begin the chain.
+        scope: the chain's scope.
         hashes, keys: of the blocks, one each.
-        moves: of those parts of the blocks that are not in the pool yet. places: of each, which block it belongs to.
+        moves: one for each part of the blocks that is not in the pool yet. places: the block that each move is for.
         size: of all moves, in blocks of the first group.
-        brings: so many blocks further requests may begin once they are there.
-        promised: blocks of each group beside these that must stay available for the request that asked for them.
-        num_published: blocks that came.
-        new: those that came from other engines: what they are worth here is not known yet.
-        request: that it was begun for.
+        brings: how many blocks further requests can begin once they are loaded.
+        promised: additional blocks of each group that must stay available for the request that asked for them.
+        num_published: number of blocks that were loaded and published.
+        new: blocks that came from other engines, so that it is not known yet whether they are worth a slot here.
+        request: the request that it was begun for.
     """
 
     order, source = (-math.inf, 0, 0), HOST
@@ -79,11 +78,11 @@ class Fetch:
         return self.num_published == len(self.hashes)
 
     def came(self) -> int:
-        """So many blocks further requests may begin."""
+        """How many blocks further requests can begin now."""
         return min(self.brings, self.num_published)
 
     def parts(self) -> Iterator[tuple[bytes, bytes, list[Move]]]:
-        """Hash and key of each block that came, up to the last one of which something moved, and its moves."""
+        """Hash, key and moves of each block that was loaded, up to the last one with a move."""
         moves: list[list[Move]] = [[] for _ in range(self.num_published)]
         for place, move in zip(self.places, self.moves, strict=True):
             if place < self.num_published:
@@ -94,27 +93,27 @@ class Fetch:
 
 
 class Fetches:
-    """Saves and loads of one pool: those for the next plan, and those of plans in flight.
+    """Saves and loads of one pool, for the next plan and in plans in flight.
 
     Args:
-        sources: the host tier, and what is behind it; other pools may have the same.
+        sources: the host tier, and what is below it; other pools may share it.
 
     Attributes:
         tier: the host tier's index. sizes: see `Sources`.
-        saved, loaded: blocks that came to the tier, and from there, since the start.
-        bad_loads: blocks whose bytes were found to be others than those that had been saved.
-        volume: of all that was "stored" in the tier and "loaded" from it, in blocks of the first group.
+        saved, loaded: blocks saved to the tier and loaded from it since the start.
+        bad_loads: blocks whose bytes differed from what was saved.
+        volume: totals "stored" in the tier and "loaded" from it, in blocks of the first group.
     """
 
     def __init__(self, sources: Sources) -> None:
         self.sources, self.tier, self.sizes = sources, sources.tier, sources.sizes
         self.saved = self.loaded = self.bad_loads = 0
         self.volume = {"stored": 0.0, "loaded": 0.0}
-        self._recent_loads = 0.0  # of the last plans
+        self._recent_loads = 0.0  # a decaying maximum over the last plans
         self.reset()
 
     def reset(self) -> None:
-        """Nothing is in the tier, or on its way."""
+        """Forget all saves and loads."""
         self.sources.reset()
         self._saves: list[Move] = []
         self._begun: list[Fetch] = []
@@ -122,17 +121,17 @@ class Fetches:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Blocks that were stored in the tier and loaded from there, and those that were bad."""
+        """The numbers of blocks stored in the tier, loaded from it, and found bad."""
         return {"stored": self.saved, "loaded": self.loaded, "bad": self.bad_loads}
 
     @property
     def has_moves(self) -> bool:
-        """The next plan is to save or load something."""
+        """Whether the next plan has saves or loads."""
         return bool(self._begun or self._saves)
 
     @property
     def promised(self) -> list[int]:
-        """Blocks of each group that must stay available for requests whose blocks are on their way."""
+        """Blocks of each group that must stay available for requests whose blocks are being fetched."""
         return [
             sum(counts) for counts in zip([0] * len(self.sizes), *(f.promised for f in self.under_way), strict=True)
         ]
@@ -148,11 +147,10 @@ class Fetches:
         return [*self._saves, *(move for _, saves, _ in self._in_flight for move in saves)]
 
     def most_loads(self, decoding: bool, spare: float = math.inf) -> float | None:
-        """How many blocks of the first group, or as much of others, the next plan may load for one more request; None:
-        any number.
+        """How much the next plan may load for one more request, in blocks of the first group; None if unlimited.
 
         Args:
-            decoding: requests decode in it, and are not to wait for long.
+            decoding: whether requests decode in it, which should not wait long.
             spare: see `PendingStep`.
         """
         if not decoding:
@@ -166,14 +164,14 @@ class Fetches:
         return max(LEAST_FETCH, most)
 
     def used(self, node: Node, group: int) -> None:
-        """A request has taken a block from the prefix cache. What is worth it is on the disk before it is evicted, so
-        that it is there after a restart."""
+        """A request has taken a block from the prefix cache. A block that is used often enough is written to the disk
+        even before it is evicted, so that it is there after a restart."""
         node.uses[group] += 1
         if node.uses[group] == WORTH and self.sources.disk is not None:
             self.evicted(node, group, node.blocks[group])
 
     def evicted(self, node: Node, group: int, block: int) -> None:
-        """A block goes from the pool: it is saved if it is worth it. One that came to the tier from another engine is
+        """A block is evicted from the pool: save it if it is worth it. One that came to the tier from another engine is
         written to the disk now."""
         if not node.hash or node.uses[group] < WORTH:
             return
@@ -184,8 +182,8 @@ class Fetches:
             self.sources.write(slot, name)
 
     def save(self, node: Node, group: int, block: int) -> bool:
-        """The next plan saves a block, before anything is written into it. False: it is in the tier already, or on its
-        way there, or there is no slot for it."""
+        """Have the next plan save a block, before anything is written into it. False if it is in the tier or on its way
+        there already, or if there is no slot for it."""
         name = part_name(node.hash, group)
         slot = self.tier.take(name, group)
         if slot is not None:
@@ -194,22 +192,22 @@ class Fetches:
         return slot is not None
 
     def begin(self, fetch: Fetch) -> None:
-        """The next plan loads its blocks. Their slots were pinned."""
+        """Have the next plan load a fetch's blocks, whose slots are pinned already."""
         self._begun.append(fetch)
 
     def planned(self, number: int) -> tuple[list[Move], list[Move]]:
-        """What plan `number` saves and loads."""
+        """Take the saves and loads for plan `number`."""
         saves, begun, self._saves, self._begun = self._saves, self._begun, [], []
         if saves or begun:
             self._in_flight.append((number, saves, begun))
         return saves, [move for fetch in begun for move in fetch.moves]
 
     def committed(self, plan: StepPlan, result: StepResult) -> list[Fetch]:
-        """A plan has committed. Returns its fetches; each has come up to its `num_published`."""
+        """A plan has committed. Returns its fetches; each has loaded its first `num_published` blocks."""
         sources = self.sources
         if self.tier.num_slots:
             sources.costs.observe(plan, result, loaded := sources.size(plan.loads))
-            self._recent_loads = max(loaded, self._recent_loads * 3 // 4)  # steps that overlap take turns
+            self._recent_loads = max(loaded, self._recent_loads * 3 // 4)  # overlapping steps load alternately
         if not self._in_flight or self._in_flight[0][0] != plan.number:
             return []
         _, saves, fetches = self._in_flight.popleft()
@@ -235,7 +233,7 @@ class Fetches:
         return fetches
 
     def given_up(self) -> None:
-        """No plan in flight will commit. Evicted blocks that no plan has saved yet still lie where they did."""
+        """No plan in flight will commit. Evicted blocks that no plan has saved yet are still in place."""
         for _, saves, fetches in self._in_flight:
             for move in saves:
                 self.tier.dropped(move.slot)
@@ -244,5 +242,5 @@ class Fetches:
         self._in_flight.clear()
 
     def _unpin(self, fetch: Fetch) -> None:
-        for move in reversed(fetch.moves):  # the head was used last: tails give way first
+        for move in reversed(fetch.moves):  # the head is released last, so tails are evicted first
             self.tier.unpin(move.slot)

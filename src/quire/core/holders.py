@@ -1,7 +1,7 @@
-"""What other nodes hold, as a directory has said, and what this one holds for them.
+"""Which blocks other nodes have, according to a directory, and which blocks this node has for them.
 
-The directory is asked beside the steps, and what it says is a hint: it is forgotten after a while, and where a node has
-not what it was said to have, another one is asked, or the block is computed.
+The directory is asked outside the steps, and its answers are hints: they expire after a while, and if a node turns out
+not to have a block, another one is asked, or the block is computed.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     from quire.core.kv_manager import KVManager
 
 FRESH_SECONDS = 2.0
-"""Of what was said no longer ago, nothing is asked again."""
+"""Answers younger than this are not asked for again."""
 
 KEPT_SECONDS = 60.0
-"""What was said longer ago is not believed, though the directory may be gone."""
+"""Answers older than this are not used, even if the directory is down."""
 
 LOOKUP_SECONDS = 0.05
-"""Requests wait no longer for an answer."""
+"""How long requests wait for an answer."""
 
 MOST_KNOWN = 2**17
-"""Blocks of which something is known; the oldest go first."""
+"""Most blocks for which answers are kept; the oldest are dropped first."""
 
 REPLICAS = 2
-"""A block that so many other nodes hold is not saved in one more tier."""
+"""A block that this many other nodes have is not saved in this node's tier, too."""
 
 
 class Lookup:
-    """Blocks that the directory was asked about.
+    """A question to the directory.
 
     Attributes:
-        names: of their parts (`block_hash.part_name`). needed: of each, whether those behind it are of no use without.
-        late: requests wait for it no longer.
+        names: of the blocks' parts (`block_hash.part_name`). needed: for each, whether later ones are useless without.
+        late: requests no longer wait for the answer.
     """
 
     late = False
@@ -50,47 +50,46 @@ class Lookup:
 
     @property
     def event(self) -> Event:
-        """What requests wait for: something of blocks, as if they were on their way."""
+        """The event that requests wait for, as they would for a fetch."""
         return Event(BLOCK, self.number)
 
 
 class Holders:
-    """Which nodes hold which blocks.
+    """Which nodes have which blocks.
 
     Attributes:
-        ready: the directory answers; whoever speaks with it says so.
-        missed: blocks that were asked about, and that nobody held; those of layers with a window, or recurrent ones, do
-            not count where others see all positions. stale: those that a node had not that was said to
-            hold them. bad: those that came from a node with other bytes than their name says.
+        ready: whether the directory answers; set by whoever communicates with it.
+        missed: number of blocks asked about that no node had; if some layers see all positions, those of layers with a
+            window and of recurrent ones are not counted. stale: blocks that a node did not have although the directory
+            said so. bad: blocks that came from a node with the wrong bytes.
     """
 
     def __init__(self) -> None:
         self.ready = False
         self.missed = self.stale = self.bad = 0
         self._next = 0
-        self._known: OrderedDict[bytes, tuple[float, tuple[str, ...]]] = OrderedDict()  # since when, and who
+        self._known: OrderedDict[bytes, tuple[float, tuple[str, ...]]] = OrderedDict()  # time of the answer, and nodes
         self._banned: set[str] = set()
-        self._nodes: frozenset[str] | None = None  # those that are there; None: that was not told yet
+        self._nodes: frozenset[str] | None = None  # nodes that exist; None if not known yet
         self.reset()
 
     def reset(self) -> None:
-        """Nobody waits for an answer."""
+        """Forget all open questions."""
         self.lookups: dict[int, Lookup] = {}
 
     @property
     def nodes(self) -> frozenset[str] | None:
-        """Those that blocks can be had from; None: it was not told yet who is there."""
+        """The nodes that blocks can be read from; None if not known yet."""
         return None if self._nodes is None else self._nodes - self._banned
 
     def ask(self, names: list[bytes], needed: list[bool], now: float) -> Lookup | None:
-        """What has to be asked about blocks of a chain before their holders are known as well as they can be; None:
-        nothing.
+        """Ask the directory about the blocks of a chain that have no recent answer; None if there is nothing to ask.
 
         Args:
             names, needed: see `Lookup`.
         """
         if not self.ready or any(each.late for each in self.lookups.values()):
-            return None  # one that is late is asked for nothing before it has answered
+            return None  # nothing more is asked of a directory that is late
         if now - self._known.get(names[0], (-KEPT_SECONDS, ()))[0] < FRESH_SECONDS:
             return None
         self._next += 1
@@ -98,11 +97,11 @@ class Holders:
         return lookup
 
     def answered(self, number: int, holders: Sequence[Collection[str]] | None, now: float) -> Lookup | None:
-        """The directory has answered: the nodes that hold each of the first blocks; nobody holds the one after these.
+        """Take in an answer: the nodes that have each of the first blocks; no node has the one after these.
 
         Args:
-            number: of the lookup; one that is not known is ignored.
-            holders: None: it did not answer, and what it said before counts.
+            number: of the lookup; an unknown one is ignored.
+            holders: None if the directory did not answer, in which case earlier answers still count.
         """
         lookup = self.lookups.pop(number, None)
         if lookup is None:
@@ -118,30 +117,30 @@ class Holders:
         return lookup
 
     def expired(self, now: float) -> list[Lookup]:
-        """Those whose deadline has passed."""
+        """The lookups whose deadline has just passed."""
         late = [each for each in self.lookups.values() if not each.late and each.deadline < now]
         for each in late:
             each.late = True
         return late
 
     def of(self, block_hash: bytes, now: float) -> tuple[str, ...]:
-        """Who holds a block."""
+        """The nodes that have a block."""
         since, names = self._known.get(block_hash, (-KEPT_SECONDS, ()))
         return self._there(names) if now - since < KEPT_SECONDS else ()
 
     def count(self, block_hash: bytes) -> int:
-        """How many others hold a block, as was said last."""
+        """How many other nodes have a block, by the last answer."""
         return len(self._there(self._known.get(block_hash, (0.0, ()))[1]))
 
     def best(
         self, chain: Chain, wanted: Sequence[Part], tier: Tier, cost: Callable[[str], float | None], now: float
     ) -> tuple[str, int]:
-        """With whose blocks, beside what is in the tier, a request could begin farthest along its chain, and after how
-        many blocks; of several, with those of the fastest.
+        """The node with whose blocks, and those in the tier, a request could begin farthest along its chain, and after
+        how many blocks; of several, the fastest.
 
         Args:
-            wanted: what is neither in the pool nor in the tier.
-            cost: seconds for a block of a node; None: not known yet.
+            wanted: the parts that are neither in the pool nor in the tier.
+            cost: seconds per block from a node; None if not known yet.
         """
         known = {part.name: self.of(part.name, now) for part in wanted}
 
@@ -155,25 +154,25 @@ class Holders:
         return node, ends[node]
 
     def lacks(self, node: str, hashes: Sequence[bytes]) -> None:
-        """A node does not give these."""
+        """A node turned out not to have these blocks."""
         for each in hashes:
             if each in self._known:
                 since, names = self._known[each]
                 self._known[each] = since, tuple(name for name in names if name != node)
 
     def ban(self, node: str) -> bool:
-        """What a node gives cannot be believed: it is asked for nothing any more. False: it was not before, either."""
+        """Never read from a node again, as it gives wrong bytes. False if it was banned already."""
         new = node not in self._banned
         self._banned.add(node)
         return new
 
     def keep(self, nodes: frozenset[str]) -> None:
-        """These are there; what is known of others counts no more."""
+        """Take note of the nodes that exist; answers about others no longer count."""
         self._nodes = nodes
         self._banned &= nodes
 
     def _there(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of these nodes that blocks can be had from."""
+        """The nodes among these that blocks can be read from."""
         nodes = self._nodes
         return tuple(name for name in names if name not in self._banned and (nodes is None or name in nodes))
 
@@ -185,10 +184,10 @@ class Holders:
 
 
 class Published:
-    """The blocks that others may have from this node, by the names of their parts: those in its prefix caches, and
-    those in its host tier.
+    """The blocks that others can read from this node, by the names of their parts: those in its prefix caches and in
+    its host tier.
 
-    Which of them have come and gone is found out when somebody asks, of those that were touched meanwhile.
+    Changes are determined on request, by looking at the blocks that were touched since the last time.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -198,24 +197,24 @@ class Published:
 
     @classmethod
     def of(cls, kvs: Sequence[KVManager]) -> Published:
-        """Of an engine whose pools share a tier, as those of replicas of attention do: what one has is the engine's."""
+        """Make one for an engine whose pools share a tier, as those of data-parallel attention do."""
         sources = kvs[0].sources
         sources.published = sources.published or cls(sources.tier)
         return sources.published
 
     def touch(self, name: bytes) -> None:
-        """A block may have come or gone."""
+        """A block may have been added or removed."""
         self._touched.add(name)
 
     def reset(self) -> None:
-        """Any block may have."""
+        """Any block may have been added or removed."""
         self._touched |= self.blocks
 
     def changes(self, caches: Sequence[PrefixCache]) -> tuple[list[bytes], list[bytes]]:
-        """Those that have come since the last call, and those that are not there any more, known or not.
+        """The blocks added since the last call, and those that are not there any more, published or not.
 
         Args:
-            caches: the node's; replicas of attention have one each.
+            caches: the node's prefix caches, one for each data-parallel replica.
         """
         if not self._touched:
             return [], []

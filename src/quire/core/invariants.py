@@ -1,60 +1,57 @@
-"""What must always hold, by name; `check` looks at what can be seen between two calls of the scheduler, and
-`check_invariants` has it run after every step. Tests say by these names what they are about.
+"""What must always hold, by name. `check` verifies what can be seen between two calls of the scheduler, and the option
+`check_invariants` runs it after every step. Tests refer to these names.
 
 Blocks
-    one place       A block is free, or cached without a holder, or held; never two of these, never none. So it is in
-                    the pool of each KV group.
-    counts          Its count is the number of its holders: tables of running requests, copies to come, handles
-                    of steps in flight and of whoever reads it from outside.
+    one place       A block in a KV group's pool is free, or cached without a holder, or held: exactly one of these.
+    counts          Its reference count is the number of its holders: tables of running requests, pending copies, and
+                    handles of steps in flight and of readers outside the engine.
     free list       It is on the free list, once, exactly when it has no holder and is not cached.
-    one release     Whoever holds it lets go of it once.
+    one release     Each holder releases it once.
     one writer      A block that may be written has one holder, and a full one never changes.
-    tables          A request's tables, one a KV group, cover exactly the tokens that are computed, in flight and
-                    scheduled; what a sliding window has passed, of a group that has one, is the null block.
+    tables          A request's tables, one per KV group, cover exactly the tokens that are computed, in flight and
+                    scheduled; blocks that a sliding window has passed are replaced by the null block.
 
 Prefix caches
     equal tokens    Requests share a block only if their scope and every token up to the block's end are equal.
     tree            A node's children differ, each is a whole block unless it is a leaf, and the path to it is its
-                    prefix. It has a part, or others below it. Of a group that keeps all positions, it has one, and
-                    whoever holds that holds its parent's.
+                    prefix. It has at least one part or child. It has a part in each group that keeps all positions,
+                    and whoever holds that part also holds its parent's.
     ends            A match ends where each group has all that the next token sees.
-    lock first      What was matched is held before anything is allocated in the same step.
-    clean blocks    Only blocks whose steps have committed, and without error, are shared. A partly filled one is
-                    published when its request has finished, and copied to be used. The oldest idle leaf goes first.
-    last token      A prompt that is cached as a whole computes at least its last token.
+    lock first      A match is held before anything is allocated in the same step.
+    clean blocks    Only blocks whose steps have committed, without error, are shared. A partly filled one is published
+                    when its request has finished, and copied for use. The least recently used idle leaf is evicted
+                    first.
+    last token      If a whole prompt is cached, at least its last token is computed.
 
 Host tier
-    one slot        A slot is free, or filling, or kept, or in quarantine; a block that is kept is found by its hash in
-                    one slot. A slot is filling exactly for a save or a read under way, and pinned as often
-                    as it is read.
-    plan order      What is saved or loaded is not touched beside the steps, and is published when its step has
+    one slot        A slot is free, or filling, or keeps a block, or is in quarantine; a kept block is found by its hash
+                    in one slot. A slot is filling exactly while a save or a read is in progress, and pinned once for
+                    each reader.
+    plan order      Saved and loaded blocks are not touched outside the steps, and are published when their step has
                     committed.
-    checked bytes   What was loaded is used only if it is what was saved; else it is computed.
+    checked bytes   A loaded block is used only if its bytes are those that were saved; otherwise it is computed.
 
 Scheduler
-    progress        While there is work, a request finishes, gets further than ever, or fails, within a bounded number
-                    of steps.
-    fits alone      A request that could not run alone is refused when it comes.
-    holders first   Among equals in priority, who holds blocks does not wait behind who holds none.
-    budgets         No step has more tokens or requests than it may.
-    resumption      A request that was preempted goes on with the tokens that it would have had.
-    no starvation   Every request is served in the end, in the order of (priority, turn, arrival).
+    progress        While there is work, a request finishes, gets further than ever before, or fails, within a bounded
+                    number of steps.
+    fits alone      A request that could not run alone is refused when it is added.
+    holders first   With equal priority, a request that holds blocks does not wait behind one that holds none.
+    budgets         No step exceeds its limits of tokens and requests.
+    resumption      A preempted request continues with the tokens that it would have had.
+    no starvation   Every request is eventually served, in the order of (priority, turn, arrival).
 
 Requests
-    one end         Each that was accepted ends once, with its tokens in order, none missing, none after the end;
-                    usage counts what was handed out.
-    abort           Wherever a request stands when it is aborted, its blocks come back, and what comes late changes
-                    nothing.
-    slow readers    What waits for a slow reader is bounded, and slows that reader alone.
-    drained         When all have ended, no block, task, socket, shared memory or temporary file is left.
+    one end         Each accepted request ends once, with its tokens in order, none missing, none after the end; usage
+                    counts the tokens delivered.
+    abort           Whatever state a request is aborted in, its blocks are given back, and late results have no effect.
+    slow readers    Buffers for a slow reader are bounded, and it slows down no one else.
+    drained         When all requests have ended, no block, task, socket, shared memory or temporary file is left.
 
 Numbers
     same bits       Tokens and log-probabilities do not depend on batch, arrival, chunks, caches, preemption, overlap
                     or speculation.
-    sound numbers   A sampled id is in the vocabulary and allowed; where logits are not finite that request alone
-                    fails.
-    verification    Drafts leave the output as it is (or, with `speculative_acceptance="rejection"`, its
-                    distribution).
+    sound numbers   A sampled id is in the vocabulary and allowed; if logits are not finite, only that request fails.
+    verification    Drafts do not change the output (or, with `speculative_acceptance="rejection"`, its distribution).
 """
 
 from __future__ import annotations
@@ -72,14 +69,14 @@ from quire.core.sources import Sources
 
 
 class InvariantError(AssertionError):
-    """The book-keeping contradicts itself: a bug in Quire."""
+    """The bookkeeping is inconsistent: a bug in Quire."""
 
 
 def check(scheduler: Scheduler | Lockstep) -> None:
-    """Compare the scheduler's and the pool's books, of each replica, with what they are derived from.
+    """Verify the bookkeeping of each replica's scheduler and pools against what it is derived from.
 
     Raises:
-        InvariantError: naming the rule and the values.
+        InvariantError: with the rule and the values.
     """
     for sources in dict.fromkeys(kv.sources for kv in scheduler.kvs):
         _check_tier(sources, [kv for kv in scheduler.kvs if kv.sources is sources])
@@ -132,7 +129,7 @@ def _check_blocks(kv: KVManager, running: list[Request]) -> None:
 
 
 def _check_tree(kv: KVManager) -> None:
-    """Tree: children differ, keys are whole blocks (or leaves), parts are where they are of use."""
+    """Tree: children differ, keys are whole blocks (or leaves), parts are where they can be used."""
     cache, seen = kv.cache, 0
     stack: list[Node] = list(cache.roots.values())
     while stack:
@@ -155,7 +152,7 @@ def _check_tree(kv: KVManager) -> None:
 
 
 def _check_tier(sources: Sources, kvs: list[KVManager]) -> None:
-    """One slot; who has the tier together."""
+    """One slot. Replicas that share a tier are checked together."""
     tier, fetches = sources.tier, [kv.fetches for kv in kvs]
     counts, reads = tier.counts, sources.reads.values()
     _must(sum(counts.values()) == tier.num_slots, f"{counts} are not {tier.num_slots} slots")
@@ -174,7 +171,7 @@ def _check_tier(sources: Sources, kvs: list[KVManager]) -> None:
 
 
 def _check_part(group: KVGroup, block: int, above: int | None, node: Node) -> None:
-    """One group's part of a node; `above` is its parent's, None where that is the root."""
+    """One group's part of a node; `above` is its parent's, None if that is the root."""
     _must(
         block == NULL_BLOCK or group.cached.get(block) is node, f"the group does not know that block {block} is cached"
     )

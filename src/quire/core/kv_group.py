@@ -1,12 +1,12 @@
 """A KV group: layers that keep the same positions of a request, and the blocks in which they keep them.
 
-Most models have one. Where some layers see a sliding window and others all positions, each kind is a group with a pool
-and a table a request of its own: what a window has passed comes back for its group alone.
+Most models have one. If some layers have a sliding window and others see all positions, each kind is a group, with its
+own pool and its own block table per request; blocks that the window has passed are freed for its group only.
 
-Recurrent layers are a third kind. A block of theirs holds a row for each of its tokens, and the state after the last
-one, which all that follows is computed from; so a token sees its own block and the one before it, as if it had a window
-of one block and one token. A state takes as much memory as thousands of keys. So of the blocks that a step fills, only
-those get memory from which a later step may go on, and those at marks, which are kept for other requests.
+Recurrent layers are a third kind. Their blocks hold a row for each token, and the state after the last one, from which
+all later tokens are computed; so a token sees its own block and the one before it, as if it had a window of one block
+and one token. A state takes as much memory as thousands of keys. So, of the blocks that a step fills, memory is given
+only to those from which a later step may continue, and those at marks, which are kept for other requests.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Of a group whose layers are recurrent, which of its blocks are there.
+    """Which blocks of a recurrent group are kept.
 
     Attributes:
-        interval: every so many blocks of a prompt the state is kept for others.
-        uncertain: most rows of a step that may yield no token: those of drafts.
+        interval: in blocks; at every multiple of it in a prompt, the state is kept for other requests.
+        uncertain: most rows of a step that may yield no token, which are those of drafts.
     """
 
     interval: int
     uncertain: int = 0
 
     def tail(self, block_size: int) -> int:
-        """Most blocks that a request needs to go on after a step: where it is, one before it, what drafts may fill."""
+        """Most blocks that a request needs to continue after a step: the current one, one before, those of drafts."""
         return 2 + -(-self.uncertain // block_size)
 
     def first_needed(self, end: int, block_size: int) -> int:
-        """The first of the blocks that a step to position `end` fills from which the next one may go on."""
+        """The first block, of those filled by a step up to position `end`, from which the next step may continue."""
         return max(0, (end - self.uncertain) // block_size - 1)
 
     def marks(self, num_tokens: int, found: int, matched: int, block_size: int) -> frozenset[int]:
-        """Blocks of a request at whose end the state is kept for others, beside those of every `interval`.
+        """Blocks of a request at whose end the state is kept for others, in addition to every `interval`.
 
-        The last that an equal prompt could go on from; and where the request leaves what others computed, if their
-        state was not kept there.
+        These are the last block from which an equal prompt could continue, and the block where the request diverges
+        from what others computed, if their state was not kept there.
 
         Args:
-            num_tokens: that it has.
-            found: blocks of it that are cached, whether or not it can go on from there.
-            matched: those of them that it goes on from.
+            num_tokens: number of its tokens.
+            found: number of its blocks that are cached, whether or not it can continue from there.
+            matched: number of its blocks after which it does continue.
         """
         ends = {(num_tokens - 1) // block_size - 1, *({found - 1} if found > matched else ())}
         return frozenset(ends)
@@ -60,14 +60,14 @@ class KVGroup:
     """The blocks of one group: who holds them, and which of them the prefix cache has.
 
     Args:
-        num_blocks: size of the pool, the null block included.
-        window: how many of the latest tokens each token sees, itself included; None: all of them.
-        states: see `States`; None: its layers are not recurrent.
+        num_blocks: size of the pool, including the null block.
+        window: how many of the latest tokens each token sees, including itself; None for all.
+        states: see `States`; None if the layers are not recurrent.
 
     Attributes:
         cached: by block, the node of the prefix tree that has it.
-        idle: those of them without a holder, the least recently used first: all of them can be evicted. Holders let go
-            of a request's last block first, so tails go before the heads that they need.
+        idle: cached blocks without a holder, least recently used first; all of them can be evicted. Holders release a
+            request's last block first, so tails are evicted before the heads that they need.
     """
 
     def __init__(self, num_blocks: int, window: int | None = None, states: States | None = None) -> None:
@@ -76,23 +76,23 @@ class KVGroup:
         self.reset()
 
     def reset(self) -> None:
-        """Every block is free, and none cached."""
+        """Make every block free, and none cached."""
         self.pool.reset()
         self.cached: dict[int, Node] = {}
         self.idle: OrderedDict[int, Node] = OrderedDict()
 
     @property
     def num_usable(self) -> int:
-        """Blocks of the pool without the null block."""
+        """Number of blocks in the pool, without the null block."""
         return self.pool.num_blocks - 1
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now: free ones, and cached ones without a holder."""
+        """Number of blocks that can be allocated now: free ones, and cached ones without a holder."""
         return self.pool.num_free + len(self.idle)
 
     def first_seen(self, position: int) -> int:
-        """The first position that the token at `position` sees, and so all after it."""
+        """The first position that the token at `position`, or any later one, sees."""
         return 0 if self.window is None else max(0, position - self.window + 1)
 
     def peak_blocks(self, num_tokens: int, max_chunk: int, block_size: int) -> int:
@@ -105,7 +105,7 @@ class KVGroup:
             self.idle.pop(block, None)
 
     def release(self, block: int) -> None:
-        """Take a holder from a block: without holders it stays if it is cached, and is recycled if not."""
+        """Remove a holder from a block; without holders it stays if it is cached, and is recycled if not."""
         if not self.pool.release(block):
             return
         node = self.cached.get(block)
@@ -115,7 +115,7 @@ class KVGroup:
             self.idle[block] = node
 
     def uncache(self, block: int) -> None:
-        """The prefix cache has it no longer: it is recycled, unless somebody holds it."""
+        """Remove a block from the prefix cache; it is recycled unless it has a holder."""
         del self.cached[block]
         if self.idle.pop(block, None) is not None:
             self.pool.recycle(block)
@@ -126,9 +126,9 @@ def peak_blocks(
 ) -> int:
     """Most blocks of a group that a request of `num_tokens` needs at once, in chunks of at most `max_chunk` tokens.
 
-    Drafts take no more than what is free beside that.
+    Drafts use only blocks that are free in addition.
     """
     blocks = -(-num_tokens // block_size)
     if states is not None:
-        return min(blocks, states.tail(block_size) + (2 if max_chunk > 1 else 0))  # and those that it comes from
+        return min(blocks, states.tail(block_size) + (2 if max_chunk > 1 else 0))  # plus those it continues from
     return blocks if window is None else min(blocks, -(-(window + max_chunk) // block_size) + 1)

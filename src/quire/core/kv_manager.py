@@ -1,4 +1,4 @@
-"""Block tables: which blocks hold a request's KV, how they are shared, and when they are given back."""
+"""Block tables: which blocks hold a request's KV, how they are shared, and when they are freed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from quire.errors import RequestTooLargeError
 
 
 class Handle(NamedTuple):
-    """Who holds blocks beside the requests, until it is released: a step in flight, or somebody outside.
+    """A holder of blocks other than a request, until it is released: a step in flight, or a reader outside the engine.
 
     Attributes:
-        kind: `STEP`, or whatever others name theirs.
-        key: which one of the kind.
+        kind: `STEP`, or a name chosen by the user of the handle.
+        key: identifies the handle among those of its kind.
     """
 
     kind: str
@@ -82,7 +82,7 @@ class KVManager:
         self.reset()
 
     def reset(self) -> None:
-        """Every block is free, and nothing is cached, whatever was written in the books before."""
+        """Make every block free and the cache empty, whatever the bookkeeping said before."""
         for group in self.groups:
             group.reset()
         self.fetches.reset()
@@ -91,42 +91,42 @@ class KVManager:
         if self.events is not None:
             self.events.add("cleared")
         self.num_held: Counter[str] = Counter()
-        self._held: dict[Handle, list[tuple[int, int, int]]] = {}  # groups, blocks and their generations
-        self._latest: tuple[str, array[int], list[bytes]] = ("", array("q"), [])  # hashed last: scope, keys, hashes
+        self._held: dict[Handle, list[tuple[int, int, int]]] = {}  # (group, block, generation)
+        self._latest: tuple[str, array[int], list[bytes]] = ("", array("q"), [])  # last hashed: scope, keys, hashes
 
     @property
     def num_usable(self) -> int:
-        """Blocks of all pools without the null blocks."""
+        """Number of blocks in all pools, without the null blocks."""
         return sum(group.num_usable for group in self.groups)
 
     @property
     def num_available(self) -> int:
-        """Blocks of all pools that can be handed out now: free ones, and cached ones without a holder."""
+        """Number of blocks in all pools that can be allocated now: free ones, and cached ones without a holder."""
         return sum(group.num_available for group in self.groups)
 
     @property
     def use(self) -> float:
-        """The share of its blocks that somebody holds, of the group where it is largest: at 1, requests give way."""
+        """The share of blocks that have a holder, in the group where it is largest; at 1, requests are preempted."""
         return max(1 - group.num_available / group.num_usable for group in self.groups)
 
     def lacks(self, needed: Sequence[int], more: Sequence[int] = ()) -> bool:
-        """Whether a group has fewer blocks to hand out than needed of it, and than that with so many `more`."""
+        """Whether any group has fewer blocks available than needed, and whether than needed with `more` per group."""
         more = more or [0] * len(self.groups)
         counts = zip(needed, self.groups, more, strict=True)
         return any(blocks > group.num_available + extra for blocks, group, extra in counts)
 
     @property
     def num_deferred(self) -> int:
-        """Blocks that come back when the steps in flight commit."""
+        """Number of blocks that will be freed when the steps in flight commit."""
         return self.num_held[STEP]
 
     @property
     def held(self) -> Iterable[tuple[int, int]]:
-        """Groups and blocks that are held beside the requests, once a holder, for checks."""
+        """(group, block) held by handles, once per handle; for invariant checks."""
         return ((number, block) for held in self._held.values() for number, block, _ in held)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` positions."""
+        """Number of blocks that hold `num_tokens` positions."""
         return -(-num_tokens // self.block_size)
 
     def peak_blocks(self, num_tokens: int, max_chunk: int) -> list[int]:
@@ -134,7 +134,7 @@ class KVManager:
         return [group.peak_blocks(num_tokens, max_chunk, self.block_size) for group in self.groups]
 
     def check_fits(self, request: Request, max_chunk: int) -> None:
-        """Whether a request could run alone.
+        """Check that a request could run alone.
 
         Raises:
             RequestTooLargeError: it needs more blocks than there are.
@@ -150,12 +150,12 @@ class KVManager:
     # -- prefix cache --------------------------------------------------------------------------------------
 
     def match(self, request: Request, whole: bool = False) -> Match:
-        """The longest cached prefix of a waiting request; its hashes up to its last full block are made here.
+        """Find the longest cached prefix of a waiting request; hashes its prompt if that has not been done yet.
 
-        A request that needs every row of its prompt reads nothing, since cached rows have no hidden states.
+        A request that needs every row of its prompt never matches, since cached rows have no hidden states.
 
         Args:
-            whole: in whole blocks, so that none need be copied.
+            whole: match whole blocks only, so that none has to be copied.
         """
         if not self.cache.caching:
             return Match()
@@ -174,7 +174,7 @@ class KVManager:
         return match
 
     def cached_tokens(self, request: Request) -> int:
-        """How many tokens of a waiting request's prompt are cached."""
+        """Number of cached tokens of a waiting request's prompt."""
         match = self.match(request)
         return match.num_blocks * self.block_size + match.partial_tokens
 
@@ -187,7 +187,7 @@ class KVManager:
             match.partial, match.partial_tokens = None, 0
 
     def _tables(self, match: Match) -> list[list[int]]:
-        """A match's blocks by group, from position 0 on; the null block where the token after it does not look."""
+        """A match's blocks by group, from position 0 on; the null block where the next token sees nothing."""
         nodes = list(match.nodes())[::-1]
         seen = self.first_seen(match)
         return [
@@ -195,21 +195,21 @@ class KVManager:
         ]
 
     def first_seen(self, match: Match) -> list[int]:
-        """By group, how many of a match's blocks the token after it does not look into."""
+        """By group, how many of a match's blocks the token after it does not see."""
         end = match.num_blocks * self.block_size + match.partial_tokens
         return [min(group.first_seen(end) // self.block_size, match.num_blocks) for group in self.groups]
 
     def blocks_to_start(
         self, request: Request, match: Match, num_tokens: int, max_chunk: int, num_running: int
     ) -> list[int]:
-        """Blocks of each group, beside the match, that must be available before a request starts with `num_tokens`.
+        """Blocks of each group, besides the match, that must be available before a request starts with `num_tokens`.
 
-        A request that was preempted comes back only when all its tokens fit while one free block remains for
-        each running request; otherwise it would soon be the victim again.
+        A preempted request is readmitted only when all its tokens fit and one free block remains for each running
+        request; otherwise it would soon be preempted again.
         """
         promised, peaks = self.fetches.promised, self.peak_blocks(len(request.tokens), max_chunk)
         missing = self.blocks_for(num_tokens) - match.num_blocks
-        partial = match.partial is not None  # copied, and then a block that the step may not end in
+        partial = match.partial is not None  # it is copied to a new block, in which the step may not end
         most = [
             each.states.tail(self.block_size) + partial if each.states else peak
             for each, peak in zip(self.groups, peaks, strict=True)
@@ -233,14 +233,14 @@ class KVManager:
             self.groups[number].release(block)
 
     def _blocks(self, match: Match) -> Iterable[tuple[int, int]]:
-        """Those that it takes, the last ones first, as they are let go of."""
+        """The blocks of a match, last ones first, in the order in which they are released."""
         if match.partial is not None:
             yield from enumerate(match.partial.blocks)
         for number, table in enumerate(self._tables(match)):
             yield from ((number, block) for block in reversed(table) if block != NULL_BLOCK)
 
     def admit(self, request: Request, match: Match) -> None:
-        """Start a request's tables with a match that was locked for it."""
+        """Start a request's tables with a match that has been locked for it."""
         request.tables, request.num_passed = self._tables(match), self.first_seen(match)
         for number in self._recurrent:
             states, size = self.groups[number].states, self.block_size
@@ -263,13 +263,13 @@ class KVManager:
                     self.fetches.used(node, number)
 
     def copied(self, request: Request, step: int) -> None:
-        """The request's copies are in step `step`; their sources stay locked until it has committed."""
+        """The request's copies are part of step `step`; their sources stay locked until it has committed."""
         for number, source, _, _ in request.copies:
             self._hand_over(number, source, Handle(STEP, step))
         request.copies = []
 
     def publish(self, request: Request) -> list[bytes]:
-        """Offer the blocks that committed steps have filled to the prefix cache; returns their hashes."""
+        """Publish the blocks that committed steps have filled in the prefix cache; returns their hashes."""
         full = request.num_committed // self.block_size
         if not self.cache.caching or full <= request.num_published:
             return []
@@ -279,7 +279,7 @@ class KVManager:
         tip = request.tip if first else self.cache.root(request.scope, self.hasher.root(request.scope))
         for index, key in enumerate(request.block_keys(first, full, self.block_size), start=first):
             if tip is None or not tip.attached:
-                request.tip = None  # what it follows was evicted, once a window had passed it: the rest stays private
+                request.tip = None  # its parent was evicted after a window had passed it: the rest stays private
                 break
             blocks = [table[index] for table in request.tables]
             kept = [block if self._keeps(request, number, index) else NULL_BLOCK for number, block in enumerate(blocks)]
@@ -289,7 +289,7 @@ class KVManager:
         return request.hashes[first:full]
 
     def _adopt(self, request: Request, index: int, blocks: Sequence[int]) -> None:
-        """Share blocks that hold the same already, one a group, in place of the request's own."""
+        """Replace the request's blocks, one per group, by cached ones with the same contents."""
         for number, (table, block) in enumerate(zip(request.tables, blocks, strict=True)):
             if NULL_BLOCK not in (table[index], block) and table[index] != block:
                 self.groups[number].retain(block)
@@ -298,14 +298,14 @@ class KVManager:
                 request.num_sent = min(request.num_sent, index)
 
     def _keeps(self, request: Request, number: int, index: int) -> bool:
-        """Whether others may have a group's block of a request: a state only where there is a mark."""
+        """Whether a group's block of a request is kept for others; a state only at a mark."""
         states = self.groups[number].states
         if states is None or index in request.marks:
             return True
         return index * self.block_size < request.num_prompt and (index + 1) % states.interval == 0
 
     def _hash_prompt(self, request: Request) -> None:
-        """Hash a request's full blocks; choices and repetitions of one prompt, which come in a row, share the work."""
+        """Hash a request's full blocks; consecutive requests with the same prompt, such as choices, share the work."""
         count = len(request.tokens) // self.block_size
         if len(request.hashes) < count:
             scope, keys, hashes = self._latest
@@ -333,15 +333,15 @@ class KVManager:
         now: float,
         most: float | None,
     ) -> Fetch | SlotFetch | Lookup | None:
-        """Begin to bring a waiting request's blocks nearer: to the host tier, or from there; see `fetch`. Where it is
-        not known who has them, that is found out first.
+        """Begin to fetch a waiting request's blocks, to the host tier or from there into the pool (see `fetch`). If it
+        is not known who has them, the directory is asked first.
 
-        None, and nothing is weighed, where the pool has no room for all that the request needs to begin: what was
-        loaded would soon be evicted.
+        Returns None if that is not worth it, or if the pool has no room for all that the request needs to begin, since
+        the loaded blocks would soon be evicted.
 
         Args:
             now: the scheduler's time.
-            most: blocks that the step may load for it; see `Fetches.most_loads`.
+            most: how many blocks the step may load for it; see `Fetches.most_loads`.
         """
         fetch: Fetch | SlotFetch | Lookup | None
         if not self.fetches.tier.num_slots or self.lacks(needed):
@@ -361,11 +361,11 @@ class KVManager:
     ) -> Fetch | None:
         """Begin to load a waiting request's blocks, as far as the tier has them, in step `step`.
 
-        None where that is not worth it, or the pool has no room. No more than a quarter of it is loaded at once, nor
-        more than `most` blocks; what lies behind these is another fetch's.
+        Returns None if that is not worth it, or if the pool has no room. At most a quarter of the pool, and at most
+        `most` blocks, are loaded at once; further blocks are left to another fetch.
 
         Args:
-            needed: blocks of each group that it needs to begin, those of the fetch among them, and those promised to
+            needed: blocks of each group that it needs to begin, including those of the fetch, and those promised to
                 others.
         """
         tier, first = self.fetches.tier, chain.first
@@ -375,11 +375,11 @@ class KVManager:
         reached = end if len(parts) == len(wanted) else 1 + max((part.place for part in parts), default=-1)
         if not self.sources.worth(HOST, parts, chain, reached):
             return None
-        if most is not None and self.sources.size(parts) - most >= LEAST_FETCH:  # fewer would be computed
+        if most is not None and self.sources.size(parts) - most >= LEAST_FETCH:  # a smaller rest would be computed
             sizes = accumulate(self.fetches.sizes[part.group] for part in parts)
             parts = parts[: max(1, sum(size <= most for size in sizes))]
         brings = reached - first
-        if len(parts) < len(wanted):  # a request may begin there only if no other group's are needed
+        if len(parts) < len(wanted):  # a request can begin there only if no other group's parts are needed
             reached = 1 + max(part.place for part in parts)
             brings = reached - first if len(self.groups) == 1 and not self._windowed else 0
         handle, found = Handle(STEP, step), list(chain.found(end))
@@ -419,7 +419,7 @@ class KVManager:
         return found is not None and self.fetches.save(*found, found[0].blocks[found[1]])
 
     def _at_once(self, parts: list[Part]) -> list[Part]:
-        """As many of these as one fetch may load: of a group that keeps all positions, a quarter of its pool."""
+        """The parts that one fetch may load: of a group that keeps all positions, at most a quarter of its pool."""
         taken: Counter[int] = Counter()
         for index, part in enumerate(parts):
             group = self.groups[part.group]
@@ -433,7 +433,7 @@ class KVManager:
             self.groups[number].retain(block)
 
     def loaded(self, plan: StepPlan, result: StepResult) -> list[Fetch]:
-        """A plan has committed: what it loaded is in the prefix cache from now on. Returns what has ended."""
+        """A plan has committed: publish what it loaded in the prefix cache. Returns the fetches that have ended."""
         fetches = self.fetches.committed(plan, result)
         for fetch in fetches:
             tip = fetch.parent
@@ -449,8 +449,7 @@ class KVManager:
         return fetches
 
     def preempted(self, request: Request) -> None:
-        """What a request leaves in the prefix cache when it gives way, and would go on from, is worth a place in the
-        tier."""
+        """Save a preempted request's cached blocks, from which it will continue, to the tier."""
         if request.tip is None or not self.fetches.tier.num_slots:
             return
         match = Match(request.tip, request.num_published)
@@ -463,7 +462,7 @@ class KVManager:
     # -- tables --------------------------------------------------------------------------------------------
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Make the tables cover `num_tokens` positions; False, and nothing done, where blocks do not suffice."""
+        """Extend the tables to cover `num_tokens` positions; False, with no effect, if there are not enough blocks."""
         for number in self._windowed:
             self._pass_window(request, number)
         first, last = len(request.tables[0]), self.blocks_for(num_tokens)
@@ -476,7 +475,7 @@ class KVManager:
         if any(last - begin > group.num_available for begin, group in zip(needed, self.groups, strict=True)):
             return False
         for number, (table, begin) in enumerate(zip(request.tables, needed, strict=True)):
-            spare = self.groups[number].num_available - (last - begin)  # for states that no step needs to go on
+            spare = self.groups[number].num_available - (last - begin)  # for states that no step continues from
             for index in range(first, last):
                 kept = index < begin and spare > 0 and self._keeps(request, number, index)
                 spare -= kept
@@ -484,7 +483,7 @@ class KVManager:
         return True
 
     def trim(self, request: Request) -> None:
-        """Give back the blocks after the last computed token: drafts were rejected that would have filled them."""
+        """Free the blocks after the last computed token, which rejected drafts would have filled."""
         keep = self.blocks_for(request.num_computed)
         request.num_sent = min(request.num_sent, keep)
         for number, table in enumerate(request.tables):
@@ -493,15 +492,15 @@ class KVManager:
             self._give_back(request, number, [block for block in surplus[::-1] if block != NULL_BLOCK])
 
     def free(self, request: Request, *, keep_partial: bool = False) -> None:
-        """Give back a request's blocks, the last one first, so that prefixes outlive what follows them in the cache.
+        """Free a request's blocks, last one first, so that prefixes stay in the cache longer than what follows them.
 
         Args:
-            keep_partial: offer the last, partly filled block to the prefix cache.
+            keep_partial: publish the last, partly filled block in the prefix cache.
         """
         self._publish_state(request)
         if keep_partial and self.cache.keeps_partial:
             self._publish_partial(request)
-        for number, source, _, _ in request.copies:  # never ran: its lock ends here
+        for number, source, _, _ in request.copies:  # the copy never ran, so its source is unlocked here
             self.groups[number].release(source)
         tables, request.tables, request.copies = request.tables, [], []
         request.tip, request.num_published = None, 0
@@ -509,7 +508,7 @@ class KVManager:
             self._give_back(request, number, [block for block in reversed(table) if block != NULL_BLOCK])
 
     def blocks_of_these_alone(self, requests: Sequence[Request]) -> list[int]:
-        """Blocks of each group that only these requests hold: so many come free when all of them are preempted."""
+        """Number of blocks of each group that only these requests hold: those freed by preempting all of them."""
         alone = []
         for number, group in enumerate(self.groups):
             holders = Counter(block for request in requests for block in request.tables[number] if block != NULL_BLOCK)
@@ -517,29 +516,29 @@ class KVManager:
         return alone
 
     def hold(self, handle: Handle, blocks: Iterable[tuple[int, int]]) -> None:
-        """Keep blocks until the handle is released: they are neither freed nor written.
+        """Hold blocks until the handle is released: they are neither freed nor written.
 
         Args:
-            blocks: (group, block) each; of a group that keeps all positions, with a cached one all that lie before it,
-                as whoever holds a block does. Those that follow others come first.
+            blocks: (group, block) pairs, later ones first. In a group that keeps all positions, a cached block must
+                come with all blocks before it, as for every holder.
         """
         for number, block in blocks:
             self.groups[number].retain(block)
             self._hand_over(number, block, handle)
 
     def release(self, handle: Handle) -> None:
-        """Give back what a handle holds, in whatever order they end; one that holds nothing is ignored."""
+        """Release what a handle holds. Handles may end in any order; one that holds nothing is ignored."""
         for number, block, generation in self._held.pop(handle, ()):
             self.num_held[handle.kind] -= 1
             self.groups[number].pool.check(block, generation)
             self.groups[number].release(block)
 
     def step_committed(self, step: int) -> None:
-        """What waited for this step is given back."""
+        """Free the blocks that were kept for this step."""
         self.release(Handle(STEP, step))
 
     def _publish_state(self, request: Request) -> None:
-        """Keep the state after a request's last published block, from which whoever continues it can go on."""
+        """Keep the state after a request's last published block, so that its text can be continued from there."""
         tip, index = request.tip, request.num_published - 1
         if self._recurrent and tip is not None and tip.attached and index >= 0:
             self.cache.fill(
@@ -573,18 +572,18 @@ class KVManager:
                 self.groups[number].release(block)
 
     def _hand_over(self, number: int, block: int, handle: Handle) -> None:
-        """A holder that the block counts already is the handle from now on."""
+        """Turn an existing reference to the block into the handle's."""
         generation = self.groups[number].pool.generations[block]
         self._held.setdefault(handle, []).append((number, block, generation))
         self.num_held[handle.kind] += 1
 
     def _pass_window(self, request: Request, number: int) -> None:
-        """Give up the blocks of a group that no later token of the request sees."""
+        """Free the blocks of a group that no later token of the request sees."""
         table = request.tables[number]
         certain = request.num_computed - request.num_unverified_tokens
         passed = min(self.groups[number].first_seen(certain) // self.block_size, len(table))
         if self.cache.caching:
-            passed = min(passed, request.num_published)  # what is not committed yet is published first
+            passed = min(passed, request.num_published)  # blocks are published before they are freed
         gone = [index for index in range(request.num_passed[number], passed) if table[index] != NULL_BLOCK]
         blocks = [table[index] for index in reversed(gone)]
         for index in gone:

@@ -1,16 +1,16 @@
-"""How many prompt tokens a step may take for decoding requests to keep their pace."""
+"""How many prompt tokens a step may have so that decoding requests meet their latency target."""
 
 from __future__ import annotations
 
 _FORGET = 0.95
-"""Weight that an observation keeps with each newer one; old machine load is forgotten within some 50 steps."""
+"""Factor by which an observation's weight decays with each newer one; old load is forgotten within about 50 steps."""
 
 
 class LatencyTarget:
-    """Steers the prompt share of a step toward a time between tokens.
+    """Limits the prompt tokens per step to meet a target time between tokens.
 
     A step's time is modelled as a + b * (prompt tokens), fitted to recent steps by least squares with
-    exponential forgetting; a holds whatever the decodes cost.
+    exponential forgetting; a includes the cost of the decodes.
 
     Args:
         seconds: the time between tokens to aim for.
@@ -23,7 +23,7 @@ class LatencyTarget:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, prompt_tokens: int, seconds: float) -> None:
-        """Learn from a step that ran beside decodes."""
+        """Learn from a step that also had decodes."""
         x, y = float(prompt_tokens), seconds
         self._n = self._n * _FORGET + 1
         self._x = self._x * _FORGET + x
@@ -34,12 +34,12 @@ class LatencyTarget:
     def budget(self, most: int) -> int:
         """Prompt tokens for the next step: between `min_chunk` and `most`."""
         mean = self._x / self._n if self._n else 0.0
-        probe = int(min(most, mean + self._min_chunk))  # a little more than the last shares, to learn from
+        probe = int(min(most, mean + self._min_chunk))  # a little more than recent steps, to learn the slope
         spread = self._n * self._xx - self._x * self._x
-        if spread <= 1e-6 * self._n * self._xx:  # all shares were equal: what is left is rounding
+        if spread <= 1e-6 * self._n * self._xx:  # all steps had the same number: the rest is rounding
             return probe
         slope = (self._n * self._xy - self._x * self._y) / spread
         base = (self._y - slope * self._x) / self._n
-        if slope <= 0.0:  # the noise of equal shares says that more tokens take less time
+        if slope <= 0.0:  # noise suggests that more tokens take less time
             return probe
         return int(max(self._min_chunk, min(most, (self._target - base) / slope)))

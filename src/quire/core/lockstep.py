@@ -1,8 +1,8 @@
-"""Data parallelism: several schedulers, each with KV blocks and requests of its own, whose steps go together.
+"""Data-parallel attention: several schedulers, each with its own KV blocks and requests, that step in lockstep.
 
-Attention is computed by *replicas*, each of which has its own requests; experts are shared by all, so that no replica
-can compute a layer with experts alone. So every step has a plan for each of them, with one number, and where a replica
-has nothing to do its plan is empty: its ranks take part with no rows. They end together, and are given up together.
+Attention is computed by *replicas*, each of which has its own requests; experts are shared by all, so no replica can
+compute an MoE layer alone. So every step has a plan for each replica, with the same number; a replica that has nothing
+to do gets an empty plan, and its ranks take part with no rows. The plans commit together, and are given up together.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from quire.core.trials import Trials
 from quire.errors import RequestError
 
 DECODING = 256
-"""How many tokens of a prompt a request's place in the decode steps weighs, where replicas are to have even work."""
+"""The weight of a request's decode steps, in prompt tokens, when requests are balanced over replicas."""
 
 
 @dataclass(slots=True)
 class LockstepPlan(StepPlan):
-    """A step of all replicas: its spans are those of all plans.
+    """A step of all replicas, with the spans of all their plans.
 
     Attributes:
-        plans: of each replica.
+        plans: one per replica.
     """
 
     plans: list[StepPlan] = field(default_factory=list)
 
     def of_replicas(self) -> list[StepPlan]:
-        """They know what this one has been told of experts and grammars."""
+        """The replicas' plans, with this plan's fields about experts and grammars."""
         for plan in self.plans:
             plan.expert_move, plan.expert_version = self.expert_move, self.expert_version
             plan.compiles = self.compiles
@@ -42,7 +42,7 @@ class LockstepPlan(StepPlan):
 
 
 def joined(results: Sequence[StepResult]) -> StepResult:
-    """What all replicas got from a step."""
+    """Join the replicas' results of a step."""
     spans = [span for result in results for span in result.spans]
     bad_loads = [slot for result in results for slot in result.bad_loads]
     seconds, drafting, loading = (
@@ -52,13 +52,13 @@ def joined(results: Sequence[StepResult]) -> StepResult:
 
 
 class Lockstep:
-    """What `Scheduler` is to one replica's engine, with the same doors.
+    """The schedulers of all replicas, with the interface of a single `Scheduler`.
 
-    A request stays where it was put: with the replica that then has least to do, what it has cached of the prompt
-    counted as done.
+    A request stays on the replica where it was placed: the one with the least work at that time, not counting the
+    tokens of its prompt that are cached there.
 
     Args:
-        schedulers: of each replica, without any requests. From now on they share `trials`.
+        schedulers: one per replica, without any requests. From now on they share `trials`.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
@@ -66,7 +66,7 @@ class Lockstep:
         self.trials = Trials()
         for scheduler in schedulers:
             scheduler.trials = self.trials
-        self._placed: dict[int, tuple[int, int]] = {}  # each request's replica, and what it adds to the work there
+        self._placed: dict[int, tuple[int, int]] = {}  # each request's replica, and its weight in the work there
         self._work = [0] * len(schedulers)
 
     # -- requests ------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Lockstep:
         return self.schedulers[self._placed.get(request, (0, 0))[0]]
 
     def _told(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
-        """Requests that have ended are no work any more."""
+        """Subtract ended requests from their replicas' work."""
         for update in updates:
             if update.finish_reason is not None and update.request in self._placed:
                 replica, cost = self._placed.pop(update.request)
@@ -113,7 +113,7 @@ class Lockstep:
     # -- steps ---------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> LockstepPlan | None:
-        """The next step, or None where no replica has anything that can run now."""
+        """The next step, or None if no replica has anything that can run now."""
         if self.trials.advance():
             self.restart()
         plans = [scheduler.next_step(now) for scheduler in self.schedulers]
@@ -150,21 +150,21 @@ class Lockstep:
         """See `Scheduler.take_updates`."""
         return self._told([update for scheduler in self.schedulers for update in scheduler.take_updates()])
 
-    # -- what the outside may know -------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------
 
     @property
     def kvs(self) -> list[KVManager]:
-        """Of each replica."""
+        """The block tables of each replica."""
         return [scheduler.kv for scheduler in self.schedulers]
 
     @property
     def requests(self) -> dict[int, Request]:
-        """Of all replicas."""
+        """The requests of all replicas."""
         return {number: request for scheduler in self.schedulers for number, request in scheduler.requests.items()}
 
     @property
     def running(self) -> list[Request]:
-        """Of all replicas, one after another."""
+        """The running requests of all replicas, one replica after another."""
         return list(chain.from_iterable(scheduler.running for scheduler in self.schedulers))
 
     @property
@@ -179,7 +179,7 @@ class Lockstep:
 
     @property
     def has_updates(self) -> bool:
-        """There are updates that were not handed out."""
+        """Whether there are updates that have not been taken."""
         return any(scheduler.has_updates for scheduler in self.schedulers)
 
     @property
@@ -189,7 +189,7 @@ class Lockstep:
 
     @property
     def num_preemptions(self) -> int:
-        """Since the start."""
+        """Preemptions since the start."""
         return sum(scheduler.num_preemptions for scheduler in self.schedulers)
 
     @property

@@ -1,6 +1,6 @@
-"""What is asked of whoever has blocks beside the engine: the disk, other engines, and the directory of other nodes.
+"""Orders to the disk, to other engines, and to the directory of other nodes.
 
-`Fetches.orders` has what is to be asked next; `Fetches` says what the answers are.
+They are collected in `Sources.orders`; the answers are methods of `Sources`.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from typing import NamedTuple
 
 
 class Write(NamedTuple):
-    """To be written to the disk: the block in a slot, which is pinned until `Fetches.written`."""
+    """Write the block in a slot to the disk; the slot is pinned until `Sources.written`."""
 
     slot: int
     hash: bytes
 
 
 class Read(NamedTuple):
-    """To be read from the disk into slots, until `Fetches.read_ended`."""
+    """Read blocks from the disk into slots; answered by `Sources.read_ended`."""
 
     number: int
     blocks: tuple[tuple[int, bytes], ...]
 
 
 class Prefill(NamedTuple):
-    """To be computed by another engine and read from there into slots, until `Fetches.read_ended`.
+    """Have blocks computed by another engine and read from there into slots; answered by `Sources.read_ended`.
 
     Attributes:
         tokens: the prompt that has the blocks, and the token after them.
         priority, owner, scope: the request's.
-        engine: the one that it is to be, if that can be reached; "": any.
+        engine: the preferred engine, used if it can be reached; "" for any.
     """
 
     number: int
@@ -41,7 +41,7 @@ class Prefill(NamedTuple):
 
 
 class Locate(NamedTuple):
-    """The directory is to say who holds these blocks, by `Holders.answered`.
+    """Ask the directory who has these blocks; answered by `Sources.located`.
 
     Attributes:
         names, needed: see `holders.Lookup`.
@@ -53,7 +53,7 @@ class Locate(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """To be read from another node's tier into slots, until `Fetches.read_ended`."""
+    """Read blocks from another node's tier into slots; answered by `Sources.read_ended`."""
 
     number: int
     blocks: tuple[tuple[int, bytes], ...]
@@ -61,21 +61,21 @@ class Pull(NamedTuple):
 
 
 class Lacks(NamedTuple):
-    """A node has not these blocks, which the directory says it holds."""
+    """Tell the directory that a node does not have these blocks."""
 
     node: str
     hashes: list[bytes]
 
 
 class Ban(NamedTuple):
-    """A node has given a block with other bytes."""
+    """A node has given a block with wrong bytes: never read from it again."""
 
     node: str
     hash: bytes
 
 
 class Forget(NamedTuple):
-    """The disk has the block no longer: it was bad."""
+    """Remove a bad block from the disk's index."""
 
     hash: bytes
 

@@ -1,7 +1,7 @@
-"""What a request may want of its prompt instead of tokens: an embedding, or how likely some tokens come next.
+"""Pooling: requests that want an embedding of their prompt, or the probabilities of some next tokens, instead of text.
 
-Hidden states are summed as whole numbers: a sum of integers does not depend on the order of its terms, so a mean is the
-same bits whatever the chunks of a prompt, on every device.
+Hidden states are summed as integers, whose sum does not depend on the order of its terms, so a mean has the same bits
+whatever the chunks of a prompt, on every device.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Literal
 import msgspec
 
 UNIT = 2**24
-"""Hidden states are counted in parts of 1: those of fp32 at 1, of bf16 much finer."""
+"""Hidden states are multiplied by this and rounded: 2^-24 is fp32's precision below 1, and much finer than bf16's."""
 
 MOST = 2**19
-"""The largest hidden state that is counted. Sums of 2^20 rows, more than any context, stay within 64 bits."""
+"""Hidden states are clamped to this, so that sums of 2^20 rows, more than any context, stay within 64 bits."""
 
 MAX_LABELS = 64
 
@@ -32,13 +32,13 @@ class PoolingParams(msgspec.Struct, frozen=True):
     label_token_ids: tuple[int, ...] = ()
 
     def pooled_rows(self, start: int, end: int, prompt: int) -> int:
-        """How many of the last rows of a span are pooled, from position `start` to `end` of a prompt of so many."""
+        """How many of the last rows of a span, from position `start` to `end` of the prompt, are pooled."""
         if self.method == "mean":
             return end - start
         return 1 if end == prompt else 0
 
     def finished(self, pooled: Sequence[float], prompt: int) -> list[float]:
-        """The result, of what has been pooled of a prompt of so many tokens."""
+        """The result, given the sum over a prompt's rows."""
         if self.method == "labels":
             return [*pooled]
         unit = UNIT * (prompt if self.method == "mean" else 1)

@@ -1,20 +1,20 @@
-"""Prefix caches: KV blocks that finished or running requests leave for others with the same prefix.
+"""Prefix caches: KV blocks of finished and running requests that others with the same prefix can use.
 
-Both caches keep a tree with one node a block's worth of tokens. A radix tree would usually merge a chain of such nodes
-into one edge; keeping them apart makes every lock and every eviction exact to the block, and there is nothing to split
-or to merge. A node has one block a KV group, its parts, each of which comes and goes by itself. A part is locked as
-often as its block has holders in the pool, so the tree keeps no counts of its own.
+Both caches are a tree with one node per block of tokens. A radix tree would usually merge a chain of such nodes into
+one edge; keeping them apart makes every lock and every eviction exact to the block, and nothing has to be split or
+merged. A node has one block per KV group, its parts, which are added and evicted independently. A part is locked while
+its block has holders in the pool, so the tree keeps no counts of its own.
 
-A match may *end* at a node if the next token finds all that it sees: of a group that keeps all positions, every part up
-to there; of one with a window, those parts that cover it. For a group of the first kind the node's own part says it,
-since a part without the ones before it is of no use and never there: it goes when one of them goes.
+A match may *end* at a node if the next token finds all that it sees: in a group that keeps all positions, every part up
+to there; in a group with a window, the parts that cover it. In the first kind of group, the node's own part implies all
+parts before it: without them it would be useless, so it is evicted with them.
 
-Full blocks are found by their chained hash. A node's parent is in the tree too, so how many blocks of a prompt are
-there is found by bisection, at a cost that hardly grows with the prompt.
+Full blocks are found by their chained hash. Since a node's parent is always in the tree, too, the number of cached
+blocks of a prompt is found by bisection, at a cost that hardly grows with the prompt.
 
-* "hash" (`PrefixCache`) stops there: whole blocks only.
-* "radix" (`RadixCache`) also finds, after the last full block, the child with the longest common prefix, so a match
-  is to the token.
+* "hash" (`PrefixCache`) stops there, and matches whole blocks only.
+* "radix" (`RadixCache`) also finds, after the last full block, the child with the longest common prefix, so that
+  matches are exact to the token.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from quire.core.cache_events import CacheEvents
 from quire.core.kv_group import KVGroup
 
 KEY_BYTES = 8
-"""A key id is a 64-bit integer: a token id, or a content hash where something other than a token stands."""
+"""A key id is a 64-bit integer: a token id, or a content hash in place of something other than a token."""
 
 
 class Node:
-    """What is cached of one block's worth of tokens, or the root of a scope (which has no parts).
+    """The cached parts of one block of tokens, or the root of a scope (which has no parts).
 
     Attributes:
-        key: their key ids as bytes; shorter than a block for a partly filled leaf, which has all its parts or is gone.
-        blocks: its parts, one block a group; the null block where there is none. A node without parts stays as long as
-            there are others below it.
+        key: the tokens' key ids as bytes; shorter than a block for a partly filled leaf, which is removed as soon as it
+            lacks a part.
+        blocks: its parts, one block per group; the null block for missing ones. A node without parts stays as long as
+            it has children.
         children: by key. `order` has the same keys sorted, so that a key's neighbours are found by bisection.
         attached: False once the node is no longer in the tree.
-        uses: how often a request that was admitted took each part from the cache.
+        uses: how often an admitted request took each part from the cache.
     """
 
     __slots__ = ("attached", "blocks", "children", "hash", "key", "order", "parent", "scope", "uses")
@@ -63,9 +64,9 @@ class Match:
     """The longest cached prefix of a prompt.
 
     Attributes:
-        tip: the node of its last full block; the root or None where there is none.
-        num_blocks: full blocks, those of the tip and of all nodes above it.
-        num_found: full blocks that are cached, also where a match may not end.
+        tip: the node of its last full block; the root or None if there is none.
+        num_blocks: number of full blocks: the tip's and those of all nodes above it.
+        num_found: number of full blocks that are cached, even if no match may end there.
         partial: a node whose blocks begin with the next `partial_tokens` tokens, to be copied.
     """
 
@@ -76,7 +77,7 @@ class Match:
     partial_tokens: int = 0
 
     def nodes(self) -> Iterator[Node]:
-        """One a full block, the tip first."""
+        """The nodes of the full blocks, the tip first."""
         node = self.tip
         while node is not None and node.parent is not None:
             yield node
@@ -84,15 +85,15 @@ class Match:
 
 
 class PrefixCache:
-    """The tree, matching by whole blocks, and eviction of what was least recently used.
+    """The tree, with matching of whole blocks and LRU eviction.
 
     With `caching` False nothing is ever kept or found (`prefix_cache="off"`); `keeps_partial` says whether a
-    partly filled block may be a leaf.
+    partly filled block can be a leaf.
 
     Args:
-        groups: whose blocks they are.
+        groups: the KV groups.
         events: gets an event for each full block that is stored or removed.
-        evicted: told of each block that the cache gives up, of its node and its group.
+        evicted: called with each evicted block, its node and its group.
         changed: told the names (`part_name`) of full blocks that have come, and of those that have gone.
     """
 
@@ -112,7 +113,7 @@ class PrefixCache:
         self._events = events
         self.block_size = block_size
         self.block_bytes = block_size * KEY_BYTES
-        self._by_hash: dict[bytes, Node] = {}  # those of full blocks
+        self._by_hash: dict[bytes, Node] = {}  # nodes of full blocks
         self.roots: dict[str, Node] = {}  # by scope
 
     # -- finding -------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ class PrefixCache:
         Args:
             hashes: chained hashes of the prompt's full blocks.
             limit: most tokens to match; at least one token is always left to compute.
-            back: so many of its last tokens will be computed again.
+            back: how many of the last matched tokens will be computed again.
         """
         count = longest_run(hashes, limit // self.block_size, self._by_hash.__contains__)
         return self._shortened(Match(self._by_hash[hashes[count - 1]], count, count), back) if count else Match()
@@ -133,7 +134,7 @@ class PrefixCache:
         return self._by_hash.get(block_hash)
 
     def part(self, name: bytes) -> tuple[Node, int] | None:
-        """The node, and the group, of which a full block has this name (`part_name`)."""
+        """The node and group of the full block with this name (`part_name`)."""
         for number in range(len(self.groups)):
             node = self._by_hash.get(part_name(name, number))
             if node is not None and node.blocks[number] != NULL_BLOCK:
@@ -141,12 +142,12 @@ class PrefixCache:
         return None
 
     def has(self, block_hash: bytes, number: int) -> bool:
-        """Whether a group's part of a full block is there."""
+        """Whether a group's part of a full block is cached."""
         node = self._by_hash.get(block_hash)
         return node is not None and node.blocks[number] != NULL_BLOCK
 
     def _shortened(self, match: Match, back: int) -> Match:
-        """Up to where a match may end."""
+        """Shorten a number of blocks to where a match may end."""
         needed = self._needed(match.num_blocks, back)
         for count, node in zip(range(match.num_blocks, 0, -1), match.nodes(), strict=True):
             if count <= min(needed):
@@ -157,14 +158,15 @@ class PrefixCache:
         return match
 
     def _needed(self, count: int, back: int) -> list[int]:
-        """The first block, by group, whose part a match of `count` blocks needs: the last one stands for all."""
+        """By group, the first block whose part a match of `count` blocks needs; if all are needed, the last one, which
+        implies the others."""
         end = count * self.block_size - back
         return [
             count - 1 if group.window is None else group.first_seen(end) // self.block_size for group in self.groups
         ]
 
     def match_partial(self, match: Match, scope: str, rest: bytes) -> None:
-        """Lengthen a match by the first tokens of a block, where the cache `keeps_partial`.
+        """Extend a match by the first tokens of a block, if the cache `keeps_partial`.
 
         Args:
             rest: key ids of the tokens after the match, at most a block.
@@ -173,16 +175,16 @@ class PrefixCache:
     # -- keeping -------------------------------------------------------------------------------------------
 
     def root(self, scope: str, root_hash: bytes) -> Node:
-        """The root of a scope, made when it is missing."""
+        """The root of a scope, created if it does not exist."""
         node = self.roots.get(scope)
         if node is None:
             node = self.roots[scope] = Node(None, b"", 0, root_hash, scope)
         return node
 
     def insert(self, parent: Node, key: bytes, blocks: Sequence[int], hash: bytes) -> Node:
-        """Publish full blocks that somebody holds, one a group; returns the node that stands for them.
+        """Publish full blocks that have holders, one per group; returns their node.
 
-        Where equal content is there already, it stays, and `blocks` stay private: the caller takes over the node's.
+        If equal content is cached already, it stays, and `blocks` remain private: the caller should use the node's.
         """
         node = parent.children.get(key)
         if node is None:
@@ -193,7 +195,7 @@ class PrefixCache:
         return node
 
     def insert_partial(self, parent: Node, key: bytes, blocks: Sequence[int]) -> None:
-        """Keep a finished request's last, partly filled blocks as a leaf, where the cache `keeps_partial`."""
+        """Keep a finished request's last, partly filled blocks as a leaf, if the cache `keeps_partial`."""
         raise NotImplementedError
 
     def _attach(self, parent: Node, key: bytes, hash: bytes) -> Node:
@@ -202,7 +204,7 @@ class PrefixCache:
         return node
 
     def fill(self, node: Node, blocks: Sequence[int]) -> None:
-        """Give a node parts that it lacks, which somebody holds; the null block is none."""
+        """Add parts that a node lacks, which have holders; null blocks are skipped."""
         for number, (group, block) in enumerate(zip(self.groups, blocks, strict=True)):
             if node.blocks[number] == NULL_BLOCK != block:
                 node.blocks[number] = block
@@ -212,12 +214,12 @@ class PrefixCache:
                 if self._events is not None and node.hash and node.parent is not None:
                     self._events.add("stored", node.hash, node.parent.hash, number)
 
-    # -- giving up -----------------------------------------------------------------------------------------
+    # -- evicting -----------------------------------------------------------------------------------------
 
     def evict(self, number: int, count: int) -> int:
-        """Recycle up to `count` blocks of a group that have no holder, least recently used first.
+        """Evict up to `count` blocks of a group that have no holder, least recently used first.
 
-        What is of no use without them goes too.
+        Parts that are useless without them are evicted, too.
         """
         group = self.groups[number]
         free = group.pool.num_free
@@ -233,11 +235,11 @@ class PrefixCache:
         return group.pool.num_free - free
 
     def clear(self) -> int:
-        """Evict everything without a holder; returns how many blocks that are."""
+        """Evict everything without a holder; returns the number of blocks."""
         return sum(self.evict(number, len(group.idle)) for number, group in enumerate(self.groups))
 
     def _detach(self, node: Node) -> None:
-        """Take a node out of the tree, with all below it, and all above it that then stand for nothing."""
+        """Remove a node from the tree, with all nodes below it, and ancestors left without parts or children."""
         child, parent = node, node.parent
         while parent is not None:
             del parent.children[child.key]
@@ -262,7 +264,7 @@ class PrefixCache:
             self._changed(node.hash)
 
     def _empty(self, node: Node, number: int) -> None:
-        """Take one part out of a node, if it is there."""
+        """Remove one part of a node, if it has it."""
         block, node.blocks[number] = node.blocks[number], NULL_BLOCK
         if block != NULL_BLOCK:
             self._evicted(node, number, block)
@@ -274,13 +276,13 @@ class PrefixCache:
 
 
 class NoCache(PrefixCache):
-    """`prefix_cache="off"`: keeps nothing, finds nothing."""
+    """`prefix_cache="off"`: keeps and finds nothing."""
 
     caching = False
 
 
 class RadixCache(PrefixCache):
-    """The last, partly equal block is found too."""
+    """Also matches the beginning of the last block."""
 
     keeps_partial = True
 
@@ -288,7 +290,7 @@ class RadixCache(PrefixCache):
         node = match.tip or self.roots.get(scope)
         if node is None:
             return
-        place = bisect_left(node.order, rest)  # among sorted keys, the longest common prefix is a neighbour's
+        place = bisect_left(node.order, rest)  # among sorted keys, a neighbour has the longest common prefix
         for key in node.order[max(place - 1, 0) : place + 1]:
             tokens, child = common_tokens(key, rest), node.children[key]
             if tokens > match.partial_tokens and NULL_BLOCK not in child.blocks:
@@ -307,7 +309,7 @@ class RadixCache(PrefixCache):
             self._drop_prefixes(parent, key)
 
     def _drop_prefixes(self, parent: Node, key: bytes) -> None:
-        """Evict partly filled siblings that say nothing that `key` does not: its prefixes, which sort before it."""
+        """Evict partly filled siblings that are prefixes of `key`, which sort before it."""
         place = bisect_left(parent.order, key) - 1
         while place >= 0 and key.startswith(parent.order[place]):
             prefix = parent.children[parent.order[place]]
@@ -320,7 +322,7 @@ CACHES: dict[str, type[PrefixCache]] = {"radix": RadixCache, "hash": PrefixCache
 
 
 def longest_run(hashes: list[bytes], count: int, found: Callable[[bytes], bool]) -> int:
-    """How many of the first `count` hashes of a chain are found, where each that is found has those before it found."""
+    """How many of the first `count` hashes of a chain are found; a hash is found only if all before it are."""
     count = min(count, len(hashes))
     if count and found(hashes[count - 1]):
         return count
@@ -328,7 +330,7 @@ def longest_run(hashes: list[bytes], count: int, found: Callable[[bytes], bool])
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
-    """How many key ids two keys begin with in common."""
+    """The length of two keys' common prefix, in key ids."""
     length = min(len(a), len(b))
     for start in range(0, length, KEY_BYTES):
         if a[start : start + KEY_BYTES] != b[start : start + KEY_BYTES]:

@@ -1,4 +1,4 @@
-"""A prefix that several requests share is computed once: by the first of them, while the others wait for its blocks."""
+"""A prefix shared by several requests is computed once, by the first of them; the others wait for its blocks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from quire.core.prefix_cache import longest_run
 from quire.core.request import Event, Request
 
 BLOCK = "block"
-"""Kind of the events that blocks are there, by their hashes."""
+"""Kind of the events for blocks becoming available, by hash."""
 
 
 class Leader(Protocol):
-    """Who brings blocks: a request that computes them, or a fetch that loads them."""
+    """A provider of blocks: a request that computes them, or a fetch that loads them."""
 
     @property
     def order(self) -> tuple[float, int, int]: ...
@@ -24,20 +24,20 @@ class Leader(Protocol):
 
 
 class PrefixLeaders:
-    """Who computes which blocks. A running request claims those of its prompt that are not in the cache yet."""
+    """Who computes which blocks. A running request claims the blocks of its prompt that are not cached yet."""
 
     def __init__(self) -> None:
-        self._computing: dict[bytes, Leader] = {}  # by a block's hash, who computes it: the first in order
+        self._computing: dict[bytes, Leader] = {}  # by block hash, the first one in order that computes it
 
     def claim(self, leader: Leader) -> None:
-        """A request that begins to run will compute the blocks that it has not published; a fetch will load them."""
+        """Claim the blocks that a starting request will compute, or that a fetch will load."""
         for block_hash in leader.hashes[leader.num_published :]:
             other = self._computing.get(block_hash)
             if other is None or leader.order < other.order:
                 self._computing[block_hash] = leader
 
     def awaited(self, request: Request, first: int, last: int) -> Event | None:
-        """What a request waits for, if another one computes some of its next blocks, `first` to `last - 1`.
+        """The event that a request should wait for, if some of its next blocks, `first` to `last - 1`, are claimed.
 
         No request waits for one that comes after it in the order of service.
         """
@@ -46,13 +46,13 @@ class PrefixLeaders:
         return Event(BLOCK, missing[count - 1]) if count else None
 
     def published(self, hashes: list[bytes]) -> list[Event]:
-        """These blocks are there. Returns the events."""
+        """These blocks are available now. Returns the events."""
         for block_hash in hashes:
             self._computing.pop(block_hash, None)
         return [Event(BLOCK, block_hash) for block_hash in hashes]
 
     def abandoned(self, leader: Leader) -> list[Event]:
-        """It brings no further blocks. Returns the events that it will not bring."""
+        """A provider will bring no further blocks. Returns the events that will not happen."""
         lost = [each for each in leader.hashes[leader.num_published :] if self._computing.get(each) is leader]
         for block_hash in lost:
             del self._computing[block_hash]

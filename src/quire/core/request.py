@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it, and what it tells the outside."""
+"""A request as the scheduler sees it, and the updates and statistics that it reports."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from quire.core.structured_outputs import ReasoningBudget
 
 
 class Event(NamedTuple):
-    """What a request may wait for before it stands in line.
+    """Something that a request may wait for before it can be admitted.
 
     Attributes:
-        kind: who brings it: `prefix_leaders.BLOCK`, or whatever others name theirs.
-        key: which one of the kind.
+        kind: what the event is about: `prefix_leaders.BLOCK`, or a name chosen by whoever reports it.
+        key: identifies the event among those of its kind.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class Event(NamedTuple):
 
 
 class Status(enum.Enum):
-    """Where a request is. `AWAITING`: not in line before the event that it `awaits`."""
+    """A request's state. `AWAITING`: not in line for admission until the event that it `awaits`."""
 
     WAITING = "waiting"
     AWAITING = "awaiting"
@@ -39,15 +39,15 @@ class Status(enum.Enum):
 
 @dataclass(slots=True)
 class FetchStats:
-    """Blocks that a request waited for, from a tier.
+    """A transfer of blocks that a request waited for.
 
     Attributes:
-        source: "host": to the pool; "disk", "peer" (another engine, which computed them) or "remote" (another node,
-            which had them): to the host tier.
-        tokens: that are asked for, and once that has ended, all that came.
+        source: "host" (to the pool); "disk", "peer" (another engine, which computed them) or "remote" (another node,
+            which had them), to the host tier.
+        tokens: number of tokens requested; once it has ended, those that arrived.
         begin: when it began, on the caller's clock.
-        seconds: that it took; None while it goes on.
-        moving: of these, the seconds in which bytes came from another engine; the rest it computed.
+        seconds: its duration; None while it is in progress.
+        moving: the part of `seconds` in which bytes arrived from another engine, which computed in the rest.
     """
 
     source: str
@@ -63,11 +63,11 @@ class RequestStats:
 
     Attributes:
         arrived, admitted, first_token, finished: when each happened; None while it has not.
-        prefill_seconds, decode_seconds: time inside steps that computed its prompt, and its output.
-        steps: steps that it took part in.
-        preemptions: how often it lost its blocks.
-        drafted, accepted: draft tokens that were verified for it, and those of them that it sampled too.
-        fetches: that were begun for it.
+        prefill_seconds, decode_seconds: time in steps that computed its prompt, and its output.
+        steps: number of steps that it took part in.
+        preemptions: how often it was preempted.
+        drafted, accepted: number of draft tokens that were verified, and accepted.
+        fetches: transfers that were begun for it.
     """
 
     arrived: float
@@ -83,12 +83,12 @@ class RequestStats:
     fetches: list[FetchStats] = field(default_factory=list)
 
     def fetching(self, source: str, tokens: int, now: float) -> None:
-        """A fetch has begun; one that follows another from the same place goes on with that."""
+        """A fetch has begun; consecutive ones from the same source are counted as one."""
         if not self.fetches or self.fetches[-1].source != source:
             self.fetches.append(FetchStats(source, tokens, now))
 
     def fetched(self, tokens: int, seconds: float, moving: float = 0.0) -> None:
-        """The fetch that was begun last has ended."""
+        """The last fetch has ended."""
         last = self.fetches[-1]
         last.tokens = tokens + (0 if last.seconds is None else last.tokens)
         last.seconds = seconds + (last.seconds or 0.0)
@@ -97,13 +97,13 @@ class RequestStats:
 
 @dataclass(slots=True)
 class RequestUpdate:
-    """What one commit yielded for one request. The one with a `finish_reason` is the last.
+    """What one commit yielded for one request. The update with a `finish_reason` is the last one.
 
     Attributes:
         finish_reason: "stop", "length", "abort" or "error".
         stop_reason: the token id that ended it, if one did.
         cached_tokens: prompt tokens that were found in the prefix cache at first admission.
-        pooled: what its prompt was pooled to, at its end.
+        pooled: the result of pooling its prompt, in the last update.
     """
 
     request: int
@@ -119,38 +119,38 @@ class RequestUpdate:
 
 
 class Request:
-    """One sequence on its way through the engine. The `n` choices of a user's request are one of these each.
+    """One sequence in the engine. Each of the `n` choices of a user's request is one.
 
-    With `output_token_ids` and `num_scored` it resumes what another engine began: it goes on after those tokens.
+    With `output_token_ids` and `num_scored` it resumes what another engine began, after those tokens.
 
-    Three counters carry prefix hits, chunks and resumption: `len(tokens)` is what is known, `num_pending` what
-    steps in flight will add, and `num_computed` how many positions have their KV, or will once the steps
-    in flight have run. Where those verify drafts, the last two are upper bounds: `num_unverified_tokens` rows
-    may yield none.
+    Three counters express prefix hits, chunks and resumption: `len(tokens)` is what is known, `num_pending` what steps
+    in flight will add, and `num_computed` how many positions have their KV, or will have it once the steps in flight
+    have run. If those verify drafts, the last two are upper bounds: `num_unverified_tokens` rows may yield no token.
 
     Attributes:
-        id: the engine's own number.
-        owner: whose it is: owners take turns (see `turns.py`). "" where there is one only.
+        id: the engine's number for it.
+        owner: its API key's owner, "" if there is only one; owners take turns (see `turns.py`).
         order: its place in the order of service: (priority, turn, id).
-        awaits: the event that it waits for; None: it waits for none.
-        max_tokens: longest output; 0: the prompt is computed and scored, and nothing sampled.
+        awaits: the event that it waits for, if any.
+        max_tokens: longest output; 0 means that the prompt is only computed and scored.
         tokens: prompt and output token ids known so far.
         keys: the same as 64-bit key ids, for caches.
-        tables: a KV group each, block ids from position 0 on; 0 where a window has passed. None while it has no blocks.
-        num_sent: how many entries of its tables the runner knows.
+        tables: for each KV group, block ids from position 0 on; 0 where a window has passed. None while it has no
+            blocks.
+        num_sent: number of table entries that the runner knows.
         copies: beginnings of blocks to copy when the next span runs: (group, source, destination, tokens).
         num_committed: positions whose steps have committed since the last admission.
-        num_published: full blocks offered to the prefix cache since the last admission.
-        num_passed: by group, how many blocks no later token sees: those of them that there were are given back.
+        num_published: full blocks published in the prefix cache since the last admission.
+        num_passed: by group, number of leading blocks that no later token sees; they have been freed.
         marks: see `kv_group.States.marks`.
         tip: node of the last published block.
         high_water: most positions ever computed at a preemption; below it, the request is recomputing.
-        draft_state: how well drafts of it have done.
-        num_in_flight: steps in flight that hold a span of this request; `last_step` is the newest one's number.
-        num_scored: rows whose prompt log-probability was asked for already.
-        num_fetches: fetches that it has begun since it was last admitted, and that have not brought all they were to.
-        pooling: how its prompt is pooled; None: it is not. `pooled`: what has been pooled so far.
-        reasoning: how long its reply may reason; None: as long as it likes.
+        draft_state: statistics about its drafts.
+        num_in_flight: number of steps in flight with a span of this request; `last_step` is the newest one's number.
+        num_scored: rows whose prompt log-probability has been requested from the runner.
+        num_fetches: incomplete fetches begun for it since it was last admitted.
+        pooling: how its prompt is pooled, if it is. `pooled`: the sum so far.
+        reasoning: limit on its reply's reasoning, if any.
     """
 
     __slots__ = (
@@ -256,22 +256,22 @@ class Request:
 
     @property
     def num_positions(self) -> int:
-        """Positions that are computed in all: the prompt's, and the output's but the last, whose KV is not needed."""
+        """Positions computed in total: the prompt's, and the output's except the last, whose KV is not needed."""
         return self.num_prompt + max(0, self.max_tokens - 1)
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that could be computed next: one for a decoding request, none when it must wait for a commit."""
+        """Tokens that could be computed next: one for a decoding request, none if it must wait for a commit."""
         return min(len(self.tokens) + self.num_pending, self.num_positions) - self.num_computed
 
     @property
     def computes_all(self) -> bool:
-        """Whether it needs every row of its prompt, so that cached ones, whose hidden states are gone, are no use."""
+        """Whether it needs every row of its prompt, so that it cannot use cached ones, whose hidden states are gone."""
         return self.params.prompt_logprobs is not None or (self.pooling is not None and self.pooling.method == "mean")
 
     @property
     def num_draftable(self) -> int:
-        """Drafts that a step could verify beside its next token: the last token of all is never a draft."""
+        """Drafts that a step could verify besides its next token; its very last token is never a draft."""
         if not self.draft_state.drafting_enabled:
             return 0
         return max(0, self.num_positions - len(self.tokens) - self.num_pending)
@@ -281,7 +281,7 @@ class Request:
         return self.keys[start:end].tobytes()
 
     def block_keys(self, first: int, last: int, block_size: int) -> list[bytes]:
-        """Key ids of the full blocks `first` to `last - 1`, one entry each."""
+        """Key ids of the full blocks `first` to `last - 1`, one entry per block."""
         data, size = self.key_bytes(first * block_size, last * block_size), block_size * KEY_BYTES
         return [data[start : start + size] for start in range(0, len(data), size)]
 
@@ -290,22 +290,22 @@ class Request:
         self.keys.extend(tokens)
 
     def ended(self, reason: str, error: str | None = None) -> RequestUpdate:
-        """The update that says that it has ended without a step's doing."""
+        """The update for an end that was not caused by a step."""
         return RequestUpdate(
             self.id, finish_reason=reason, error=error, cached_tokens=self.num_cached, stats=self.stats
         )
 
     def pool(self, start: int, pooled: list[float] | None) -> None:
-        """Take in what was pooled of a span from position `start` on. A prompt that is computed again begins anew."""
+        """Add the sum over a span from position `start` on. When a prompt is recomputed, the sum starts over."""
         if pooled is not None and self.pooled and start:
             pooled = [before + more for before, more in zip(self.pooled, pooled, strict=True)]
         self.pooled = pooled or self.pooled
 
     def cut_at_end(self, update: RequestUpdate, end: int) -> None:
-        """Find the stop token, or the length, that ends it in an update that it has not got yet; the rest is dropped.
+        """Find the stop token, or the length, that ends the request within a new update; the rest is dropped.
 
         Args:
-            end: position after what was computed, at most.
+            end: upper bound of the position after what was computed.
         """
         before = len(self.tokens) - self.num_prompt
         left = self.max_tokens - before
@@ -325,7 +325,7 @@ class Request:
         update.logprobs = update.logprobs and update.logprobs[:left]
 
     def restart(self) -> None:
-        """Back to the queue, without blocks, unknown to the runner: whatever steps in flight would bring is lost."""
+        """Reset it for the queue: without blocks, unknown to the runner, and without results of steps in flight."""
         if self.status is Status.RUNNING:
             self.stats.preemptions += 1
         self.status = Status.WAITING
@@ -336,7 +336,7 @@ class Request:
         self.tables, self.copies, self.tip = [], [], None
 
     def info(self) -> RequestInfo:
-        """What the runner must know, with the output so far in case it is a fresh runner."""
+        """What the runner must know, including the output so far, in case it is a fresh runner."""
         return RequestInfo(
             request=self.id,
             params=self.params,

@@ -1,7 +1,7 @@
 """How to sample one request: `SamplingParams`, and the limits of every field.
 
-A leaf: anyone may import it. Every value is checked when the object is made, so that whoever holds a
-`SamplingParams` holds a valid one; only what depends on the model waits for `check_against`.
+Imported from anywhere; imports nothing above it. Every value is checked when the object is made, so a `SamplingParams`
+is always valid; only what depends on the model is left to `check_against`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_BAD_WORD_LENGTH = 256
 MAX_LOGPROBS = 20
 MAX_KV_TRANSFER_PARAMS = 32
 KV_TRANSFER_FIELDS = "do_remote_decode", "do_remote_prefill", "remote_engine_id"
-"""Those of `kv_transfer_params` that mean something here."""
+"""The fields of `kv_transfer_params` that Quire uses."""
 
 MAX_CACHE_SALT_LENGTH = 256
 MAX_INT32 = (1 << 31) - 1
@@ -50,7 +50,7 @@ NEUTRAL: dict[str, float | int] = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
-"""What the fields mean that a checkpoint's `generation_config.json` may set, where it does not set them."""
+"""Defaults of the fields that a checkpoint's `generation_config.json` can set, if it does not set them."""
 
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -71,11 +71,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""vLLM's sampling parameters that Quire does not have, with the values that ask for nothing, as None always does."""
+"""vLLM's sampling parameters that Quire does not have, with the values (besides None) that have no effect."""
 
 
 class _VllmNames(msgspec.StructMeta):
-    """Takes what `UNSUPPORTED` names where it asks for nothing, and refuses it by name where it does."""
+    """Accepts parameters named in `UNSUPPORTED` if they have no effect, and otherwise refuses them by name."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         for name in given.keys() & UNSUPPORTED.keys():
@@ -359,7 +359,7 @@ def _bias(name: str, value: Any) -> dict[int, float]:
 
 
 def _kv_transfer(name: str, value: Any) -> dict[str, Any]:
-    """What it says of this engine is checked; other fields are some other engine's."""
+    """Fields that Quire uses are checked; others belong to other engines."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise _refuse(name, value, "a mapping with string keys, as in another engine's response")
     if len(value) > MAX_KV_TRANSFER_PARAMS:

@@ -1,9 +1,9 @@
-"""Which tokens of which requests the next step computes.
+"""The scheduler: which tokens of which requests the next step computes.
 
-One order rules everything: (priority, turn among owners, arrival), kept through preemption. A step holds first one
-token for every decoding request, then chunks of partial prefills, then waiting requests, drafts last. Its
-doors are `add`, `abort`, `schedule`, `commit`, and `arrived` or `failed` for what requests wait for; several plans may
-be in flight, and they commit in order, or are all given up (`restart`).
+Everything follows one order: (priority, turn among owners, arrival), kept through preemption. A step has first one
+token for every decoding request, then chunks of partial prefills, then waiting requests, and drafts last. The interface
+is `add`, `abort`, `schedule`, `commit`, and `arrived` or `failed` for events that requests wait for. Several plans may
+be in flight; they commit in order, or are all given up (`restart`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from quire.errors import RequestError
 
 
 class Scheduler:
-    """Decides the steps of one engine.
+    """Plans the steps of one engine.
 
     Args:
-        config: budgets and policy.
+        config: limits and policy.
         kv: block tables and prefix cache.
         max_model_len: longest context; without chunked prefill, the largest chunk.
     """
@@ -53,9 +53,9 @@ class Scheduler:
         self._leaders = PrefixLeaders()
         kv.sources.followers.append(self)
         self._turns = Turns()
-        self._ended: list[int] = []  # for the runner to forget
-        self._drop_drafting: list[int] = []  # for it to follow no longer
-        self._updates: list[RequestUpdate] = []  # not handed out yet
+        self._ended: list[int] = []  # ended requests that the runner does not know of yet
+        self._drop_drafting: list[int] = []  # requests that the runner should no longer follow
+        self._updates: list[RequestUpdate] = []  # not taken yet
         self._next_number = 0
         self.trials = Trials()
         self._chunked = config.enable_chunked_prefill
@@ -68,13 +68,13 @@ class Scheduler:
         if spec is not None and spec.adaptive:
             self._lengths = DraftLengths(spec.num_speculative_tokens, tree_mode=spec.tree_width > 1)
 
-    # -- doors ---------------------------------------------------------------------------------------------
+    # -- interface ---------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request; one that `awaits` an event is not in line before that has arrived.
+        """Queue a request; one that `awaits` an event is not in line until the event has arrived.
 
         Raises:
-            RequestTooLargeError: it could never fit into the pool, even alone.
+            RequestTooLargeError: it would not fit into the pool even alone.
         """
         if request.id in self.requests:
             raise RequestError(f"request id {request.id} is in use; ids must be unique")
@@ -87,12 +87,12 @@ class Scheduler:
         self._line_up(request)
 
     def arrived(self, event: Event) -> None:
-        """Something that requests wait for is there: they are in line, at their places. None need wait for it."""
+        """An event has happened: requests that wait for it are put in line, at their places. There may be none."""
         for request in self._waiting.take(event):
             self._line_up(request)
 
     def failed(self, event: Event, now: float, error: str | None = None) -> None:
-        """It will never be there: requests that wait for it do without, or end where there is an `error`."""
+        """An event will never happen: requests that wait for it continue without it, or end if there is an `error`."""
         for request in self._waiting.take(event):
             if error is None:
                 self._line_up(request)
@@ -100,7 +100,7 @@ class Scheduler:
                 self.fail(request.id, error, now)
 
     def read_over(self, fetch: SlotFetch, seconds: float, moving: float) -> None:
-        """Blocks have come into the host tier, in so many seconds; see `Sources`, `FetchStats`."""
+        """A read into the host tier has ended after `seconds`; see `Sources`, `FetchStats`."""
         if fetch.request is not None and self.requests.get(fetch.request.id) is fetch.request:
             self._note(fetch, seconds, moving)
         self.abandon(fetch)
@@ -110,10 +110,10 @@ class Scheduler:
             self._waiting.push(request)
 
     def abort(self, request_id: int, reason: str = "abort", now: float = 0.0) -> None:
-        """End a request wherever it is; one that is not there is ignored.
+        """End a request in whatever state it is; an unknown one is ignored.
 
         Args:
-            reason: "abort", or "stop" where the client's side found a stop string.
+            reason: "abort", or "stop" if the frontend found a stop string.
         """
         request = self.requests.get(request_id)
         if request is not None:
@@ -121,19 +121,19 @@ class Scheduler:
             self._updates.append(request.ended(reason))
 
     def fail(self, request_id: int, error: str, now: float) -> None:
-        """End a request with an error that is not its step's."""
+        """End a request with an error that did not come from a step."""
         request = self.requests[request_id]
         self._end(request, now)
         self._updates.append(request.ended("error", error))
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step, or None where nothing can run now."""
+        """The next step, or None if nothing can run now."""
         if self.trials.advance():
             self.restart()
         return self.next_step(now)
 
     def next_step(self, now: float) -> StepPlan | None:
-        """See `schedule`; it is known which requests may run now."""
+        """The part of `schedule` after waiting requests have been put in line."""
         self.kv.sources.expire(now)
         step = PendingStep(self.config.max_num_batched_tokens)
         self._choose_decodes(step)
@@ -142,17 +142,17 @@ class Scheduler:
         self._choose_prefills(step, head)
         self._choose_waiting(step, now)
         if head is not None:
-            self._choose_prefills(step, None)  # some may have given way: what is left over is theirs
+            self._choose_prefills(step, None)  # preemption may have left room
         if self._speculation is not None:
             self._choose_drafts(step, self._speculation.num_speculative_tokens)
         return self._plan(step) if step.chosen or self.kv.fetches.has_moves else None
 
     def empty_step(self) -> StepPlan:
-        """A step that computes nothing: others compute theirs in it."""
+        """A step that computes nothing, for a replica with nothing to do in lockstep."""
         return self._plan(PendingStep(0))
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestUpdate]:
-        """Take in what a step yielded; the updates say what each request got."""
+        """Take in a step's result; returns an update for each request that got something."""
         flight = self.in_flight.popleft()
         if not plan.number == result.number == flight.number:
             raise RuntimeError(f"step {flight.number} must commit next, not plan {plan.number} / {result.number}")
@@ -178,18 +178,18 @@ class Scheduler:
         return self.take_updates()
 
     def restart(self, *, failed: bool = False, whole: bool = True) -> Request | None:
-        """Give up all plans in flight: what they computed is lost, and how far they have come is not known.
+        """Give up all plans in flight: their results are lost, and how far they got is unknown.
 
-        Requests go back to the queue, as those that are preempted do. The next plan's number leaves a gap, and all is
-        sent again to a runner that forgets what it knew. What steps that still run write is written before whatever is
-        computed after the gap.
+        Requests go back to the queue like preempted ones. The next plan's number leaves a gap, at which the runner
+        forgets what it knew, and everything is sent to it again. Whatever the given-up steps still write is written
+        before anything is computed after the gap.
 
         Args:
-            failed: a step in flight has failed: its requests are computed again in halves, see `Trials`.
-            whole: False where it was interrupted that books were written: they are made anew, without prefix cache.
+            failed: a step in flight has failed: its requests are retried in halves, see `Trials`.
+            whole: False if bookkeeping was interrupted halfway: it is rebuilt, with an empty prefix cache.
 
         Returns:
-            The request that made the step fail, where it was in there alone; the caller ends it.
+            The request that made the step fail, if it was alone in it; the caller ends it.
         """
         lost = self.in_steps()
         for request in lost:
@@ -210,24 +210,24 @@ class Scheduler:
         for request in self.requests.values():
             request.restart()
             if request.awaits is not None and request.awaits.kind == BLOCK:
-                request.awaits = None  # no request computes it any more
+                request.awaits = None  # no request computes those blocks any more
             self._line_up(request)
         return culprit
 
     def take_updates(self) -> list[RequestUpdate]:
-        """Updates that were not handed out: usually ends that no commit yielded."""
+        """Take the updates that no `commit` has returned, usually ends."""
         updates, self._updates = self._updates, []
         return updates
 
-    # -- what the outside may know -------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------
 
     @property
     def kvs(self) -> list[KVManager]:
-        """All block tables that there are."""
+        """All block tables (one for a single scheduler)."""
         return [self.kv]
 
     def in_steps(self) -> list[Request]:
-        """Requests of which steps in flight compute something."""
+        """Requests with spans in steps in flight."""
         return list(dict.fromkeys(request for flight in self.in_flight for request, _ in flight.requests))
 
     @property
@@ -237,33 +237,33 @@ class Scheduler:
 
     @property
     def expects_others(self) -> bool:
-        """Others are to bring an event, or to release blocks: where nothing can run, that is why."""
+        """Whether events or releases of blocks are expected from elsewhere, which is why nothing may be able to run."""
         awaiting, held = self._waiting.num_awaiting, self.kv.num_held
         return awaiting.total() > awaiting[BLOCK] or held.total() > held[STEP] or self.kv.sources.waits
 
     @property
     def has_updates(self) -> bool:
-        """There are updates that were not handed out, usually a request's end."""
+        """Whether there are updates that have not been taken."""
         return bool(self._updates)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait, in the queue or for an event."""
+        """Number of requests that wait, in line or for an event."""
         return len(self.requests) - len(self.running)
 
     # -- choosing ------------------------------------------------------------------------------------------
 
     def _choose_decodes(self, step: PendingStep) -> None:
-        """One token for every decoding request; those with more to compute are partial prefills."""
+        """Choose one token for every decoding request; those with more to compute are partial prefills."""
         running, most = list(self.running), len(self.running)
         if (stages := self.config.pipeline_parallel_size) > 1:
-            # With overlap a token need be known when the step begins: so many steps after its own.
+            # With overlap, a token must be known when the step begins, this many steps after its own.
             known = self._next_number - stages if self.config.async_scheduling else -1
             running, most = dealt_out(running, stages, known)
         for request in running:
             remaining = request.num_remaining
             if request.status is not Status.RUNNING or not remaining:
-                continue  # preempted for one before it, or waiting for its last commit
+                continue  # preempted by an earlier one, or waiting for its last commit
             if remaining > 1:
                 step.partial_before.append(request)
             elif step.num_decodes < most and self._reserve(request, 1, step):
@@ -271,7 +271,8 @@ class Scheduler:
                 step.num_decodes += 1
 
     def _limit_prefill(self, step: PendingStep) -> None:
-        """Where others alone compute long prompts, short ones and the ends of those take as many steps as they need."""
+        """Limit a step's prompt tokens: by the latency target; to leave decodes most of the time, if other engines
+        compute the long prompts; and in a pipeline, to an even share."""
         sources, costs = self.kv.sources, self.kv.sources.costs
         if self._latency and step.num_decodes:
             step.withhold(self._latency.budget(step.budget))
@@ -282,9 +283,9 @@ class Scheduler:
             step.withhold(share_of_prompts(self.requests.values(), stages, step.budget))
 
     def _choose_prefills(self, step: PendingStep, head: Request | None) -> None:
-        """Further chunks of partial prefills, the oldest first.
+        """Choose further chunks of partial prefills, oldest first.
 
-        Those that come after the `head` of the queue (it has a higher priority) get `min_chunk` and leave it the rest.
+        Those that come after the `head` of the queue (which has a higher priority) get `min_chunk`, and it the rest.
         """
         step.partial = []
         for request in step.partial_before:
@@ -302,9 +303,9 @@ class Scheduler:
                 step.partial.append(request)
 
     def _choose_waiting(self, step: PendingStep, now: float) -> None:
-        """Admit waiting requests in order; the head of the queue is never bypassed for blocks.
+        """Admit waiting requests in order; none overtakes the head of the queue because it needs fewer blocks.
 
-        At most `max_num_seqs` wait for others' prefixes at once: no more could run when they are there.
+        At most `max_num_seqs` wait for others' prefixes at once, since no more could run afterwards.
         """
         aside: list[Request] = []
         awaiting = self._waiting.num_awaiting
@@ -312,7 +313,7 @@ class Scheduler:
             request = self._waiting.pop()
             if request is None:
                 break
-            if request.num_pending:  # preempted while a step of it is in flight: its last token is not known yet
+            if request.num_pending:  # preempted with a step in flight: its last token is not known yet
                 aside.append(request)
             elif not self._admit(request, step, now) and request.awaits is None:
                 aside.append(request)
@@ -321,10 +322,10 @@ class Scheduler:
             self._waiting.push(request)
 
     def _choose_drafts(self, step: PendingStep, most: int) -> None:
-        """At most so many drafts for each request that decodes, of what is left of the step's tokens and the blocks.
+        """Choose drafts for decoding requests, from what is left of the step's tokens and of the blocks.
 
-        Self-tuning gives none beside prompts: such a step is usually bound by arithmetic, where a draft's row costs
-        as much as the row of the token that it may save, and may be rejected.
+        Self-tuning gives none in steps with prompts, which are usually compute-bound: there, a draft's row costs as
+        much as the row of the token that it may save, and may be rejected.
         """
         step.budget += step.withheld
         decodes = [
@@ -350,24 +351,24 @@ class Scheduler:
                 step.choose(request, self._reserve_drafts(request, count))
 
     def _reserve_drafts(self, request: Request, count: int) -> int:
-        """How many of `count` drafts have blocks; no request is preempted for them."""
+        """Reserve blocks for up to `count` drafts; returns for how many. No request is preempted for them."""
         known = request.num_computed + 1
         if self.kv.reserve(request, known + count):
             return count
         return min(count, len(request.tables[0]) * self.kv.block_size - known)
 
     def _chunk(self, remaining: int, step: PendingStep, computed: int, chosen: int = 0) -> int:
-        """Tokens that a prompt with `remaining` ones may take now, beside those `chosen` in this step already.
+        """Tokens that a prompt with `remaining` ones may take now, besides those `chosen` in this step already.
 
-        Where the time of its tokens counts, that of those before its last block counts as at its beginning: a long one
-        that is computed here after all ends in good time.
+        If the time of prompts is limited, tokens before its last block are counted as if at its beginning, so that even
+        a long prompt that is computed here makes progress.
         """
         context = computed + chosen if remaining <= self.kv.block_size else 0
         count = min(remaining, step.room(context), self._max_chunk - chosen)
         return count if self._chunked or count == remaining else 0
 
     def _admit(self, request: Request, step: PendingStep, now: float) -> bool:
-        """Give a waiting request its first chunk; False if it must go on waiting."""
+        """Give a waiting request its first chunk; False if it must keep waiting."""
         seats_taken = len(self.running) >= self.config.max_num_seqs
         if seats_taken and not outranked(self.running, request):
             return False
@@ -379,17 +380,17 @@ class Scheduler:
             return False
         peak = self.kv.peak_blocks(len(request.tokens), self._max_chunk)
         if match.partial is not None and self.kv.lacks([blocks + 1 for blocks in peak]):
-            match = self.kv.match(request, whole=True)  # copying holds a block more: not in a tight pool
+            match = self.kv.match(request, whole=True)  # a copy needs an extra block, which a full pool does not have
         return self._admit_match(request, match, step, now, seats_taken)
 
     def _awaited(
         self, request: Request, match: Match, seats_taken: bool, now: float, step: PendingStep
     ) -> Event | None:
-        """What a request waits for: another one computes its next blocks, or a fetch brings them."""
+        """The event that a request should wait for: another one computes its next blocks, or a fetch loads them."""
         if request.computes_all:
             return None
         size = self.kv.block_size
-        # The token that is computed again for a drafting head is of a cached block.
+        # The token that is computed again for a drafting head is in a cached block.
         cached = (match.num_blocks * size + match.partial_tokens + self.kv.needs_next_token) // size
         last = (len(request.tokens) - 1) // size
         event = self._leaders.awaited(request, cached, last)
@@ -409,13 +410,13 @@ class Scheduler:
         return event
 
     def _note(self, fetch: Fetch | SlotFetch, seconds: float, moving: float = 0.0) -> None:
-        """A fetch has ended: what the request that it was begun for tells of it."""
+        """A fetch has ended: record it in the statistics of its request."""
         if fetch.request is not None:
             fetch.request.stats.fetched(fetch.came() * self.kv.block_size, seconds, moving)
             fetch.request.num_fetches -= fetch.complete
 
     def abandon(self, leader: Leader) -> None:
-        """It computes no further blocks: whoever waits for one of them does without."""
+        """A request computes no further blocks: those that wait for one of them continue without it."""
         for event in self._leaders.abandoned(leader):
             self.arrived(event)
 
@@ -427,7 +428,7 @@ class Scheduler:
             return False
         num_tokens = cached + count
         if self.kv.lacks(self._blocks_to_start(request, match, num_tokens)) and not outranked(self.running, request):
-            return False  # the lock below leaves no more
+            return False  # after the lock, no more would be available
         self.kv.lock(match)
         if not self._make_room(request, match, num_tokens, seats_taken, step):
             self.kv.unlock(match)
@@ -441,9 +442,9 @@ class Scheduler:
         return True
 
     def _make_room(self, request: Request, match: Match, num_tokens: int, seats_taken: bool, step: PendingStep) -> bool:
-        """Whether there is a seat, and room for the locked match to grow to `num_tokens`.
+        """Whether the step has room for a request, and the pool for its locked match to grow to `num_tokens`.
 
-        Preempts those that the request outranks, where that will do.
+        Preempts requests that it outranks if that suffices.
         """
         while True:
             needed = self._blocks_to_start(request, match, num_tokens)
@@ -476,16 +477,16 @@ class Scheduler:
     # -- preemption ----------------------------------------------------------------------------------------
 
     def _reserve(self, request: Request, count: int, step: PendingStep) -> bool:
-        """Blocks for a running request's next `count` tokens; preempts later ones, and yields if there are none."""
+        """Reserve blocks for a running request's next `count` tokens; preempts later requests, or else this one."""
         while not self.kv.reserve(request, request.num_computed + count):
             victim = first_to_yield(self.running, request)
-            if victim is None or self.kv.num_deferred:  # what steps in flight hold comes back when they commit
+            if victim is None or self.kv.num_deferred:  # steps in flight will free blocks when they commit
                 return False
             self._preempt(victim, step)
         return True
 
     def _preempt(self, victim: Request, step: PendingStep) -> None:
-        """Take a request's blocks; it will compute its tokens again, and get the same ones."""
+        """Free a request's blocks and requeue it; it will be recomputed, with the same tokens."""
         step.withdraw(victim)
         self.running.remove(victim)
         self.abandon(victim)
@@ -521,9 +522,9 @@ class Scheduler:
     def _commit_span(
         self, request: Request, span: Span, outcome: SpanResult, current: bool, now: float, seconds: float
     ) -> RequestUpdate | None:
-        """Take in one span's outcome; `current` is False if the request was preempted since it was planned.
+        """Take in one span's result; `current` is False if the request was preempted after it was planned.
 
-        Then its blocks are gone, but its tokens are as good as any: they are kept.
+        In that case its blocks are gone, but its tokens are valid and kept.
         """
         stats = request.stats
         stats.steps += 1
@@ -557,7 +558,7 @@ class Scheduler:
         return update
 
     def _commit_rows(self, request: Request, rows: int, surplus: int) -> None:
-        """Count a span's rows as computed, all but the `surplus` of rejected drafts; publish the blocks they fill."""
+        """Count a span's rows as computed, except the `surplus` of rejected drafts; publish the blocks they fill."""
         request.num_computed -= surplus
         request.num_committed = min(request.num_committed + rows - surplus, len(request.tokens))
         if surplus:
@@ -574,7 +575,7 @@ class Scheduler:
             self._lengths.accepted(request.draft_state, outcome.num_drafted, accepted)
 
     def _end(self, request: Request, now: float, keep_partial: bool = False) -> None:
-        """Give back all that a request holds. Steps in flight keep their blocks until they commit."""
+        """End a request and free its blocks. Blocks of steps in flight are kept until they commit."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self.abandon(request)

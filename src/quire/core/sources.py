@@ -1,11 +1,11 @@
-"""What is behind the host tier: a disk, engines that compute prompts, and other nodes that have blocks.
+"""What is below the host tier: a disk, engines that compute prompts, and other nodes that have blocks.
 
-What is stored on the disk is written, and what comes from anywhere is read into slots of the tier, beside the steps, by
-whoever carries out the `orders`. Requests wait for that as they do for a fetch, until a deadline; a slot that is late
-stays in quarantine until it is said that nothing is written there any more.
+Writing to the disk, and reading from any of these into slots of the tier, happens outside the steps, by whoever carries
+out the `orders`. Requests wait for a read as they do for a fetch, until a deadline; a slot that is late stays in
+quarantine until it is known that nothing is written there any more.
 
-There is one of it for a tier: replicas of attention (`core/lockstep.py`), which have pools of their own, share both.
-What one of them has begun to read, others wait for, too.
+There is one `Sources` per tier: data-parallel replicas (`core/lockstep.py`), which have their own pools, share both. If
+one of them has begun to read a block, others wait for that read, too.
 """
 
 from __future__ import annotations
@@ -26,35 +26,34 @@ from quire.core.step import Move
 from quire.core.tier import Tier
 
 LEAST_FETCH = 2
-"""Fewer blocks are computed."""
+"""Least number of blocks worth fetching; fewer are computed."""
 
 HOST, DISK, PEER, REMOTE = "host", "disk", "peer", "remote"
-"""Where blocks come from: the host tier; and into that from the disk, another engine that computes them, or another
-node that has them.
+"""Sources of blocks: the host tier; and, into that, the disk, another engine that computes them, or another node that
+has them.
 """
 
 PATIENCE = {DISK: 20.0, PEER: 120.0, REMOTE: 5.0}
-"""Seconds without progress after which requests wait no longer. For blocks that another node has, no longer than
-`COMPUTED_TIMES` what computing them takes, and at least `LEAST_PATIENCE`: whoever was chosen for being fast and is not
-may cost so much, and no more.
+"""Seconds without progress after which requests no longer wait. For blocks from another node, `COMPUTED_TIMES` the time
+to compute them, but at least `LEAST_PATIENCE`: this bounds the cost of choosing a node that turns out to be slow.
 """
 
 COMPUTED_TIMES, LEAST_PATIENCE = 2.0, 0.05
 
 
 class SlotFetch:
-    """Blocks of one chain that are to be in the host tier; see `Fetch`.
+    """Blocks of one chain being read into the host tier; see `Fetch`.
 
     Attributes:
         source: `DISK`, `PEER` or `REMOTE`.
-        hashes: of the chain, those that are in the tier already among them.
-        filling: slots that are read into. wanted: names of the blocks that are to be there. sizes: of these, in blocks
-            of the first group. pinned: slots of those that are there.
-        brings: of so many blocks something is read.
-        patience: seconds without progress that requests wait. deadline: from then on they do not.
-        late: it has passed.
-        request: that it was begun for.
-        node: that has them. Only of `REMOTE`.
+        hashes: of the chain, including blocks that are in the tier already.
+        filling: slots being filled. wanted: names of their blocks. sizes: of these, in blocks of the first group.
+            pinned: slots of blocks that are in the tier already.
+        brings: number of blocks of which at least one part is read.
+        patience: seconds without progress that requests wait. deadline: when they stop waiting.
+        late: the deadline has passed.
+        request: the request that it was begun for.
+        node: the node that has the blocks. Only for `REMOTE`.
     """
 
     order, num_published = (-math.inf, 0, 0), 0
@@ -81,50 +80,51 @@ class SlotFetch:
 
     @property
     def complete(self) -> bool:
-        """All came."""
+        """Whether all slots have been filled."""
         return self.num_filled == len(self.filling)
 
     def came(self) -> int:
-        """So many blocks came."""
+        """Number of blocks that have arrived."""
         return self.brings * self.num_filled // len(self.filling)
 
     def wait_for(self, seconds: float) -> None:
-        """Requests wait no longer for it than so."""
+        """Limit how long requests wait for it."""
         self.patience = min(self.patience, seconds)
         self.deadline = self.begin + self.patience
 
 
 class Follower(Protocol):
-    """Whose requests may wait for what is read."""
+    """A scheduler whose requests may wait for reads."""
 
     def arrived(self, event: Event) -> None:
-        """Nobody need wait for this any more."""
+        """An event has happened."""
 
     def read_over(self, fetch: SlotFetch, seconds: float, moving: float) -> None:
-        """A read has ended, in so many seconds, of which it moved bytes in so many."""
+        """A read has ended after `seconds`, in `moving` of which bytes were transferred."""
 
     def abandon(self, leader: Leader) -> None:
-        """It brings no further blocks."""
+        """A provider will bring no further blocks."""
 
 
 class Sources:
-    """What is read into a host tier, and written to the disk from there.
+    """Reads into a host tier, and writes from there to the disk.
 
     Args:
-        tier: its index.
-        disk: names of the blocks that the disk has; None: there is none.
-        sizes: of each group's blocks, that of the first group's being 1.
+        tier: the host tier's index.
+        disk: names of the blocks on the disk; None if there is no disk tier.
+        sizes: of each group's blocks, relative to the first group's.
 
     Attributes:
-        orders: for the disk and other engines, in their order; whoever carries them out takes them from here.
-        stored: blocks that came to the disk. read: blocks that came into the tier, by where from.
-        volume: of all that was "stored" somewhere and "loaded" from there, (tier, event), in blocks of the first group.
-        prefill_tokens: so many that are to be computed are computed by another engine; None: none is there.
-        costs: of computing, and of loading from anywhere.
-        exports: what other engines read from the tier; None: there is none.
-        holders: what other nodes hold; None: nothing is read from others.
-        published: what others may read here; None: nothing.
-        followers: told of what has come.
+        orders: for the disk and other engines, in order; whoever carries them out takes them from here.
+        stored: blocks written to the disk. read: blocks read into the tier, by source.
+        volume: totals "stored" in and "loaded" from each tier, by (tier, event), in blocks of the first group.
+        prefill_tokens: with at least this many tokens to compute, a prompt is computed by another engine; None if there
+            is none.
+        costs: estimates of the time to compute, and to load from each source.
+        exports: what other engines read from the tier; None if there is no tier.
+        holders: what other nodes have; None if nothing is read from them.
+        published: what others can read here; None if nothing.
+        followers: the schedulers to notify.
     """
 
     def __init__(self, tier: Tier, disk: Container[bytes] | None = None, sizes: Sequence[float] = (1.0,)) -> None:
@@ -141,36 +141,36 @@ class Sources:
         self.reset()
 
     def reset(self) -> None:
-        """Nothing is in the tier, or on its way. The disk does nothing any more of what it was asked for."""
+        """Forget the tier's contents and all transfers. The disk no longer carries out earlier orders."""
         self.tier.reset()
         self.orders: list[Order] = []
         self.reads: dict[int, SlotFetch] = {}
         self.writes: set[int] = set()  # slots
-        # By slot, until it was loaded once: the node whose block it was, or "" where another engine computed it.
+        # By slot, until its first load: the node that the block came from, or "" if a prefill engine computed it.
         self._origins: dict[int, str] = {}
         for each in (self.exports, self.holders, self.published):
             if each is not None:
                 each.reset()
 
     def touched(self, name: bytes) -> None:
-        """A block has come into a prefix cache, or goes out of it."""
+        """A block has entered or left a prefix cache."""
         if self.published is not None:
             self.published.touch(name)
 
     @property
     def waits(self) -> bool:
-        """Others are to bring blocks, or to say who has them."""
+        """Whether blocks, or answers about who has them, are expected from elsewhere."""
         return bool(self.reads) or (self.holders is not None and bool(self.holders.lookups))
 
     def size(self, parts: Iterable[Part | Move]) -> float:
-        """Of blocks of any groups, in such of the first."""
+        """The size of blocks of any groups, in blocks of the first one."""
         return sum(self.sizes[part.group] for part in parts)
 
     def worth(self, source: str, parts: Sequence[Part], chain: Chain, end: int, first: int | None = None) -> bool:
-        """Whether parts that a request needs to begin after `end` blocks are better loaded than computed.
+        """Whether it is better to load the parts that a request needs to begin after `end` blocks than to compute them.
 
         Args:
-            first: it could begin there without them; None: where the chain says.
+            first: where it could begin without them; None for the chain's `first`.
         """
         size, first = chain.cache.block_size, chain.first if first is None else first
         if not parts or end - chain.first < LEAST_FETCH:
@@ -178,7 +178,7 @@ class Sources:
         return self.costs.prefers_load(source, self.size(parts), (end - first) * size, first * size)
 
     def exported(self, slots: Sequence[int]) -> None:
-        """Another engine was told of blocks."""
+        """Blocks were announced to another engine."""
         self._count(PEER, "stored", sum(self.sizes[self.tier.group(slot)] for slot in slots))
 
     def _count(self, tier: str, event: str, size: float) -> None:
@@ -187,12 +187,12 @@ class Sources:
     # -- the host tier ---------------------------------------------------------------------------------------
 
     def replaced(self, slot: int) -> None:
-        """Another block comes into a slot."""
+        """A slot gets another block."""
         self._origins.pop(slot, None)
 
     def write(self, slot: int, name: bytes) -> None:
-        """Have a block in its slot written to the disk, unless that has it, or is so far behind that it would take half
-        the slots."""
+        """Order a block to be written from its slot to the disk, unless the disk has it, or pending writes would pin
+        half the slots."""
         if self.disk is None or name in self.disk or slot in self.writes:
             return
         if len(self.writes) < self.tier.num_slots // 2:
@@ -201,7 +201,7 @@ class Sources:
             self.orders.append(Write(slot, name))
 
     def bad(self, move: Move) -> None:
-        """A block has other bytes than were saved: if it came from another node, nothing more is wanted from there."""
+        """A block's bytes differ from what was saved: if it came from another node, never read from there again."""
         self.tier.withdraw(move.slot)
         self.orders += [] if self.disk is None else [Forget(move.hash)]
         node = self._origins.pop(move.slot, None)
@@ -211,8 +211,8 @@ class Sources:
                 self.orders.append(Ban(node, move.hash))
 
     def is_new(self, move: Move) -> bool:
-        """Whether a block that was loaded came from another engine, so that it is not known what it is worth. If a node
-        has it, that is no slot here before it is used again."""
+        """Whether a loaded block came from another engine, so that it is not known whether it is worth a slot. If a
+        node has it, it may be evicted first until it is used again."""
         node = self._origins.pop(move.slot, None)
         if node:
             self.tier.cool(move.slot)
@@ -228,10 +228,10 @@ class Sources:
         self._count(DISK, "stored", stored * self.sizes[self.tier.group(slot)])
 
     def begin_read(self, chain: Chain, now: float) -> SlotFetch | None:
-        """Have a chain's next blocks read, as far as disk and tier have them; None where none need be."""
+        """Order a chain's next blocks to be read, as far as disk and tier have them; None if there are none to read."""
         disk, tier = self.disk, self.tier
         if disk is None or any(fetch.late and fetch.source == DISK for fetch in self.reads.values()):
-            return None  # a disk that is late is asked for nothing before it has answered
+            return None  # nothing more is asked of a disk that is late
         end = chain.reach(lambda name: name in tier or name in disk)
         parts = chain.missing(end)
         missing = [part for part in parts if part.name not in tier]
@@ -243,7 +243,7 @@ class Sources:
         return fetch
 
     def begin_prefill(self, request: Request, chain: Chain, now: float) -> SlotFetch | None:
-        """Have a request's blocks computed by another engine; None where it is not worth it."""
+        """Order a request's blocks to be computed by another engine; None if that is not worth it."""
         size, asked = chain.cache.block_size, request.params.kv_transfer_params or {}
         if self.prefill_tokens is None or asked.get("do_remote_decode"):
             return None
@@ -262,8 +262,8 @@ class Sources:
     # -- other nodes -----------------------------------------------------------------------------------------
 
     def begin_pull(self, chain: Chain, now: float) -> SlotFetch | Lookup | None:
-        """Have a chain's next blocks read from the node with which it reaches farthest, or ask who has them; None:
-        neither."""
+        """Order a chain's next blocks to be read from the node that has most of them, or ask who has them; None if
+        neither is worth it."""
         tier, holders = self.tier, self.holders
         if holders is None or chain.last - chain.first < LEAST_FETCH:
             return None
@@ -274,7 +274,7 @@ class Sources:
         if holders.nodes is not None and not any(
             self.worth(each, missing, chain, chain.last, first) for each in holders.nodes
         ):
-            return None  # nobody is there, or even all of it would be computed sooner: it need not be known who has it
+            return None  # no nodes, or computing all of it is faster than reading it
         wanted = [part for part in chain.parts(first) if part.name not in tier]
         if lookup := holders.ask([part.name for part in wanted], [chain.needs(part) for part in wanted], now):
             self.orders.append(Locate(lookup.number, lookup.names, lookup.needed))
@@ -293,7 +293,7 @@ class Sources:
         return fetch
 
     def located(self, number: int, holders: Sequence[Collection[str]] | None, now: float) -> None:
-        """The directory has said who holds blocks, or that it does not answer; see `Holders.answered`."""
+        """The directory has answered who has some blocks, or does not answer; see `Holders.answered`."""
         if self.holders is not None and (lookup := self.holders.answered(number, holders, now)) is not None:
             self._arrived(lookup.event)
 
@@ -302,13 +302,13 @@ class Sources:
             each.arrived(event)
 
     def keep_nodes(self, nodes: frozenset[str]) -> None:
-        """These other nodes are there, and no others."""
+        """Take note of the other nodes that exist now."""
         self.costs.keep({HOST, DISK, PEER, *nodes})
         if self.holders is not None:
             self.holders.keep(nodes)
 
     def _pulled(self, fetch: SlotFetch, count: int, seconds: float, gone: bool) -> None:
-        """A node has given so many of the blocks that it was asked for."""
+        """A read from a node has ended with the first `count` of the blocks."""
         lacking = fetch.wanted[count:]
         if count:
             self.costs.moved(fetch.node, sum(fetch.sizes[:count]), seconds)
@@ -322,9 +322,9 @@ class Sources:
     def _begin_read(
         self, source: str, chain: Chain, parts: Sequence[Part], now: float
     ) -> tuple[SlotFetch | None, tuple[tuple[int, bytes], ...]]:
-        """Pin what is there, so that it does not give way, and take slots for what is not, as far as there are any.
+        """Pin blocks that are in the tier, so that they are not evicted, and take slots for the others if possible.
 
-        What another replica has begun to read is waited for: that fetch, and nothing to order.
+        If another replica has begun to read one of them, returns that read, with nothing to order.
         """
         blocks: list[tuple[int, bytes]] = []
         taken: list[Part] = []
@@ -353,23 +353,23 @@ class Sources:
         return fetch, tuple(blocks)
 
     def _reading(self, name: bytes) -> SlotFetch | None:
-        """What reads a block, if something does."""
+        """The read in progress of a block, if any."""
         return next((each for each in self.reads.values() if not each.late and name in each.wanted), None)
 
     def progressed(self, number: int, now: float) -> None:
-        """A read goes on: it is waited for as long again. One that is not known is ignored."""
+        """A read has made progress: its deadline is extended. An unknown number is ignored."""
         fetch = self.reads.get(number)
         if fetch is not None and not fetch.late:
             fetch.deadline = now + fetch.patience
 
     def read_ended(self, number: int, count: int, seconds: float, gone: bool = False, moving: float = 0.0) -> None:
-        """A read has filled its first slots, so many; nothing is written into the others any more.
+        """A read has ended with its first `count` slots filled; nothing is written into the others any more.
 
-        One that is not known is ignored.
+        An unknown number is ignored.
 
         Args:
-            seconds: that it took. moving: in which bytes were moved.
-            gone: whoever was to have the others says that it has them not.
+            seconds: its duration. moving: the part in which bytes were transferred.
+            gone: the source has reported that it does not have the other blocks.
         """
         fetch = self.reads.pop(number, None)
         if fetch is None:
@@ -394,15 +394,14 @@ class Sources:
             each.read_over(fetch, seconds, moving)
 
     def expire(self, now: float) -> None:
-        """Requests wait no longer for what is late. Slots that are still read into are in quarantine until that
-        ends."""
+        """End the wait for reads whose deadline has passed; their slots are in quarantine until they end."""
         for fetch in [each for each in self.reads.values() if not each.late and each.deadline < now]:
             fetch.late = True
             for slot in fetch.filling:
                 self.tier.quarantine(slot)
             if self.holders is not None and fetch.source == REMOTE:
                 self.holders.lacks(fetch.node, fetch.wanted)
-                self.costs.moved(fetch.node, sum(fetch.sizes), now - fetch.begin)  # at the least
+                self.costs.moved(fetch.node, sum(fetch.sizes), now - fetch.begin)  # a lower bound
             self._release(fetch)
             for each in self.followers:
                 each.abandon(fetch)

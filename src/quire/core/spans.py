@@ -1,4 +1,4 @@
-"""From a count of tokens to the span that computes them."""
+"""Makes the span that computes a request's next tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.core.step import DRAFT, FROM_PREVIOUS, Span
 
 
 def next_span(request: Request, count: int, number: int, kv: KVManager) -> Span:
-    """The span of a request's next `count` tokens, in step `number`; it counts them as computed from here on."""
+    """Make the span of a request's next `count` tokens, in step `number`; they count as computed from here on."""
     start = request.num_computed
     end = start + count
     tokens = request.tokens[start:end]
@@ -38,5 +38,5 @@ def next_span(request: Request, count: int, number: int, kv: KVManager) -> Span:
 
 
 def unverified(span: Span) -> int:
-    """Rows that may yield no token: rejected drafts, and the first row, too, since a draft's bad row may fail it."""
+    """Rows that may yield no token: drafts, and the first row, too, which fails if a draft's logits are not finite."""
     return span.num_sampled if span.num_sampled > 1 else 0

@@ -1,4 +1,4 @@
-"""A pipeline's steps are to be alike: its stages compute at once, each another step, and wait for the slowest."""
+"""Even steps for pipeline parallelism: stages compute different steps at the same time, and wait for the slowest."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from itertools import islice
 from quire.core.request import Request
 
 PARTS = 4
-"""Steps over which prompts are dealt out, a stage: the first and the last of them leave other stages without work."""
+"""Steps per stage over which prompts are spread; during the first and last of them other stages are idle."""
 
 LEAST = 64
-"""Tokens of such a step at least: of fewer, reading the weights takes too much of its time."""
+"""Least prompt tokens of such a step; with fewer, too much of its time goes into reading the weights."""
 
 LOOKED_AT = 1024
-"""Requests, so that a step's time does not grow with the queue."""
+"""Most requests that are counted, so that a step's time does not grow with the queue."""
 
 
 def dealt_out(running: Sequence[Request], stages: int, known: int) -> tuple[list[Request], int]:
-    """Those of the running requests that may be in the next step, and how many of them may decode in it.
+    """The running requests that may be in the next step, and how many of them may decode in it.
 
-    Those whose last token is not known when it begins wait for it; of the others those come first that have waited
-    longest.
+    Requests whose last token will not be known when the step begins are left out; of the others, those that have waited
+    longest come first.
 
     Args:
-        known: what the steps up to this one have sampled is known by then.
+        known: number of the latest step whose tokens will be known by then.
     """
     most = -(-sum(request.num_remaining <= 1 for request in running) // stages)
     ready = [request for request in running if not request.num_pending or request.last_step <= known]
@@ -32,6 +32,6 @@ def dealt_out(running: Sequence[Request], stages: int, known: int) -> tuple[list
 
 
 def share_of_prompts(requests: Iterable[Request], stages: int, most: int) -> int:
-    """Prompt tokens of the next step, `most` at most: a part of all prompts that are there and not computed yet."""
+    """Prompt tokens for the next step, at most `most`: a share of all prompt tokens that are not computed yet."""
     prompts = sum(len(request.tokens) for request in islice(requests, LOOKED_AT) if request.num_remaining > 1)
     return min(most, max(LEAST, -(-prompts // (PARTS * stages)))) if prompts else most

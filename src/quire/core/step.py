@@ -1,10 +1,10 @@
-"""The plan of one step and what came of it: all that passes between deciding and computing.
+"""A step's plan and result: everything that passes between scheduler and runner.
 
-A step is a list of spans: *run these tokens of this request from this position*. A whole prompt, a chunk
-of one, one decoded token, and a row of drafted tokens to verify are the same thing with another length.
+A step is a list of spans: *run these tokens of this request from this position*. A whole prompt, a chunk of one, a
+decoded token, and a row of drafted tokens to verify differ only in length.
 
-Spans are mutable and slotted because hundreds are made every step; none is changed after `schedule`
-has returned it. This module is a leaf: anyone may import it.
+Spans are mutable, slotted classes for speed, since hundreds are made every step; none is changed after `schedule` has
+returned it. Imported from anywhere; imports nothing above it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.structured_outputs import ReasoningBudget, StructuredOutputsParams
 
 FROM_PREVIOUS = -1
-"""Stands for a token id in a span: the token that this request's previous step sampled."""
+"""Placeholder for a token id in a span: the token that the request's previous step samples."""
 
 DRAFT = -2
-"""Stands for a token id in a span: one that the runner's proposer may guess, to be verified by this step."""
+"""Placeholder for a token id in a span: a draft by the runner's proposer, which this step verifies."""
 
 
 @dataclass(slots=True)
@@ -31,17 +31,16 @@ class Span:
     Attributes:
         request: the engine's own number of the request.
         start: position of the first token. With `start_follows` it is an upper bound.
-        tokens: ids; `FROM_PREVIOUS` where the previous step's sample goes, `DRAFT` where drafts may.
-        num_sampled: how many of the last rows are sampled: 0 for part of a prompt, usually 1,
-            1 + drafts when drafts are verified.
-        targets: the prompt tokens that rows 0, 1, ... should have predicted; empty unless the request asks
-            for prompt log-probabilities. The last one may lie in the next span.
+        tokens: ids; `FROM_PREVIOUS` for the previous step's sample, `DRAFT` for drafts.
+        num_sampled: how many of the last rows are sampled: 0 for part of a prompt, usually 1, and 1 + drafts if drafts
+            are verified.
+        targets: the prompt tokens that rows 0, 1, ... should predict; empty unless the request asks for prompt
+            log-probabilities. The last one may belong to the next span.
         num_pooled: how many of the last rows are pooled, see `PoolingParams`.
-        table_start: `blocks`, if there are any, replace the request's block tables from this index on.
-        blocks: block ids that are new in the tables since the request's last span: as many for each KV group.
-        copies: (group, source, destination, tokens): beginnings of blocks to copy before anything of this step is
-            computed.
-        start_follows: a step in flight verifies drafts of the request: the true start is after what it accepts.
+        table_start: `blocks`, if any, replace the request's block tables from this index on.
+        blocks: block ids added to the tables since the request's last span, the same number for each KV group.
+        copies: beginnings of blocks to copy before this step computes anything: (group, source, destination, tokens).
+        start_follows: a step in flight verifies drafts of the request; the true start is after those it accepts.
     """
 
     request: int
@@ -60,9 +59,9 @@ class Move(NamedTuple):
     """A full block between a KV group's pool and the host tier.
 
     Attributes:
-        block: of the pool.
-        slot: of the tier.
-        hash: the block's name, see `block_hash.part_name`: its bytes are checked with it.
+        block: id in the pool.
+        slot: number in the tier.
+        hash: the block's name, see `block_hash.part_name`; its bytes are verified with it.
     """
 
     block: int
@@ -73,19 +72,19 @@ class Move(NamedTuple):
 
 @dataclass(slots=True)
 class RequestInfo:
-    """What the runner must know of a request beside its spans; sent with its first span, and its first after a gap.
+    """What the runner must know about a request besides its spans; sent with its first span, and its first after a gap.
 
     Attributes:
         request: the engine's own number of the request.
         params: how to sample. `params.seed` is set.
-        choice: which of the `n` choices this is: part of the noise key.
-        prompt_token_ids: the prompt (penalties count it).
-        output_token_ids: tokens made before, when a request is resumed on a fresh runner.
+        choice: which of the `n` choices this is; part of the noise key.
+        prompt_token_ids: the prompt (for penalties).
+        output_token_ids: tokens generated before, if the request is resumed on a fresh runner.
         stop_token_ids: ids that end the request, so that `min_tokens` can mask them.
         bad_words: token sequences of which the last token must not follow the others.
-        drafting_enabled: whether it may be drafted later; else its tokens need not be followed.
-        pooling: how its prompt is pooled; None: it is not.
-        reasoning: how long its reply may reason; None: as long as it likes.
+        drafting_enabled: whether it may be drafted later; otherwise its tokens need not be followed.
+        pooling: how its prompt is pooled, if it is.
+        reasoning: limit on its reply's reasoning, if any.
     """
 
     request: int
@@ -102,7 +101,7 @@ class RequestInfo:
 
 @dataclass(slots=True)
 class ExpertMove:
-    """Experts of one layer that are to be on other ranks.
+    """A new placement of one layer's experts.
 
     Attributes:
         version: counts up by one.
@@ -116,25 +115,25 @@ class ExpertMove:
 
 @dataclass(slots=True)
 class StepPlan:
-    """All that a step needs.
+    """Everything that a runner needs for a step.
 
     Attributes:
-        number: counts up by one. Before a gap steps may have been given up: a runner that sees one forgets all it
-            knows of requests, and all that it needs is sent again from there on.
-        spans: at most one a request.
+        number: counts up by one. A gap means that steps were given up: the runner forgets all requests, and everything
+            it needs is sent again from there on.
+        spans: at most one per request.
         started: requests that the runner has not seen yet, or not since a gap.
-        ended: requests that the runner may forget before it runs this step.
+        ended: requests that the runner can forget before it runs this step.
         num_tokens: the sum of the spans' lengths.
         drop_drafting: requests that get no drafts from this step on, so that they need not be followed. No step in
-            flight verifies any of theirs.
-        expert_move: begin to read the experts that this rank gets; it has them when a later plan says so.
-        expert_version: the moves of experts up to this one are in force.
-        expert_loads: stages of a pipeline tell each other how many tokens each expert has got.
-        saves: blocks to be copied into the host tier before anything of this step is written.
-        loads: blocks to be copied from there after that, and checked; before the spans' own copies. A plan may have
-            moves and no spans.
-        compiles: grammars that requests to come need: other ranks begin to compile them beside their steps. None: one
-            needs no more than the vocabulary.
+            flight verifies drafts of theirs.
+        expert_move: begin to read the experts that this rank gets; they are used from a later plan on.
+        expert_version: moves of experts up to this version are in effect.
+        expert_loads: pipeline stages exchange how many tokens each expert got.
+        saves: blocks to copy into the host tier before this step writes anything.
+        loads: blocks to copy from there afterwards, and to verify; before the spans' copies. A plan may have moves but
+            no spans.
+        compiles: grammars that coming requests need, which other ranks begin to compile in the background. None stands
+            for the vocabulary alone.
     """
 
     number: int
@@ -153,7 +152,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: the token that stands there first, then the best ones.
+    """Log-probabilities at one position: first the token that is there, then the most likely ones.
 
     `ids`, `values` (natural log, of the raw distribution) and `ranks` (1 is the most likely) run in parallel.
     """
@@ -165,17 +164,16 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class SpanResult:
-    """What one span yielded.
+    """The result of one span.
 
     Attributes:
-        tokens: the sampled ids: the drafts that were accepted, and one more. None at all where the first row failed
-            beside drafts: it is to be computed again.
-        logprobs: one entry a sampled token, when asked for.
-        prompt_logprobs: one entry a target, when asked for.
-        error: why this request must end (its logits were not finite); None when all is well.
-        num_drafted: drafts that were verified; fewer than the span has room for where the proposer had fewer.
-        pooled: of the rows that are pooled: the sum of their hidden states in parts of `UNIT`, or the
-            log-probability of each label.
+        tokens: the sampled ids: accepted drafts, and one more. Empty if the first row of a span with drafts failed, so
+            that it must be computed again.
+        logprobs: one entry per sampled token, if requested.
+        prompt_logprobs: one entry per target, if requested.
+        error: why the request must end (its logits were not finite), if it must.
+        num_drafted: number of drafts verified; may be fewer than the span has room for.
+        pooled: for pooled rows, the sum of their hidden states times `UNIT`, or the log-probability of each label.
     """
 
     tokens: list[int]
@@ -188,15 +186,15 @@ class SpanResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step yielded.
+    """The result of a step.
 
     Attributes:
-        spans: one result a span, in the plan's order.
+        spans: one result per span, in the plan's order.
         seconds: how long it ran.
-        began: when, on the monotonic clock.
-        drafting: seconds of it that went into proposing drafts.
-        bad_loads: slots of the host tier whose bytes are not those that were saved there.
-        loading: seconds of it that went into loads.
+        began: when it began, on the monotonic clock.
+        drafting: seconds spent on proposing drafts.
+        bad_loads: slots of the host tier whose bytes differed from what was saved.
+        loading: seconds spent on loads.
     """
 
     number: int

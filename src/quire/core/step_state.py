@@ -1,4 +1,4 @@
-"""A step while the scheduler makes it, and while it is in flight."""
+"""A step's state while the scheduler builds it, and while it is in flight."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from quire.core.cost import Costs
 from quire.core.request import Request
 
 LOOKUP_TOKENS = 2**17
-"""Prompt tokens that one step looks up in the prefix cache before it looks up no further prompt, so that its time does
-not grow with the queue. Hashing so many takes some tens of milliseconds."""
+"""After looking up this many prompt tokens in the prefix cache, a step looks up no further prompt, so that its time
+does not grow with the queue. Hashing this many takes a few tens of milliseconds."""
 
 
 class PendingStep:
-    """The step being made: tokens chosen for each request, and what is left of the budget.
+    """The step being built: tokens chosen for each request, and what is left of the budget.
 
     Attributes:
-        spare: what prompts and loads may still take of its time, counted in prompt tokens with none before them.
-        costs: by which that is counted; None: they may take any.
+        spare: the time that prompts and loads may still take, counted in tokens at a prompt's beginning.
+        costs: estimates for that; None if their time is not limited.
     """
 
     __slots__ = (
@@ -29,7 +29,7 @@ class PendingStep:
         self.budget = budget
         self.spare = math.inf
         self.costs: Costs | None = None
-        self.withheld = 0  # of the budget, from prompts
+        self.withheld = 0  # part of the budget that prompts may not use
         self.lookup = LOOKUP_TOKENS  # prompt tokens that may still be looked up
         self.chosen: dict[Request, int] = {}
         self.num_decodes = 0
@@ -45,26 +45,26 @@ class PendingStep:
         self.budget -= count
 
     def room(self, context: int) -> int:
-        """Tokens that a prompt may take after so many others of it."""
+        """Tokens that a prompt may take after this many earlier ones."""
         if self.costs is None:
             return self.budget
         return min(self.budget, self.costs.most_tokens(self.spare, context))
 
     def slow(self, costs: Costs, spare: float) -> None:
-        """Leave prompts and loads no more of the step's time."""
+        """Limit the time that prompts and loads may still take."""
         self.costs, self.spare = costs, spare
 
     def load(self, blocks: float, source: str) -> None:
-        """So many blocks are loaded in it."""
+        """Account for blocks that the step loads."""
         if self.costs is not None:
             self.spare -= blocks * self.costs.tokens_per_load(source)
 
     def partial_ahead(self, request: Request) -> int:
-        """How many partial prefills remain that come before a request: those after it do not stand in its way."""
+        """How many remaining partial prefills come before a request in order."""
         return sum(other.order < request.order for other in self.partial)
 
     def withhold(self, most: int) -> None:
-        """Leave prompts at most so many tokens."""
+        """Limit the tokens left for prompts."""
         self.withheld += max(0, self.budget - most)
         self.budget = min(self.budget, most)
 
@@ -73,7 +73,7 @@ class PendingStep:
 
 
 class StepInFlight:
-    """A step in flight: its requests, each with its count of preemptions when the step was planned.
+    """A step in flight: its requests, each with its number of preemptions at planning time.
 
     `num_decodes` counts the tokens of those that decode, drafts included; for `tuned` see `PendingStep`.
     """

@@ -1,4 +1,4 @@
-"""Constraints on a reply: `StructuredOutputsParams` and `ReasoningBudget`. A leaf: anyone may import it."""
+"""Constraints on a reply: `StructuredOutputsParams` and `ReasoningBudget`. Imports nothing above it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msgspec.structs import force_setattr
 from quire.errors import SamplingParamsError
 
 MAX_GRAMMAR_BYTES = 1 << 20
-"""Of a schema, an expression, a grammar, or all choices together, in UTF-8."""
+"""Largest schema, expression, grammar, or sum of all choices, in UTF-8."""
 
 MAX_CHOICES = 10_000
 KINDS = "json", "regex", "choice", "grammar", "json_object", "structural_tag"

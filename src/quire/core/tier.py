@@ -1,5 +1,5 @@
-"""Which blocks lie in which slots of a tier outside the pool, such as the host's memory. Whoever has the bytes only
-carries out what is decided here.
+"""Which blocks are in which slots of a tier outside the pool, such as host memory. The decisions are made here; whoever
+has the bytes only carries them out.
 """
 
 from __future__ import annotations
@@ -14,61 +14,61 @@ class Tier:
     """The index of a tier: a slot holds one full block of a KV group, by its name (`block_hash.part_name`). Blocks of
     different groups differ in size, and so do their slots: those of the first group come first.
 
-    A slot is *free*; or it is *filling*: a block is on its way into it; or it *keeps* a block, and may be pinned
-    while somebody reads it; or it is in *quarantine*: what lies there counts for nothing, and somebody may still
-    read or write it. Of blocks that are kept and not pinned, the least recently used gives way.
+    A slot is *free*; or *filling*, while a block is on its way into it; or it *keeps* a block, and is pinned while it
+    is being read; or it is in *quarantine*: its contents are invalid, and it may still be read or written. When a slot
+    is needed, the least recently used block that is kept and not pinned is evicted.
 
     Args:
-        num_slots: how many there are for each group; none: nothing is ever found or kept.
+        num_slots: number of slots for each group; if empty, nothing is ever found or kept.
 
     Attributes:
-        changed: told of each block that is kept from now on, and of each that is not any more.
+        changed: called with each block that is added or removed.
     """
 
     def __init__(self, *num_slots: int) -> None:
         self.num_slots = sum(num_slots)
-        self._begins = [0, *accumulate(num_slots or (0,))]  # of each group's slots, and the end of all
+        self._begins = [0, *accumulate(num_slots or (0,))]  # of each group's slots, and the end of all of them
         self.changed: Callable[[bytes], None] = lambda block_hash: None
         self.reset()
 
     def reset(self) -> None:
-        """Nothing is kept, on its way, or read."""
+        """Make every slot free."""
         own = list(pairwise(self._begins))
         self._free = [list(range(end - 1, begin - 1, -1)) for begin, end in own]  # by group
         self._filling: dict[bytes, int] = {}
         self._kept: dict[bytes, int] = {}
-        self._names: dict[int, bytes] = {}  # by slot, of those that are filling or kept
+        self._names: dict[int, bytes] = {}  # by slot, for those that are filling or kept
         self._pins: dict[int, int] = {}
-        # By group, kept without pins, the least recently used first.
+        # By group, slots that are kept and not pinned, least recently used first.
         self._idle: list[OrderedDict[int, None]] = [OrderedDict() for _ in own]
         self._quarantined: set[int] = set()
 
     @property
     def counts(self) -> dict[str, int]:
-        """Slots by their state."""
+        """Number of slots, by state."""
         free, others = sum(map(len, self._free)), (self._filling, self._kept, self._quarantined)
         return dict(zip(("free", "filling", "kept", "quarantined"), (free, *map(len, others)), strict=True))
 
     @property
     def idle_slots(self) -> list[int]:
-        """Those that can give way, the first one first, for checks."""
+        """Slots that can be evicted, in order; for invariant checks."""
         return [slot for idle in self._idle for slot in idle]
 
     @property
     def pins(self) -> dict[int, int]:
-        """By slot, how many read it, for checks."""
+        """By slot, the number of readers; for invariant checks."""
         return self._pins
 
     @property
     def kept(self) -> dict[bytes, int]:
-        """The slots of all blocks that are kept, for checks."""
+        """The slots of all blocks that are kept; for invariant checks."""
         return self._kept
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._kept
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Slots of the first blocks of a chain, as many as are kept without a gap."""
+        """Slots of a chain's first blocks, up to the first one that is not kept."""
         slots: list[int] = []
         for block_hash in hashes:
             slot = self._kept.get(block_hash)
@@ -78,11 +78,11 @@ class Tier:
         return slots
 
     def group(self, slot: int) -> int:
-        """Whose blocks a slot is for."""
+        """The group that a slot is for."""
         return bisect_right(self._begins, slot) - 1
 
     def room(self, group: int) -> int:
-        """Slots for a group's blocks that are free, or may give way."""
+        """Number of a group's slots that are free or can be evicted."""
         return len(self._free[group]) + len(self._idle[group])
 
     def is_filling(self, block_hash: bytes) -> bool:
@@ -90,12 +90,12 @@ class Tier:
         return block_hash in self._filling
 
     def slot(self, block_hash: bytes) -> int | None:
-        """Where a block is kept."""
+        """The slot that keeps a block."""
         return self._kept.get(block_hash)
 
     def take(self, block_hash: bytes, group: int = 0) -> int | None:
-        """A slot for a group's block, filling from now on; None: the block is here or on its way, or no slot may give
-        way."""
+        """Take a slot for a group's block, filling from now on; None if the block is here or on its way already, or no
+        slot can be evicted."""
         if block_hash in self._filling:
             return None
         slot = self._kept.get(block_hash)
@@ -110,7 +110,7 @@ class Tier:
         return slot
 
     def filled(self, slot: int) -> None:
-        """The block is there: it is kept, and found from now on."""
+        """The block has arrived: it is kept, and found from now on."""
         block_hash = self._names[slot]
         del self._filling[block_hash]
         self._kept[block_hash] = slot
@@ -118,17 +118,17 @@ class Tier:
         self.changed(block_hash)
 
     def dropped(self, slot: int) -> None:
-        """The block will not come, and nothing else will be written: the slot is free."""
+        """The block will not come, and nothing more will be written: the slot is free."""
         del self._filling[self._names.pop(slot)]
         self._free[self.group(slot)].append(slot)
 
     def pin(self, slot: int) -> None:
-        """Somebody reads the block: it does not give way before as many have called `unpin`."""
+        """A reader begins: the block is not evicted until every reader has called `unpin`."""
         self._pins[slot] = self._pins.get(slot, 0) + 1
         self._idle[self.group(slot)].pop(slot, None)
 
     def unpin(self, slot: int) -> None:
-        """One of those who read the block is done: it was used just now."""
+        """A reader is done; this counts as a use of the block."""
         self._pins[slot] -= 1
         if self._pins[slot]:
             return
@@ -139,16 +139,16 @@ class Tier:
             self._idle[self.group(slot)][slot] = None
 
     def cool(self, slot: int) -> None:
-        """What is kept there is worth nothing more: unless somebody reads it, it gives way first."""
+        """The block is not worth keeping: unless it is being read, it is evicted first."""
         idle = self._idle[self.group(slot)]
         if slot in idle:
             idle.move_to_end(slot, last=False)
 
     def withdraw(self, slot: int) -> None:
-        """What is kept there is bad, and is not found from now on; the slot is free once it is not read any more."""
+        """The block is bad: it is not found from now on, and the slot is free once nobody reads it."""
         block_hash = self._names.pop(slot, None)
         if block_hash is None:
-            return  # somebody else found it out before
+            return  # withdrawn already
         del self._kept[block_hash]
         self.changed(block_hash)
         self._idle[self.group(slot)].pop(slot, None)
@@ -162,7 +162,7 @@ class Tier:
         self._quarantined.add(slot)
 
     def released(self, slot: int) -> None:
-        """A slot of the quarantine is neither read nor written any more: it is free."""
+        """A slot in quarantine is no longer read or written: it is free."""
         self._quarantined.remove(slot)
         self._free[self.group(slot)].append(slot)
 

@@ -1,7 +1,7 @@
-"""Who makes steps fail: the requests of a step that failed are computed again in halves, each half alone.
+"""Finds the request that makes a step fail, by bisection: the failed step's requests are retried in halves.
 
-A step that fails does not say whose fault it was. A request is cleared once it has come past where it was when the step
-failed; one that fails alone is to blame. Everybody else gets the tokens that it would have had, only later.
+A failed step does not say which request caused it. A request is cleared once it has got past the point where the step
+failed; one that fails alone is to blame. All others get the tokens that they would have had, only later.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from quire.core.request import Request, Status
 
 
 class Trials:
-    """Groups of requests that are still to be tried, the next one last; while there is one, no other request runs.
+    """Groups of requests still to be tried, the next one last; while there is one, no other request runs.
 
     Attributes:
-        num_halvings: groups that were halved since the first step failed.
+        num_halvings: how often a group was halved since the first failure.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Trials:
 
     @property
     def on(self) -> bool:
-        """Whether there is a group to be tried. Steps do not overlap meanwhile, so that each failure has one group."""
+        """Whether there is a group to be tried. Steps do not overlap then, so each failure belongs to one group."""
         return bool(self._groups)
 
     def admits(self, request: Request) -> bool:
@@ -32,7 +32,7 @@ class Trials:
         return not self._groups or request in self._groups[-1]
 
     def failed(self, lost: Sequence[Request]) -> Request | None:
-        """What was in flight has failed, with spans of these requests. Returns the one to blame, if it was alone."""
+        """Steps with spans of these requests have failed. Returns the request to blame, if it was alone."""
         if self._groups:
             untried = [request for request in self._groups.pop() if request not in lost]
             self._groups += [untried] if untried else []
@@ -46,9 +46,9 @@ class Trials:
         return None
 
     def advance(self) -> bool:
-        """Clear those who have passed; True where it is another group's turn, or the rest of this one must begin anew.
+        """Clear requests that have passed; True if it is the next group's turn, or the rest of this one must restart.
 
-        Who has passed goes on with its group; but not for long, if it takes the blocks that the rest would need.
+        A cleared request continues to run with its group, but not for long if it takes blocks that the rest needs.
         """
         if not self._groups:
             return False

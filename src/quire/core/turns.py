@@ -1,8 +1,8 @@
-"""Fairness among owners: whose request comes next, when several owners want the same seats.
+"""Fairness among owners: whose request is served next, if several owners compete.
 
-Each owner's requests are dealt turns that count up, and service goes by turn, so that owners take turns however many
-requests one of them sends. An owner who comes later begins among those that run, neither behind a queue that another
-one has filled nor far before it. This is start-time fair queueing (Goyal, Vin and Cheng, 1996) with a request as the
+Each owner's requests are numbered with turns, and service goes by turn, so that owners alternate however many requests
+one of them sends. A new owner starts at the turn of those that are running, neither behind a queue that another owner
+has filled nor far ahead of it. This is start-time fair queueing (Goyal, Vin and Cheng, 1996) with a request as the
 unit. With a single owner, turns are the order of arrival.
 """
 
@@ -21,7 +21,7 @@ class Turns:
         self._newest = -1  # the latest turn of a request that has been admitted
 
     def deal(self, owner: str, num_running: int) -> int:
-        """The turn of an owner's next request, beside `num_running` ones that run."""
+        """The turn of an owner's next request, given the number of running ones."""
         turn = max(self._last.get(owner, -1) + 1, self._newest - num_running + 1)
         self._last[owner] = turn
         return turn
@@ -31,15 +31,15 @@ class Turns:
         self._newest = max(self._newest, turn)
 
     def reset(self) -> None:
-        """No request is left: earlier turns give no precedence."""
+        """No requests are left: start over."""
         self._last.clear()
         self._newest = -1
 
 
 def outranked(running: Sequence[Request], request: Request) -> list[Request]:
-    """Running requests, which are in order, that give way to a waiting one, the last in order first.
+    """The running requests (given in order) that a waiting one may preempt, last one first.
 
-    They are of lower priority, or of the same and another owner's with a later turn.
+    These have lower priority, or the same priority, another owner and a later turn.
     """
     later = []
     priority, turn, _ = request.order
@@ -52,8 +52,8 @@ def outranked(running: Sequence[Request], request: Request) -> list[Request]:
 
 
 def first_to_yield(running: Sequence[Request], requester: Request) -> Request | None:
-    """Of the running requests, which are in order, the last one that comes after another, which needs its blocks; one
-    that is still recomputing only as the last resort."""
+    """The running request (given in order) to preempt for one that needs blocks: the last one after it, preferably one
+    that is not recomputing."""
     last = None
     for request in reversed(running):
         if request.order <= requester.order:

@@ -1,4 +1,4 @@
-"""Requests without blocks: those in line for admission, and those that wait for an event before they are."""
+"""Requests without blocks: those in line for admission, and those that wait for an event before that."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from quire.core.request import Event, Request, Status
 
 
 class WaitingQueue:
-    """A heap in the order of service, and beside it, by the events that they wait for, requests that are not in line.
+    """A heap in the order of service; and, by event, the requests that wait for an event and are not in line.
 
     Attributes:
-        num_awaiting: requests that wait for an event, by its kind.
+        num_awaiting: number of requests that wait for an event, by its kind.
     """
 
     def __init__(self) -> None:
         self.num_awaiting: Counter[str] = Counter()
-        self._heap: list[tuple[tuple[int, int, int], Request]] = []  # entries of the dead are skipped
-        self._num_dead = 0  # of them, at most
+        self._heap: list[tuple[tuple[int, int, int], Request]] = []  # entries of ended requests are skipped
+        self._num_dead = 0  # upper bound of their number
         self._awaiting: dict[Event, list[Request]] = {}
 
     def push(self, request: Request) -> None:
-        """Put a request in line, at its place; one that `awaits` an event does not stand in it before that has come."""
+        """Put a request in line, at its place; one that `awaits` an event is not in line until it has happened."""
         if request.awaits is not None:
             request.status = Status.AWAITING
             self._awaiting.setdefault(request.awaits, []).append(request)
@@ -39,14 +39,14 @@ class WaitingQueue:
         return self._heap[0][1] if self._heap else None
 
     def pop(self) -> Request | None:
-        """Take the first one out of the line."""
+        """Remove the first request in line."""
         request = self.head()
         if request is not None:
             heapq.heappop(self._heap)
         return request
 
     def take(self, event: Event) -> list[Request]:
-        """Take out those that wait for an event."""
+        """Remove the requests that wait for an event."""
         requests = self._awaiting.pop(event, [])
         self.num_awaiting[event.kind] -= len(requests)
         for request in requests:
@@ -54,9 +54,9 @@ class WaitingQueue:
         return requests
 
     def remove(self, request: Request) -> None:
-        """Take out a request that has ended, wherever it is here.
+        """Remove a request that has ended.
 
-        Entries of the dead stay in the heap until they are more than the living, so that this costs constant time.
+        Its entry stays in the heap until such entries outnumber the others, so that this takes constant time.
         """
         if request.awaits is not None:
             fellows = self._awaiting[request.awaits]

@@ -1,5 +1,5 @@
-"""Ray finds the other machines and starts `quire rank` on them. Nothing else goes through it: what ranks are told, and
-what they gather, passes as it does without Ray. Imported where it is asked for, and `ray` with it (`quire[ray]`).
+"""Ray finds the other machines and starts `quire rank` on them. Nothing else goes through it: ranks communicate as they
+do without Ray. Imported only when used, and `ray` with it (`quire[ray]`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ PORTS = (
 
 
 def address() -> str:
-    """Of this machine, as Ray knows it; connects to the cluster that Ray finds (`ray start`, RAY_ADDRESS)."""
+    """This machine's address in Ray; connects to the cluster that Ray finds (`ray start`, RAY_ADDRESS)."""
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False)
     return str(ray.util.get_node_ip_address())
 
 
 class Starter:
-    """Runs in a process of Ray's on another machine."""
+    """A Ray actor on another machine."""
 
     def run(self, address: str, token: bytes) -> int:
-        """`quire rank` until the engine ends; its exit code."""
+        """Run `quire rank` until the engine ends; returns its exit code."""
         command = [sys.executable, "-P", "-m", "quire.cli.main", "rank", "--join", address, "--once"]
         process = subprocess.Popen([*command, "--token-file", "/dev/stdin"], stdin=subprocess.PIPE)
         process.communicate(token)
@@ -44,10 +44,10 @@ class Starter:
 
 
 class RayMachines:
-    """Has machines of Ray's cluster join the engine at an address, one less than `nnodes`; they leave when it ends.
+    """Lets `nnodes` - 1 machines of the Ray cluster join the engine at an address; they leave when it ends.
 
     Raises:
-        ConfigError: the cluster has not so many machines.
+        ConfigError: the cluster does not have that many machines.
     """
 
     def __init__(self, config: EngineConfig, address: Address, token: bytes) -> None:
@@ -69,7 +69,7 @@ class RayMachines:
             self._ends.append(actor.run.remote(str(address), token))
 
     def check(self) -> None:
-        """Whether they are still about to join.
+        """Check that no machine has failed while joining.
 
         Raises:
             ConfigError: one has ended.
@@ -83,7 +83,7 @@ class RayMachines:
             raise ConfigError(f"'quire rank' {how} on a machine of the Ray cluster; see Ray's worker log there")
 
     def close(self) -> None:
-        """Give Ray's processes back; what they have started ends with the engine."""
+        """Release Ray's actors; the processes that they started end with the engine."""
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)

@@ -1,5 +1,5 @@
-"""The engine's side of the tiers: it carries out what the scheduler asks of the disk and of other engines, and tells it
-what has come of that.
+"""The tiers below the pool, on the engine's side: carries out the scheduler's orders to the disk and to other engines,
+and reports the results to it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.kv.host import HostTier
 from quire.kv.mailbox import STORE_NUMBERS, Dropped, Located, Mailbox, Nodes, Progressed, Released, Wanted
 from quire.runner.memory_plan import format_size
 
-if TYPE_CHECKING:  # what speaks with other engines is loaded where there are some
+if TYPE_CHECKING:  # imported only if there are other engines
     from quire.kv import wire
     from quire.kv.directory.agent import DirectoryAgent
     from quire.kv.exporter import Exporter
@@ -41,39 +41,39 @@ if TYPE_CHECKING:  # what speaks with other engines is loaded where there are so
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.01
-"""How long a step waits for the tiers where nothing else can be done."""
+"""How long to wait for the tiers when nothing else can be done."""
 
 STORE = "mooncake://"
-"""The beginning of a directory's URL that is that of a store."""
+"""Prefix of a `kv_directory` that is a store's URL."""
 
 CLUSTER_KEY = "quire/cluster-key"
-"""Where a user's own is, in the folder for configuration."""
+"""Default path of the cluster key in the user's configuration folder."""
 
 
 class PrefillRequest(NamedTuple):
-    """A prompt to be computed for another engine; `KVTiers.prefilled` is told the number at its end."""
+    """A prompt to compute for another engine; call `KVTiers.prefilled` with its number when it has ended."""
 
     number: int
     want: wire.Want
 
 
 class KVTiers:
-    """The tiers below the pool. A folder that cannot be used is one line, and the engine serves without it.
+    """The tiers below the pool. If a folder cannot be used, that is logged and the engine serves without a disk tier.
 
     Args:
-        config: names the folder, the budget, and the other engines.
-        hash_key: names of blocks; None: the cluster's, the folder's, or a random one.
+        config: has the folder, the budget, and the other engines.
+        hash_key: key of the blocks' hashes; None for the cluster's, the folder's, or a random one.
 
     Attributes:
-        key: with which blocks are named and checked.
-        host, disk: None: there is none.
-        mailbox: what threads have to tell; None: there are none.
-        exporter: None: other engines read nothing here. importer: None: nothing is computed by others.
-        agent: None: no directory says who has which blocks. nodes: None: nothing is read from those who have them.
-        store: what is agent and nodes in one, where a store has the blocks themselves; None: none has.
-        to_compute, dropped: prompts for other engines to be computed, and those that need not be any more; whoever
-            drives the engine takes them from here.
-        notes: for people.
+        key: the key with which blocks are named and verified.
+        host, disk: the tiers, or None.
+        mailbox: messages from the threads; None if there are none.
+        exporter: None if other engines cannot read here. importer: None if no other engine computes prompts.
+        agent: None without a directory. nodes: None if no blocks are read from other nodes.
+        store: agent and nodes in one, if a store has the blocks themselves; otherwise None.
+        to_compute, dropped: prompts to compute for other engines, and those no longer needed; taken by whoever drives
+            the engine.
+        notes: messages for the user.
     """
 
     def __init__(self, config: EngineConfig, hash_key: bytes | None) -> None:
@@ -107,13 +107,13 @@ class KVTiers:
         self.key = hash_key or own or secrets.token_bytes(32)
 
     def open(self, host: HostTier | None, identity: dict[str, str]) -> None:
-        """Find out what the folder has, and find the other engines.
+        """Read the folder's index, and connect to the other engines.
 
         Args:
-            identity: what a block's bytes depend on.
+            identity: everything that a block's bytes depend on.
 
         Raises:
-            ConfigError: a transport or a port cannot be had.
+            ConfigError: a transport or a port is not available.
         """
         self.host = host
         if host is None:
@@ -184,7 +184,7 @@ class KVTiers:
         self.notes.append(f"KV blocks are shared by {url}" + (f": {self.store.problem}" if self.store.problem else ""))
 
     def attach(self, sources: Sources) -> None:
-        """Have the engine's books say what other nodes should know, and what they hold."""
+        """Attach the records of what other nodes have, and of what they can read here, to the scheduler's."""
         if self.agent is not None:
             sources.holders = Holders() if self.nodes else None
             sources.published = Published(sources.tier) if self.exporter else None
@@ -202,7 +202,7 @@ class KVTiers:
         return any(kv.cache.find(block_hash) is not None for kv in self._kvs)
 
     def _opened(self, host: HostTier, key: bytes) -> list[Transport]:
-        """The ways to other engines, the fastest first."""
+        """Open the transports to other engines, fastest first."""
         from quire.kv.transport import open_transport
         from quire.kv.transport.base import TransferError
 
@@ -233,7 +233,7 @@ class KVTiers:
         logger.warning("%s", self.notes[-1])
 
     def exchange(self, scheduler: Scheduler | Lockstep, wait_seconds: float = 0.0) -> None:
-        """Tell the scheduler what others have done; waits so long where there is nothing to tell."""
+        """Pass messages from the threads on to the scheduler; waits up to this many seconds for the first one."""
         if self.mailbox is None:
             return
         sources = scheduler.kvs[0].sources
@@ -245,10 +245,10 @@ class KVTiers:
             self._take_in(sources, scheduler.kvs, news)
 
     def tell(self, scheduler: Scheduler | Lockstep, num_steps: int) -> None:
-        """Tell others what the scheduler wants, and what it has for them.
+        """Pass on the scheduler's orders, and what it has for other engines.
 
         Args:
-            num_steps: that the engine has computed.
+            num_steps: number of steps that the engine has computed.
         """
         kvs = scheduler.kvs
         sources = kvs[0].sources
@@ -334,9 +334,9 @@ class KVTiers:
                 self.dropped.append(number)
 
     def counts(self, kvs: Sequence[KVManager]) -> dict[str, dict[str, int]]:
-        """Of each tier, blocks that were `stored` there and `loaded` from there, and `bad` ones; of other engines,
-        blocks that they read here, and those that were read from them; of other nodes, blocks that were read from them,
-        that nobody had, that they had not although the directory says so, and bad ones.
+        """For each tier, the numbers of blocks `stored` there, `loaded` from there, and `bad`; for other engines, of
+        blocks read by them and from them; for other nodes, of blocks read from them, that no node had, that a node did
+        not have although the directory said so, and bad ones.
         """
         sources = kvs[0].sources
         if not sources.tier.num_slots:
@@ -358,7 +358,7 @@ class KVTiers:
         return tier.counts if tier.num_slots else {}
 
     def sizes(self, kvs: Sequence[KVManager], block_bytes: int) -> dict[str, dict[str, int]]:
-        """Bytes that were `stored` in each tier and `loaded` from there, see `counts`."""
+        """Bytes `stored` in each tier and `loaded` from it; see `counts`."""
         moved: dict[str, dict[str, int]] = {tier: {} for tier in self.counts(kvs)}
         if HOST in moved:
             for event in ("stored", "loaded"):
@@ -369,7 +369,7 @@ class KVTiers:
         return moved
 
     def waits(self, scheduler: Scheduler | Lockstep, wait_seconds: float) -> bool:
-        """Whether requests wait for the tiers; waits a little for these then."""
+        """Whether requests wait for the tiers; if so, waits a little for news."""
         if not scheduler.kvs[0].sources.waits:
             return False
         if wait_seconds:
@@ -377,14 +377,14 @@ class KVTiers:
         return True
 
     def reset(self, scheduler: Scheduler | Lockstep) -> None:
-        """The scheduler's books are made anew: nothing may be written into slots that they do not know of."""
+        """The scheduler's bookkeeping is rebuilt: nothing may be written into slots that it does not know of."""
         if self.disk is not None:
             self.disk.drain()
         for readers in (self.importer, self.nodes):
             if readers is not None:
                 readers.drain()
         for news in self.mailbox.take() if self.mailbox is not None else ():
-            if isinstance(news, Nodes):  # it is told once, and holds on
+            if isinstance(news, Nodes):  # sent only when it changes, so it must not be lost
                 self._take_in(scheduler.kvs[0].sources, scheduler.kvs, news)
         if self.exporter is not None:
             self.exporter.all_gone()
@@ -392,7 +392,7 @@ class KVTiers:
             self.store.all_gone()
 
     def close(self) -> None:
-        """Let go of the folder, once all is written, and of other engines."""
+        """Finish all writes, release the folder, and disconnect from other engines."""
         for each in (self.agent, self.importer, self.nodes, self.exporter, self.disk):
             if each is not None:
                 each.close()
@@ -407,15 +407,15 @@ class KVTiers:
 
 
 def cluster_name(key: bytes) -> str:
-    """What names a cluster's key, without telling it."""
+    """An id of a cluster's key that does not reveal it."""
     return blake3(key, derive_key_context="quire 2026 name of a cluster").hexdigest(16)
 
 
 def _cluster_key(config: EngineConfig) -> bytes | None:
-    """The secret of all engines that share KV; None: this one shares none.
+    """The key of all engines that share KV; None if this one shares none.
 
     Raises:
-        ConfigError: it cannot be read, or made.
+        ConfigError: it cannot be read or created.
     """
     if config.cluster_key_file is None and config.kv_role is None:
         return None
@@ -431,7 +431,7 @@ def _cluster_key(config: EngineConfig) -> bytes | None:
         new.touch(0o600)
         new.write_text(secrets.token_hex(32))
         with contextlib.suppress(FileExistsError):
-            os.link(new, file)  # of two that do this at once, one wins
+            os.link(new, file)  # if two do this at once, one wins
         new.unlink()
     except OSError as error:
         raise ConfigError(

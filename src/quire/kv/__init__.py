@@ -1,1 +1,1 @@
-"""KV blocks outside the pool: the memory and the files in which they lie."""
+"""KV blocks outside the pool: host memory, files, and other engines."""

@@ -1,7 +1,7 @@
-"""A thread that speaks for an engine with something elsewhere, such as a directory, which may not answer for a while.
+"""A thread that communicates with an external service, such as a directory, so that no step waits for it.
 
-What the engine says is taken in, step for step; what the thread finds is posted to the engine's mailbox. So no step
-waits. While there is no answer, lookups find nothing at once, and it is tried again ever more seldom.
+The engine queues messages for the thread, and the thread posts answers to the engine's mailbox. While the service does
+not answer, lookups return nothing immediately, and the thread retries with exponential backoff.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from quire.kv.mailbox import Located, Mailbox
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS, MOST_RETRY_SECONDS = 0.2, 2.0
-"""Between attempts to reach it: at first, and after many that failed."""
+"""Seconds between attempts to reach the service: at first, and at most."""
 
 
 class Changed(NamedTuple):
-    """Blocks that the engine has from now on, and those that it has not any more."""
+    """The engine has gained and lost these blocks."""
 
     came: list[bytes]
     went: list[bytes]
 
 
 class Locate(NamedTuple):
-    """Who has blocks of a chain? See `core.orders.Locate`."""
+    """The engine asks who has blocks of a chain; see `core.orders.Locate`."""
 
     number: int
     names: list[bytes]
@@ -38,23 +38,23 @@ class Locate(NamedTuple):
 
 
 class Closed(Protocol):
-    """What can be closed."""
+    """Something that can be closed."""
 
     def close(self) -> None:
-        """Ask no more."""
+        """Close the connection."""
 
 
 class Agent(ABC):
-    """What agents have in common: the thread, what it does when there is no answer, and how it ends.
+    """What agents have in common: the thread, how it handles failures, and how it ends.
 
     Args:
-        elsewhere: the agent's own from now on.
-        what: this is, for people. meanwhile: what happens as long as it does not answer.
+        elsewhere: the connection to the service; owned by the agent from now on.
+        what: what the service is, for messages. meanwhile: what happens while it does not answer.
         mailbox: the engine's.
 
     Attributes:
-        ready: it answers. problem: why it does not; "": it does.
-        nodes: those that have blocks for this engine, by name.
+        ready: the service answers. problem: why it does not; "" if it does.
+        nodes: the nodes that have blocks for this engine, by name.
     """
 
     def __init__(self, elsewhere: Closed, what: str, meanwhile: str, mailbox: Mailbox) -> None:
@@ -66,10 +66,10 @@ class Agent(ABC):
         self._stopping = False
 
     def _start(self) -> None:
-        """To be called when all else is there.
+        """Connect, and start the thread; to be called at the end of `__init__`.
 
         Raises:
-            ConfigError: what is elsewhere can never be used as it was configured.
+            ConfigError: the service can never be used as it is configured.
         """
         try:
             self._connect()
@@ -78,14 +78,14 @@ class Agent(ABC):
         self._thread = threading.Thread(target=self._run, name=f"quire {self._what}", daemon=True)
         self._thread.start()
 
-    # -- the engine's side -----------------------------------------------------------------------------------
+    # -- called by the engine -----------------------------------------------------------------------------------
 
     def locate(self, number: int, names: list[bytes], needed: list[bool]) -> None:
-        """Ask who has blocks of a chain; `Located` tells, soon or late."""
+        """Ask who has blocks of a chain; the answer is a `Located`."""
         self._outbox.post(Locate(number, names, needed))
 
     def close(self) -> None:
-        """Say no more. May be called twice: an agent can have two of an engine's places."""
+        """End the thread. May be called twice, since an agent can fill two roles in an engine."""
         if not self._stopping:
             self._stopping = True
             self._outbox.post(None)
@@ -93,27 +93,27 @@ class Agent(ABC):
             self._outbox.close()
             self._elsewhere.close()
 
-    # -- what an agent is --------------------------------------------------------------------------------------
+    # -- implemented by each agent -----------------------------------------------------------------------------
 
     @abstractmethod
     def _connect(self) -> None:
-        """Find it, and say `_found`; before all else, and again after an error."""
+        """Connect and call `_found`; called first, and again after an error."""
 
     @abstractmethod
     def _advance(self) -> None:
-        """Take in what the engine says, answer it, and tell some of what has changed."""
+        """Take in the engine's messages, answer lookups, and publish some of the changes."""
 
     @abstractmethod
     def _take_in(self, wait_seconds: float) -> None:
-        """Take in what the engine says; waits so long where it says nothing."""
+        """Take in the engine's messages; waits at most this many seconds for the first one."""
 
-    def _give_up(self) -> None:  # noqa: B027  # not every agent has something to give up
-        """It does not answer any more."""
+    def _give_up(self) -> None:  # noqa: B027  # not every agent overrides it
+        """The service no longer answers."""
 
     def _leave(self) -> None:  # noqa: B027
-        """The thread ends."""
+        """The thread is about to end."""
 
-    # -- the thread's ----------------------------------------------------------------------------------------
+    # -- in the thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         pause = RETRY_SECONDS
@@ -128,7 +128,7 @@ class Agent(ABC):
                 self._rest(pause)
                 pause = min(2 * pause, MOST_RETRY_SECONDS)
             except Exception:
-                logger.exception("what speaks with the %s has met an error, and goes on", self._what)
+                logger.exception("an error in the thread for the %s; it continues", self._what)
                 self._lost(DirectoryError("an error here"))
                 self._rest(pause)
         self._leave()
@@ -140,7 +140,7 @@ class Agent(ABC):
         self.ready, self.problem = True, ""
 
     def _lost(self, error: QuireError) -> None:
-        """It does not answer: nobody waits for it."""
+        """The service does not answer: whoever waits for it must not wait any longer."""
         if not self.problem:
             logger.warning("%s; %s", error, self._meanwhile)
         self.ready, self.problem = False, str(error)
@@ -154,7 +154,7 @@ class Agent(ABC):
             self._answer_nothing()
 
     def _answer_nothing(self) -> None:
-        """What was asked finds nothing."""
+        """Answer open lookups with nothing."""
         for each in self._lookups:
             self._mailbox.post(Located(each.number, None))
         self._lookups.clear()

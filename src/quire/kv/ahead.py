@@ -1,8 +1,8 @@
-"""Takes the memory of a pool from the system before blocks are loaded there.
+"""Faults in a pool's memory before blocks are loaded there.
 
-A page that was never written to is taken when it first is, which may last longer than all that is copied into it: of
-the 1.8 MB of a block, up to 5 ms on a virtual machine, whose host takes it too, and a tenth of that afterwards. Streams
-that decode in a step which loads into such blocks would notice.
+A page is allocated when it is first written, which may take longer than copying the data: for the 1.8 MB of a block up
+to 5 ms on a virtual machine, whose host must allocate it too, and a tenth of that afterwards. Streams that decode in a
+step which loads into such blocks would notice.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from quire.ops.memory import populate
 
 MOST_BYTES = 512 * 2**20
-"""That are taken and not used yet."""
+"""Bytes kept allocated and not used yet."""
 
 
 class MemoryAhead:
-    """Of one pool, as much as the next long prompt needs: a pool hands out blocks that were never used in ascending
-    order (`core.block_pool`). A thread of the lowest priority takes it, beside the steps.
+    """Faults in as much of one pool as the next long prompt needs, in a thread of the lowest priority. A pool hands out
+    blocks that were never used in ascending order (`core.block_pool`).
 
     Args:
         memory: [num_blocks, bytes] uint8.
-        blocks: how many are to be taken before they are used.
+        blocks: number of unused blocks to keep allocated.
     """
 
     def __init__(self, memory: Tensor, blocks: int) -> None:
@@ -36,17 +36,17 @@ class MemoryAhead:
         self.used(0)
 
     def used(self, block: int) -> None:
-        """A step writes into blocks up to this one."""
+        """A step writes to blocks up to this one."""
         end = min(len(self._memory), block + 1 + self._ahead)
         if 2 * (end - self._taken) > self._ahead or self._taken < end == len(self._memory):
             begin, self._taken = self._taken, end
             self._thread.submit(populate, self._memory[begin:end])
 
     def drain(self) -> None:
-        """Wait until all is taken that was to be."""
+        """Wait until the memory is allocated."""
         self._thread.submit(int).result()
 
 
 def _step_aside() -> None:
-    if sys.platform == "linux":  # elsewhere that is a matter of whole processes
+    if sys.platform == "linux":  # elsewhere only processes have a priority
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -1,10 +1,10 @@
 """The disk tier: KV blocks in files, which outlive the process.
 
-Blocks are appended to segments, and the oldest segment goes when all of them take more than the budget. A record is a
+Blocks are appended to segment files, and the oldest segment is deleted when they exceed the budget. A record is a
 header (the block's name, the lengths of what follows, and a keyed hash of these), the block's bytes, and their check.
-Nothing else is written, so nothing can contradict it: the index is what the headers say, and whether a block is good is
-found out when it is loaded, by its check (`HostTier`). A segment that a crash has torn ends at its last whole record,
-and a process only appends to segments of its own.
+Nothing else is written, so nothing can be inconsistent: the index is built from the headers, and a block is verified by
+its check when it is loaded (`HostTier`). A segment torn by a crash ends at its last whole record, and a process appends
+only to its own segments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 * 2**20
 LEAST_SEGMENTS = 8
-"""Into so many at least the budget is divided, since a whole one goes at once."""
+"""The budget is divided into at least this many segments, since a whole one is deleted at a time."""
 
 HEADER = struct.Struct("<4sIH32s16s")  # magic, lengths of block and check, name, keyed hash of these
 MAGIC = b"QKV2"
@@ -39,23 +39,23 @@ KEY_FILE, LOCK_FILE = "key", "lock"
 
 
 class DiskTierError(QuireError):
-    """The folder cannot be used."""
+    """The disk tier's folder cannot be used."""
 
 
 class Place(NamedTuple):
-    """Where a block's record begins."""
+    """The position of a block's record."""
 
     segment: int
     offset: int
 
 
 class Ended(NamedTuple):
-    """What the thread has done: a write of a slot, or the read of that `number`; or an engine has "gone" no further
-    with one, since it has not the rest.
+    """The end of a transfer: the write of a slot, or the read of that `number`. "gone": the other engine does not have
+    the rest of the blocks.
 
     Attributes:
-        blocks: that are there now.
-        moving: seconds of all in which they came; of another engine's blocks, the rest is its computing.
+        blocks: number of blocks that arrived.
+        moving: seconds of the total that the transfer took; for another engine's blocks, the rest is its computation.
     """
 
     kind: Literal["write", "read", "gone"]
@@ -66,10 +66,10 @@ class Ended(NamedTuple):
 
 
 def open_folder(path: str) -> tuple[Path, bytes, int]:
-    """A folder for the disk tier, its key, made where there is none, and the descriptor of its lock.
+    """Open a folder for the disk tier; returns it, its key (created if missing), and the descriptor of its lock.
 
     Raises:
-        DiskTierError: it is not ours, cannot be written, or is in use.
+        DiskTierError: the folder belongs to another user, cannot be written, or is in use.
     """
     folder = Path(path).expanduser()
     try:
@@ -90,7 +90,7 @@ def open_folder(path: str) -> tuple[Path, bytes, int]:
 
 
 def _key(file: Path) -> bytes:
-    """32 secret bytes: those of the file, or new ones, which it keeps."""
+    """Read the folder's key, 32 secret bytes, or create it."""
     if not file.exists():
         new = file.with_suffix(".new")
         new.unlink(missing_ok=True)
@@ -100,26 +100,26 @@ def _key(file: Path) -> bytes:
         new.rename(file)
     status = file.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise DiskTierError(f"{file} can be read by others, or is not a file of your own; it must have mode 0600")
+        raise DiskTierError(f"{file} can be read by others, or is not your own file; it must have mode 0600")
     key = file.read_bytes()
     if len(key) != 32:
-        raise DiskTierError(f"{file} has {len(key)} bytes, not 32; remove it, and the blocks beside it are forgotten")
+        raise DiskTierError(f"{file} has {len(key)} bytes, not 32; remove it; the blocks beside it are then lost")
     return key
 
 
 class DiskTier:
-    """Blocks in the files of a folder, written from and read into slots of the host tier by a thread of its own.
+    """Blocks in the files of a folder, written from and read into slots of the host tier by a background thread.
 
     Args:
         folder: opened by `open_folder`.
-        key: see there.
-        budget: bytes of all files.
-        host: whose slots they are.
-        mailbox: told of what has `Ended`; default: one of its own.
+        key: returned by `open_folder`.
+        budget: most bytes of all files together.
+        host: the host tier.
+        mailbox: gets an `Ended` for each write and read; default: a mailbox of its own.
 
     Attributes:
-        index: by name, where each block is. Only the thread changes it, but for `forget`.
-        failures: writes and reads that failed.
+        index: each block's place, by name. Changed only by the thread, except in `forget`.
+        failures: number of writes and reads that failed.
     """
 
     def __init__(self, folder: Path, key: bytes, budget: int, host: HostTier, mailbox: Mailbox | None = None) -> None:
@@ -129,7 +129,7 @@ class DiskTier:
         self.failures = 0
         self._key = blake3(key, derive_key_context="quire 2026 header of a KV block's record").digest()
         self._segment_bytes = min(SEGMENT_BYTES, budget // LEAST_SEGMENTS)
-        self._sizes: dict[int, int] = {}  # of the segments
+        self._sizes: dict[int, int] = {}  # of the segments, in bytes
         self._names: dict[int, list[bytes]] = {}
         self._files: dict[int, int] = {}  # descriptors
         self._open: int | None = None  # the segment that is appended to
@@ -141,35 +141,35 @@ class DiskTier:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """Total size of the files."""
         return sum(self._sizes.values())
 
-    # -- the engine's side -----------------------------------------------------------------------------------
+    # -- called by the engine -----------------------------------------------------------------------------------
 
     def write(self, slot: int, name: bytes) -> None:
-        """Store the block in a slot, which stays as it is until that has ended."""
+        """Write a slot's block to the disk; the slot must not change until the write has ended."""
         self._thread.submit(self._run, "write", slot, lambda: self._append(slot, name))
 
     def read(self, number: int, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Read blocks into slots, in this order, up to the first one that cannot be read."""
+        """Read blocks into slots, in this order, stopping at the first one that cannot be read."""
         self._thread.submit(self._run, "read", number, lambda: self._fill(blocks))
 
     def forget(self, name: bytes) -> None:
-        """The block is bad."""
+        """Remove a bad block from the index."""
         self.index.pop(name, None)
 
     def drain(self) -> None:
-        """Wait until all is done that was asked for."""
+        """Wait until all writes and reads have ended."""
         self._thread.submit(int).result()
 
     def close(self) -> None:
-        """Write what was to be written, and let go of the files."""
+        """Finish all writes, and close the files."""
         self._thread.shutdown()
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
 
-    # -- the thread's ----------------------------------------------------------------------------------------
+    # -- in the thread ----------------------------------------------------------------------------------------
 
     def _run(self, kind: Literal["write", "read"], number: int, work: Callable[[], int]) -> None:
         begin, count = time.monotonic(), 0
@@ -180,7 +180,7 @@ class DiskTier:
         self.mailbox.post(Ended(kind, number, count, time.monotonic() - begin))
 
     def _failed(self, error: Exception) -> None:
-        """Count it; the first failure, and each tenfold number of them, is a line in the log."""
+        """Count a failure; the 1st, 10th, 100th and so on are logged."""
         self.failures += 1
         if str(self.failures).strip("0") == "1":
             logger.warning("disk tier %s: %s (failures: %d); serving goes on", self.folder, error, self.failures)
@@ -203,9 +203,9 @@ class DiskTier:
             header = self._header(name, len(payload), len(check))
             written = os.pwritev(self._files[segment], [header, payload, check], offset)
             if written != record:
-                raise OSError(f"{written} of {record} bytes could be written")
+                raise OSError(f"only {written} of {record} bytes could be written")
         except OSError:
-            self._open = None  # what follows a torn record is not found again: the next one goes into a new segment
+            self._open = None  # records after a torn one would not be found again, so a new segment begins
             raise
         self._sizes[segment] = offset + record
         self._names[segment].append(name)
@@ -218,13 +218,13 @@ class DiskTier:
             if place is None:
                 return count
             header, payload = bytearray(HEADER.size), self.host.block(slot).numpy().data
-            check = bytearray(CHECK_BYTES)  # or, behind a shorter one, what follows
+            check = bytearray(CHECK_BYTES)  # a shorter one is followed by the next record
             read = os.preadv(self._files[place.segment], [header, payload, check], place.offset)
             known = self._parsed(header)
             whole = known is not None and known[:2] == (name, len(payload))
             if known is None or not whole or read < HEADER.size + len(payload) + known[2]:
                 self.forget(name)
-                self._failed(OSError(f"segment {place.segment}: a record is not what it was"))
+                self._failed(OSError(f"segment {place.segment}: a record has changed"))
                 return count
             self.host.checks[slot] = bytes(check[: known[2]])
         return len(blocks)
@@ -236,14 +236,14 @@ class DiskTier:
         return fields + blake3(fields, key=self._key).digest(16)
 
     def _parsed(self, header: bytes | bytearray) -> tuple[bytes, int, int] | None:
-        """Name, and lengths of the block and its check, if it is whole and ours."""
+        """The name, and the lengths of the block and its check, if the header is whole and made with this key."""
         if len(header) < HEADER.size or header[-16:] != blake3(header[:-16], key=self._key).digest(16):
             return None
         _, length, check, name, _ = HEADER.unpack(header)
         return name, length, check
 
     def _scan(self, file: Path) -> None:
-        """Take in a segment's records, up to one that is not whole."""
+        """Add a segment's records to the index, up to one that is not whole."""
         try:
             number, descriptor = int(file.stem, 16), os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (OSError, ValueError):
@@ -268,7 +268,7 @@ class DiskTier:
         self._open = number
 
     def _shrink(self, more: int = 0) -> None:
-        """Give up the oldest segments until there is room for one that is full."""
+        """Delete the oldest segments until there is room for a full one."""
         room = self.budget - (self._segment_bytes if more else 0)
         while self._sizes and sum(self._sizes.values()) > max(room, 0):
             oldest = min(self._sizes)

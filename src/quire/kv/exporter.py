@@ -1,6 +1,7 @@
-"""The side that computes prompts: tells other engines which of their blocks are in its host tier.
+"""The prefill side: tells other engines which of the blocks they want are in this engine's host tier.
 
-What is computed, saved and pinned is decided elsewhere (`core/exports.py`); here is a thread that speaks `kv/wire.py`.
+`core/exports.py` decides what is computed, saved and pinned; this is the thread that speaks the protocol of
+`kv/wire.py`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from quire.kv.transport.base import Transport
 logger = logging.getLogger(__name__)
 
 MAX_WANTS = 4096
-"""Of all importers together; what is beyond is gone at once."""
+"""Open `Want`s of all importers together; further ones are refused at once with `Gone`."""
 
 
 class _Importer:
-    """An engine that has said hello.
+    """A connected importer.
 
     Attributes:
-        wants: its numbers, and ours.
+        wants: its open `Want`s: its number for each, and ours.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,16 +48,16 @@ class Exporter:
     """Listens for importers, in a thread of its own.
 
     Args:
-        host, port: where; port 0: any that is free.
-        curve: of those who have the cluster's key.
+        host, port: where to listen; port 0 is any free one.
+        curve: encryption and authentication by the cluster's key.
         identity: see `wire.Hello`.
-        tier: whose slots are read.
-        transports: ways to read them.
-        mailbox: told `Wanted`, `Released` and `Dropped`.
+        tier: the host tier whose slots are read.
+        transports: the transports by which they can be read.
+        mailbox: gets `Wanted`, `Released` and `Dropped`.
 
     Attributes:
-        address: where it listens. name: of this engine, another one after each start.
-        steps: that the engine has computed; the engine says so.
+        address: where it listens. name: this engine's name, another one after each start.
+        steps: number of steps computed; set by the engine.
 
     Raises:
         ConfigError: the port is taken, or there is no such address.
@@ -75,15 +76,15 @@ class Exporter:
         self._identity, self._tier, self._mailbox = identity, tier, mailbox
         self._transports = {each.name: each.address for each in transports}
         self._importers: dict[bytes, _Importer] = {}
-        self._known: dict[int, tuple[bytes, int]] = {}  # by our number: whose, and theirs
-        self._refused: set[tuple[str, str]] = set()  # who was told so, which is a line in the log once
+        self._known: dict[int, tuple[bytes, int]] = {}  # by our number: the importer and its number
+        self._refused: set[tuple[str, str]] = set()  # importers refused so far; each is logged once
         self._next = 0
         self.steps = 0
         self.name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door = Doorkeeper(self._context, curve)
         self._socket = curve.listening(self._context)
-        self._socket.sndhwm = 0  # nothing is dropped; how much there can be is bounded by `MAX_WANTS`
+        self._socket.sndhwm = 0  # no limit, so that nothing is dropped; `MAX_WANTS` bounds it
         self._outbox = Mailbox()  # from the engine
         try:
             self._socket.bind(Address(host, port).resolved("kv_host") if port else f"tcp://{_bare(host)}:*")
@@ -98,35 +99,35 @@ class Exporter:
         self._thread = threading.Thread(target=self._run, name="quire-exporter", daemon=True)
         self._thread.start()
 
-    # -- the engine's side -----------------------------------------------------------------------------------
+    # -- called by the engine -----------------------------------------------------------------------------------
 
     def told(self) -> dict[str, Any]:
-        """Where it is found, as `kv_transfer_params` spell it."""
+        """Its name and address, as fields of `kv_transfer_params`."""
         return {"remote_engine_id": self.name, "remote_host": self.address.host, "remote_port": self.address.port}
 
     def have(self, number: int, first: int, slots: Sequence[int]) -> None:
-        """Blocks can be read, until they are released or dropped."""
+        """Tell the importer that blocks can be read, until they are released or dropped."""
         offsets = [self._tier.place(slot)[0] for slot in slots]
         self._outbox.post((number, first, offsets, [self._tier.checks[slot] for slot in slots]))
 
     def gone(self, number: int) -> None:
-        """Nothing more comes."""
+        """Tell the importer that no more blocks of this `Want` will come."""
         self._outbox.post((number, -1, [], []))
 
     def all_gone(self) -> None:
-        """Nothing more comes of whatever was wanted."""
+        """Tell all importers that no more blocks of any `Want` will come."""
         for number in list(self._known):
             self.gone(number)
 
     def close(self) -> None:
-        """Say no more."""
+        """Stop listening, and end the thread."""
         self._stopping = True
         self._outbox.post(None)
         self._thread.join()
         self._outbox.close()
         self._context.destroy(linger=0)
 
-    # -- the thread's ----------------------------------------------------------------------------------------
+    # -- in the thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -164,7 +165,7 @@ class Exporter:
             return
         importer = self._importers.get(who)
         if importer is None:
-            return  # it was given up; it will find that out, and say hello again
+            return  # it was given up; it will notice, and say hello again
         importer.heard = time.monotonic()
         if isinstance(message, wire.Want):
             self._want(who, importer, message)
@@ -177,7 +178,7 @@ class Exporter:
             self._forget(who)
 
     def _forget(self, who: bytes) -> None:
-        """An importer reads nothing more."""
+        """Forget an importer and its `Want`s."""
         for number in self._importers.pop(who).wants.values():
             del self._known[number]
             self._mailbox.post(Dropped(number))
@@ -206,12 +207,12 @@ class Exporter:
         self._mailbox.post(Wanted(self._next, want))
 
     def _tell(self) -> None:
-        """What the engine has to say."""
+        """Send what the engine has to say."""
         for news in self._outbox.take():
             if news is None:
                 return
             number, first, offsets, checks = news
-            if number in self._known:  # else it was dropped meanwhile
+            if number in self._known:  # otherwise it has been dropped
                 who, theirs = self._known[number]
                 self._send(who, wire.Gone(theirs) if first < 0 else wire.Have(theirs, first, offsets, checks))
 
@@ -224,11 +225,11 @@ class Exporter:
                 self._send(who, wire.Beat(self.steps))
 
     def _send(self, who: bytes, message: wire.FromExporter) -> None:
-        with contextlib.suppress(zmq.Again):  # it does not read: it will be found to be gone
+        with contextlib.suppress(zmq.Again):  # it does not read, and will be given up after a while
             self._socket.send_multipart([who, wire.encode(message)], zmq.NOBLOCK)
 
 
 def _bare(host: str) -> str:
-    """As ZeroMQ takes it."""
+    """The host as ZeroMQ expects it."""
     resolved = Address(host, 1).resolved("kv_host")
     return resolved.removeprefix("tcp://").removesuffix(":1")

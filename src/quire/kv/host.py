@@ -1,7 +1,7 @@
-"""The host tier's memory: blocks that the pool has given up, and that are copied back, checked, when they are wanted.
+"""The host tier's memory: blocks evicted from the pool, which are copied back and verified when they are needed.
 
-Which block lies in which slot is decided elsewhere (`core/tier.py`), and what is in a block is not known here. All
-ranks of a machine have the same memory, and each copies its share of a block (`layout.py`).
+`core/tier.py` decides which block is in which slot. All ranks of a machine share the memory, and each copies its share
+of a block (`layout.py`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from quire.ops.memory import shared
 
 HASH_BYTES = 16
 HEAD = struct.Struct("<BBBx")
-"""A check's beginning: how the ranks that saved the block share it (`Split`), and how many hashes follow."""
+"""Header of a check: how the ranks that saved the block share it (`Split`), and how many hashes follow."""
 
 CHECK_BYTES = 1024
-"""Memory for the check of a slot."""
+"""Memory for a slot's check."""
 
 MOST_PIECES = (CHECK_BYTES - HEAD.size) // HASH_BYTES
 
 
 class Checks:
-    """By slot, what a block's bytes are checked with, a keyed hash of the block's name and bytes for each piece that
-    another rank has saved; b"" where nothing was saved. Whoever brings a block into a slot sets its check.
+    """The check of each slot's block: a keyed hash of the block's name and bytes for each piece saved by a different
+    rank; b"" if nothing was saved. Whoever writes a block into a slot sets its check.
 
-    Without the key nobody can make one up, so it may lie, and travel, where the block does.
+    Nobody can forge a check without the key, so it can be stored and sent along with the block.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -55,7 +55,7 @@ class Checks:
         self._memory[begin : begin + CHECK_BYTES] = check.ljust(CHECK_BYTES, b"\0")
 
     def add(self, slot: int, head: bytes, number: int, found: bytes) -> None:
-        """The hash of a piece; other ranks add those of others, and the same `head`."""
+        """Add the hash of a piece; other ranks add those of other pieces, with the same `head`."""
         begin = slot * CHECK_BYTES
         self._memory[begin : begin + HEAD.size] = head
         begin += HEAD.size + number * HASH_BYTES
@@ -64,11 +64,11 @@ class Checks:
 
 @dataclass(frozen=True)
 class Slots:
-    """Those for one KV group's blocks.
+    """The slots for one KV group's blocks.
 
     Attributes:
-        count, block_bytes: how many, and the size of each.
-        share: what this rank has of each block; None: all of it.
+        count, block_bytes: number and size of the slots.
+        share: the part of each block that this rank has; None for all of it.
     """
 
     count: int
@@ -82,12 +82,12 @@ class Slots:
 
     @property
     def num_pieces(self) -> int:
-        """Of a block."""
+        """Number of pieces of a block."""
         return 1 if self.share is None else self.share.layout.num_pieces(self.share.split)
 
     @property
     def head(self) -> bytes:
-        """Of their checks."""
+        """The header of their checks."""
         return HEAD.pack(*self.split, self.num_pieces)
 
     def pieces(self, pool: Tensor, memory: Tensor) -> list[tuple[int, bool, Piece, Piece]]:
@@ -96,25 +96,25 @@ class Slots:
 
 
 class HostTier:
-    """Slots of one block each, and for each a check: keyed hashes of the block's name and its bytes. Slots are numbered
-    through, those for the first KV group's blocks first.
+    """Slots of one block each, and a check for each slot: keyed hashes of the block's name and bytes. Slot numbers are
+    consecutive, with those for the first KV group's blocks first.
 
-    A load checks the copy in the pool, not the slot: whatever wrote there meanwhile, and whatever may be wrong with the
-    memory, what is computed with is what was saved. The key keeps others, who may come to write into slots or files,
-    from making up a block. Each rank checks what it has loaded; where the block was saved by ranks that share it
-    otherwise (by another engine, or before a restart), it checks all of it, on a copy of its own.
+    A load verifies the copy in the pool, not the slot, so whatever happened to the slot's memory, the engine computes
+    only with what was saved. The key prevents anyone who can write to slots or files from forging a block. Each rank
+    verifies what it has loaded; if the block was saved by ranks that share it differently (by another engine, or before
+    a restart), it verifies all of it, on a private copy.
 
     Args:
-        groups: of each KV group, its slots.
+        groups: each KV group's slots.
         key: 32 secret bytes.
-        pinned: for a GPU, which copies to and from memory that stays where it is.
-        fd: of the memory, if it is there already.
-        ahead: by group, what takes the memory of the pool before blocks are loaded there; empty: nothing does.
+        pinned: use page-locked memory, for copies to and from a GPU.
+        fd: of the memory, if it exists already.
+        ahead: by group, what faults in the pool's memory before blocks are loaded there; may be empty.
 
     Attributes:
-        memory: by group, [count, block_bytes] uint8. On a CPU, pages are only taken once they are used. It is given
-            back when nobody has it, or a `region` of it, any more.
-        fd: of the memory as a file, which other processes may map; -1: it is none, as where it is pinned.
+        memory: by group, [count, block_bytes] uint8. On a CPU, pages are allocated on first use. The memory is freed
+            when neither it nor a `region` of it is referenced any more.
+        fd: of the memory as a file, which other processes can map; -1 if it is not a file, as when it is pinned.
         checks: by slot.
 
     Raises:
@@ -132,7 +132,7 @@ class HostTier:
         self.groups, self.pinned, self._ahead = groups, pinned, ahead
         if (count := max(each.num_pieces for each in groups)) > MOST_PIECES:
             raise ConfigError(
-                f"host_kv_memory with {count} ranks that have different KV; at most {MOST_PIECES} may: "
+                f"host_kv_memory with {count} ranks that have different KV; at most {MOST_PIECES} are allowed: "
                 "lower pipeline_parallel_size, or leave host_kv_memory out"
             )
         self._begins = [0, *accumulate(each.count for each in groups)]  # slots
@@ -153,22 +153,22 @@ class HostTier:
 
     @property
     def region(self) -> Region:
-        """All slots, for those who give them to other engines."""
+        """The memory of all slots, for transports."""
         return Region(self._flat.numpy().data, self.fd)
 
     def place(self, slot: int) -> tuple[int, int]:
-        """Where a slot begins in the region, and its length."""
+        """A slot's offset in the region, and its length."""
         group = bisect_right(self._begins, slot) - 1
         size = self.groups[group].block_bytes
         return self._offsets[group] + (slot - self._begins[group]) * size, size
 
     def block(self, slot: int) -> Tensor:
-        """What lies in a slot, [block_bytes] uint8."""
+        """A slot's contents, [block_bytes] uint8."""
         offset, size = self.place(slot)
         return self._flat[offset : offset + size]
 
     def save(self, pools: Sequence[Tensor], moves: Sequence[Move]) -> None:
-        """Copy blocks out of the groups' pools, each [num_blocks, bytes of this rank's share] uint8 on any device."""
+        """Copy blocks from the groups' pools, each [num_blocks, bytes of this rank's share] uint8 on any device."""
         for group, pieces in self._pieces(pools, moves).items():
             slots, begin = self.groups[group], self._begins[group]
             for block, slot, name, _ in (move for move in moves if move.group == group):
@@ -180,7 +180,7 @@ class HostTier:
                         self.checks.add(slot, slots.head, number, self._hash(name, slots.split, number, saved))
 
     def load(self, pools: Sequence[Tensor], moves: Sequence[Move]) -> list[int]:
-        """Copy blocks into the pools. Returns the slots whose copies there are not what was saved."""
+        """Copy blocks into the pools. Returns the slots whose copies differ from what was saved."""
         pieces = self._pieces(pools, moves)
         for group in pieces if self._ahead else ():
             self._ahead[group].used(max(move.block for move in moves if move.group == group))
@@ -193,12 +193,12 @@ class HostTier:
     def _pieces(
         self, pools: Sequence[Tensor], moves: Sequence[Move]
     ) -> dict[int, list[tuple[int, bool, Piece, Piece]]]:
-        """By group of which something moves, see `Slots.pieces`."""
+        """The pieces to copy, by group; see `Slots.pieces`."""
         moved = dict.fromkeys(move.group for move in moves)
         return {group: self.groups[group].pieces(pools[group], self.memory[group]) for group in moved}
 
     def _is_good(self, move: Move, pieces: list[tuple[int, bool, Piece, Piece]]) -> bool:
-        """Whether what was loaded is what had been saved."""
+        """Whether what was loaded is what was saved."""
         block, slot, name, group = move
         check = self.checks[slot]
         if not check:
@@ -211,9 +211,9 @@ class HostTier:
         )
 
     def _take_over(self, move: Move, pieces: list[tuple[int, bool, Piece, Piece]], check: bytes, split: Split) -> bool:
-        """Load a block that was saved by ranks that shared it otherwise; whether it is good.
+        """Load a block that was saved by ranks that share it differently; whether it is good.
 
-        All of it is checked, on a copy that nobody else can write to.
+        All of it is verified, on a copy that nobody else can write to.
         """
         block, slot, name, group = move
         share = self.groups[group].share
@@ -243,7 +243,7 @@ def _at(piece: Piece, place: int) -> list[Tensor]:
 
 
 def slot_bytes(block_bytes: int) -> int:
-    """That a slot takes, with its check."""
+    """Bytes that a slot takes, with its check."""
     return block_bytes + CHECK_BYTES
 
 

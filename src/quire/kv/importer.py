@@ -1,7 +1,7 @@
-"""The side that has prompts computed by other engines, and reads their blocks into its own host tier.
+"""The decode side: has prompts computed by other engines, and reads their blocks into this engine's host tier.
 
-For each of these engines there is a thread that speaks `kv/wire.py`, and one that reads. Whatever fails there ends what
-was under way with it: those blocks are computed here.
+For each of these engines there is a thread that speaks the protocol of `kv/wire.py`, and one that reads blocks. If
+either fails, its reads end, and those blocks are computed here.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from quire.kv.transport.base import Link, Range, TransferError, Transport
 logger = logging.getLogger(__name__)
 
 READ_SECONDS = 20.0
-"""For the blocks of one message."""
+"""Timeout for reading the blocks of one message."""
 
 REST_SECONDS = 1.0
-"""An engine that said that something does not come is asked for nothing else meanwhile."""
+"""After a `Gone`, an engine is not asked for anything for this long."""
 
 LOOK_SECONDS, MOST_LOOK_SECONDS = 0.5, 2.0
-"""Between attempts to reach an engine: at first, and after many that failed."""
+"""Seconds between attempts to reach an engine: at first, and at most."""
 
 LEAVE_MS = 200
-"""Milliseconds for the last message of a connection."""
+"""Milliseconds to send a connection's last message."""
 
 ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 REFUSING = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class UnreachableError(QuireError):
-    """An engine that computes prompts cannot be used now; the message says why."""
+    """A prefill engine cannot be used now; the message says why."""
 
 
 class Reading:
-    """Blocks that are computed by another engine, and read from there.
+    """A read of blocks that another engine computes.
 
     Attributes:
-        slots: for the blocks that are wanted, one each.
-        count: so many have come. moving: seconds in which they did.
-        over: nothing more is to be read. gone: the other engine has not the rest.
-        late: something may still be written into its slots, at any time: that it has ended is never told.
+        slots: one for each of the blocks.
+        count: blocks that have been read. moving: seconds that reading them took.
+        over: no more is to be read. gone: the other engine does not have the rest.
+        late: a transport may still write into the slots, at any time and without notice.
     """
 
     def __init__(self, want: wire.Want, slots: Sequence[int]) -> None:
@@ -71,20 +71,20 @@ class Reading:
 
 
 class Prefiller:
-    """One engine that computes prompts, as this one sees it.
+    """The connection to one prefill engine.
 
     Args:
-        url: of its server, or HOST:PORT where it listens for importers.
+        url: its server's URL, or HOST:PORT where it listens for importers.
         curve, identity, transports: see `Exporter`.
-        tier: into whose slots blocks are read.
-        mailbox: told `Progressed` and `Ended`.
+        tier: the host tier into whose slots blocks are read.
+        mailbox: gets `Progressed` and `Ended`.
 
     Raises:
-        ConfigError: the URL is none.
+        ConfigError: the URL is not valid.
 
     Attributes:
-        state: for people.
-        engine: its name; "" before it was reached.
+        state: for display.
+        engine: its name; "" until it has been reached.
     """
 
     what = "prefill engine"
@@ -99,13 +99,13 @@ class Prefiller:
         mailbox: Mailbox,
     ) -> None:
         _check_url(url)
-        self.url, self.state, self.engine = url, "not reached yet", ""
+        self.url, self.state, self.engine = url, "not connected yet", ""
         self._welcome, self._resting_until = False, 0.0
         self._curve, self._identity, self._tier, self._mailbox = curve, identity, tier, mailbox
         self._transports = {each.name: each for each in transports}
         self._switched_off: set[str] = set()
         self._readings: dict[int, Reading] = {}
-        self._lock = threading.Lock()  # of the readings, and of `_welcome`
+        self._lock = threading.Lock()  # for the readings and `_welcome`
         self._outbox = Mailbox()
         self._stopping = False
         self._link: Link | None = None
@@ -113,21 +113,21 @@ class Prefiller:
         self._thread = threading.Thread(target=self._run, name="quire-importer", daemon=True)
         self._thread.start()
 
-    # -- the engine's side -----------------------------------------------------------------------------------
+    # -- called by the engine -----------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
-        """It takes orders."""
+        """Whether it accepts orders."""
         return self._welcome and time.monotonic() >= self._resting_until
 
     @property
     def load(self) -> int:
-        """Tokens of what is under way."""
+        """Prompt tokens of the reads in progress."""
         with self._lock:
             return sum(len(each.want.tokens) for each in self._readings.values())
 
     def order(self, want: wire.Want, slots: Sequence[int]) -> bool:
-        """Have blocks computed, and read into slots; False: not now."""
+        """Order blocks to be computed and read into slots; False if it cannot take orders now."""
         with self._lock:
             if not self.ready:
                 return False
@@ -136,7 +136,7 @@ class Prefiller:
         return True
 
     def stop_reading(self) -> None:
-        """Nothing is read any more of what was ordered, and it is not told in the mailbox."""
+        """Stop all reads that were ordered, without telling the mailbox."""
         with self._lock:
             readings, self._readings = self._readings, {}
         for number, reading in readings.items():
@@ -145,14 +145,14 @@ class Prefiller:
         self._reader.submit(int).result()
 
     def close(self) -> None:
-        """Say no more, and read nothing more."""
+        """Close the connection and stop reading."""
         self._stopping = True
         self._outbox.post(None)
         self._thread.join()
         self._reader.shutdown()
         self._outbox.close()
 
-    # -- the thread that speaks ------------------------------------------------------------------------------
+    # -- in the thread that speaks ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         pause, told = LOOK_SECONDS, ""
@@ -174,7 +174,7 @@ class Prefiller:
                 self._outbox.take(0.2)
 
     def _session(self) -> None:
-        """Find the engine, say hello, and go on until it is gone."""
+        """Find the engine, say hello, and exchange messages until it is gone."""
         address = self._found()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         connection = self._curve.connecting(context)
@@ -190,7 +190,7 @@ class Prefiller:
             context.destroy(linger=LEAVE_MS)
 
     def _found(self) -> Address:
-        """Where it listens for importers; its server says so."""
+        """The address where it listens for importers, as its server tells it."""
         if "://" not in self.url:
             return Address.read(self.url, "prefill_url")
         try:
@@ -202,7 +202,7 @@ class Prefiller:
             why = error.reason if isinstance(error, urllib.error.URLError) else error
             raise UnreachableError(f"its server does not answer ({why})") from error
         if not isinstance(port, int) or not 0 < port < 65536:
-            raise UnreachableError("its server says no kv_port; start it with --role prefill")
+            raise UnreachableError("its server reports no kv_port; start it with --role prefill")
         return Address(urllib.parse.urlsplit(self.url).hostname or "", port)
 
     def _speak(self, connection: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
@@ -226,7 +226,7 @@ class Prefiller:
                         steps = message.steps
                         self._progressed()
             if now - heard > wire.SILENCE_SECONDS:
-                raise UnreachableError(f"it says nothing for {wire.SILENCE_SECONDS:g} seconds")
+                raise UnreachableError(f"it has been silent for {wire.SILENCE_SECONDS:g} seconds")
             for say in self._outbox.take():
                 if isinstance(say, UnreachableError):
                     raise say
@@ -239,7 +239,7 @@ class Prefiller:
 
     def _watch(self, event: int) -> None:
         if event & REFUSING:
-            raise UnreachableError("it does not take this cluster key; give both the same --cluster-key-file")
+            raise UnreachableError("it does not accept this cluster key; give both the same --cluster-key-file")
         if event & ENDS:
             raise UnreachableError("the connection has ended")
 
@@ -248,21 +248,21 @@ class Prefiller:
         try:
             message: wire.FromExporter = wire.decode_from_exporter(payload)
         except msgspec.DecodeError as error:
-            raise UnreachableError(f"it says what cannot be read: {error}") from error
+            raise UnreachableError(f"it sent a message that cannot be read: {error}") from error
         if isinstance(message, wire.Refused):
             raise UnreachableError(message.message)
         if isinstance(message, wire.Welcome):
             self._connect(message)
         elif isinstance(message, wire.Have | wire.Gone):
             reading = self._readings.get(message.number)
-            if reading is None:  # it was given up meanwhile
+            if reading is None:  # given up in the meantime
                 self._outbox.post(wire.Cancel(message.number))
             else:
                 self._reader.submit(self._carry_out, reading, message)
         return message
 
     def _connect(self, welcome: wire.Welcome) -> None:
-        """The first way to its host tier that there is."""
+        """Connect to its host tier by the first transport that works."""
         if welcome.block_bytes != (own := [each.block_bytes for each in self._tier.groups]):
             raise UnreachableError(f"its blocks have {welcome.block_bytes} bytes, and {own} here")
         self.engine, whys = welcome.name, []
@@ -279,7 +279,7 @@ class Prefiller:
                 self._welcome = True
                 return
         names = ", ".join(welcome.transports) or "none"
-        raise UnreachableError(f"no way to its blocks: {'; '.join(whys) or f'it has {names}'}")
+        raise UnreachableError(f"no transport to its blocks: {'; '.join(whys) or f'it has {names}'}")
 
     def _progressed(self) -> None:
         with self._lock:
@@ -287,20 +287,20 @@ class Prefiller:
                 self._mailbox.post(Progressed(number))
 
     def _give_up(self) -> None:
-        """It is gone: what has come of what was under way has come, and nothing more will."""
+        """The engine is gone: end all reads with what they have so far."""
         with self._lock:
             self._welcome = False
             readings, self._readings = self._readings, {}
             for reading in readings.values():
                 reading.over = True
         if self._link is not None:
-            self._link.close()  # what is being read ends
+            self._link.close()  # ends a read in progress
             self._reader.submit(int).result()
             self._link = None
         for reading in readings.values():
             self._end(reading)
 
-    # -- the thread that reads -------------------------------------------------------------------------------
+    # -- in the thread that reads -------------------------------------------------------------------------------
 
     def _carry_out(self, reading: Reading, message: wire.Have | wire.Gone) -> None:
         number = reading.want.number
@@ -315,7 +315,7 @@ class Prefiller:
                     self._switch_off()
         if isinstance(message, wire.Gone):
             reading.gone = True
-            if reading.want.tokens:  # it has too much to do, or the request ended
+            if reading.want.tokens:  # the engine is overloaded, or the request has ended
                 self._resting_until = time.monotonic() + REST_SECONDS
         with self._lock:
             reading.over |= isinstance(message, wire.Gone) or reading.count == len(reading.slots)
@@ -325,10 +325,10 @@ class Prefiller:
         self._end(reading)
 
     def _fetch(self, reading: Reading, message: wire.Have) -> None:
-        """Read the blocks of a message, and say so."""
+        """Read the blocks of a message, and confirm that."""
         own = reading.slots[message.first : message.first + len(message.offsets)]
         if message.first != reading.count or not len(own) == len(message.offsets) == len(message.checks):
-            raise TransferError(f"blocks {message.first} and on were told of, and {reading.count} are next")
+            raise TransferError(f"blocks from {message.first} on were announced, but {reading.count} is next")
         if (link := self._link) is None:
             raise TransferError("the connection has ended")
         ranges = [Range(there, *self._tier.place(here)) for there, here in zip(message.offsets, own, strict=True)]
@@ -349,22 +349,22 @@ class Prefiller:
         self._mailbox.post(Ended(kind, reading.want.number, reading.count, seconds, reading.moving))
 
     def _switch_off(self) -> None:
-        """A transport that may write late is used no more."""
+        """Stop using a transport that may write late."""
         self._switched_off.add(self.transport.name)
         logger.error(
-            "transport %s is switched off for %s: it may still write what it failed to bring; the slots for that are "
-            "not used again",
+            "transport %s is switched off for %s: it may still write what it failed to read in time, so those slots "
+            "are not used again",
             self.transport.name,
             self.url,
         )
 
 
 class Importer:
-    """All engines that compute prompts for this one.
+    """All prefill engines of this one.
 
     Args:
-        prefillers: of them.
-        mailbox: told of what cannot be ordered.
+        prefillers: the connections to them.
+        mailbox: gets an `Ended` for reads that cannot be ordered.
     """
 
     def __init__(self, prefillers: Sequence[Prefiller], mailbox: Mailbox) -> None:
@@ -372,7 +372,7 @@ class Importer:
 
     @property
     def ready(self) -> bool:
-        """Some engine takes orders."""
+        """Whether any engine accepts orders."""
         return any(each.ready for each in self.prefillers)
 
     def order(
@@ -385,8 +385,8 @@ class Importer:
         scope: str,
         engine: str,
     ) -> None:
-        """Have blocks computed, and read into slots: by the engine that is named, or else by the least busy one. The
-        arguments are a `core.fetches.Prefill`.
+        """Order blocks to be computed and read into slots: by the engine named, or else by the least busy one. The
+        arguments are those of a `core.orders.Prefill`.
         """
         want = wire.Want(number, [name for _, name in blocks], tokens, priority, owner, scope)
         slots = [slot for slot, _ in blocks]
@@ -396,21 +396,21 @@ class Importer:
         self._mailbox.post(Ended("read", number, 0, 0.0))
 
     def drain(self) -> None:
-        """Read nothing more of what was ordered."""
+        """Stop all reads that were ordered."""
         for prefiller in self.prefillers:
             prefiller.stop_reading()
 
     def close(self) -> None:
-        """Say no more to any."""
+        """Close all connections."""
         for prefiller in self.prefillers:
             prefiller.close()
 
 
 def _check_url(url: str) -> None:
-    """Whether it can be asked.
+    """Check a prefill engine's URL.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it is not valid.
     """
     if "://" not in url:
         Address.read(url, "prefill_url")
@@ -421,11 +421,13 @@ def _check_url(url: str) -> None:
     except ValueError:
         fine = False
     if not fine:
-        raise ConfigError(f"prefill_url {url!r} is no URL of a server, such as http://10.0.0.1:8000, and not HOST:PORT")
+        raise ConfigError(
+            f"prefill_url {url!r} is neither the URL of a server, such as http://10.0.0.1:8000, nor HOST:PORT"
+        )
 
 
 def coalesced(ranges: Sequence[Range]) -> list[Range]:
-    """The same bytes, in as few ranges as there can be."""
+    """Merge adjacent ranges."""
     found: list[Range] = []
     for each in ranges:
         last = found[-1] if found else None

@@ -1,9 +1,9 @@
-"""What lies where in a block outside the pool: the same bytes, whatever the number of ranks.
+"""The layout of a block outside the pool: the same bytes, whatever the number of ranks.
 
-A block has the keys and values of all layers and heads: planes [layers, kv_heads, sides], and after them those of a
-model that drafts. That is how one rank has it in its pool, and one rank copies it as a whole. Of several, each has a
-box of it, some of the layers and some of the heads, and copies that. A block of recurrent layers has the parts of each
-layer one after another, and of each part a rank has its heads.
+A block has the keys and values of all layers and heads, as planes [layers, kv_heads, sides], followed by those of a
+draft model. A single rank has blocks in this layout in its pool, and copies them whole. With several ranks, each has a
+box of the block, some of the layers and some of the heads, and copies that. A block of recurrent layers has the parts
+of each layer one after another, and each rank has its heads of each part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.parallel.group import OneRank, share_of
 
 
 class Split(NamedTuple):
-    """How ranks share blocks: stages have some of the layers each, and ranks of a stage some of the heads."""
+    """How ranks share blocks: a pipeline stage has some of the layers, and a rank of a stage some of the heads."""
 
     stages: int = 1
     parts: int = 1
@@ -37,10 +37,10 @@ Piece = list[Tensor]
 
 
 class Layers(NamedTuple):
-    """Whose blocks they are.
+    """The layers of a group.
 
     Attributes:
-        numbers: of the group's layers, ascending. total: how many the model has.
+        numbers: the layers' numbers, ascending. total: number of layers in the model.
     """
 
     numbers: tuple[int, ...]
@@ -48,40 +48,40 @@ class Layers(NamedTuple):
 
     @classmethod
     def of(cls, model: Model, group: int) -> Layers:
-        """Those of a KV group, on all ranks."""
+        """The layers of a KV group, on all ranks."""
         return cls(model.config.groups[group].layers, model.config.num_layers)
 
     def at(self, stage: int, stages: int) -> slice:
-        """Which of them one of so many stages has."""
+        """The part of them that one pipeline stage has."""
         own = layers_of(stage, stages, self.total)
         return slice(bisect_left(self.numbers, own.start), bisect_left(self.numbers, own.stop))
 
 
 class Layout(Protocol):
-    """A block of some KV group."""
+    """The layout of a KV group's blocks."""
 
     @property
     def block_bytes(self) -> int:
         """Its size."""
 
     def has(self, split: Split) -> bool:
-        """Whether blocks can be shared so."""
+        """Whether blocks can be shared this way."""
 
     def num_pieces(self, split: Split) -> int:
-        """How many `pieces` there are."""
+        """The number of `pieces`."""
 
     def pieces(self, blocks: Tensor, split: Split) -> list[Piece]:
-        """Of blocks [count, block_bytes], views of all that different ranks have: for each stage, its ranks' parts."""
+        """Views of blocks [count, block_bytes], one for each part that a different rank has, stage by stage."""
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """A block of keys and values.
+    """The layout of a block of keys and values.
 
     Attributes:
         shape: of all layers and heads.
-        drafts: what another model keeps of the same tokens, after the planes; each rank has all of it.
-        layers: whose they are; default: all layers of a model are.
+        drafts: what a draft model keeps for the same tokens, after the planes; each rank has all of it.
+        layers: the group's layers; default: all layers of the model.
     """
 
     block_size: int
@@ -91,7 +91,7 @@ class KVLayout:
 
     @classmethod
     def of(cls, cache: KVCache, model: Model, group: int = 0) -> KVLayout:
-        """Of the blocks of which a rank has its part in a cache, that of a KV group."""
+        """The layout of whole blocks of a KV group, given one rank's cache."""
         layers = Layers.of(model, group)
         heads = model.config.layer_at(layers.numbers[0]).num_kv_heads
         shape = replace(cache.shape, layers=len(layers.numbers), kv_heads=heads)
@@ -99,13 +99,13 @@ class KVLayout:
 
     @property
     def id(self) -> str:
-        """In words: blocks of two engines whose bytes are to be exchanged have the same."""
+        """A description; engines can exchange blocks only if it is the same."""
         drafts = "" if self.drafts is None else f"|{self.drafts}"
         return f"{LAYOUT}|{self.block_size}|{self.shape}{drafts}"
 
     @property
     def draft_bytes(self) -> int:
-        """At the end of a block."""
+        """Bytes of the draft model's part at the end of a block."""
         return self.block_size * self.drafts.bytes_per_token if self.drafts else 0
 
     @property
@@ -114,7 +114,7 @@ class KVLayout:
 
     @property
     def head_bytes(self) -> int:
-        """Of one head in a layer, keys and values."""
+        """Bytes of one head in one layer, keys and values."""
         return self.block_size * self.shape.sides * self.shape.row_bytes
 
     def has(self, split: Split) -> bool:
@@ -126,7 +126,7 @@ class KVLayout:
         return 1 if split == WHOLE else split.stages * split.parts + bool(self.drafts)
 
     def pieces(self, blocks: Tensor, split: Split) -> list[Piece]:
-        """See `Layout`: parts are some of the heads. What drafts is a piece of its own, the last one."""
+        """See `Layout`: a part is some of the heads. The draft model's part is a piece of its own, the last one."""
         if split == WHOLE:
             return [[blocks]]
         shape, each = self.shape, self.shape.kv_heads // split.parts
@@ -145,10 +145,10 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class RecurrentLayout:
-    """A block of recurrent layers.
+    """The layout of a block of recurrent layers.
 
     Attributes:
-        shape: what it holds of all layers and heads. layers: whose they are.
+        shape: of all layers and heads. layers: the group's layers.
     """
 
     shape: RecurrentShape
@@ -187,7 +187,7 @@ class RecurrentLayout:
         return piece
 
     def own(self, pool: Tensor, shape: RecurrentShape, layers: int) -> Piece:
-        """Of a rank's pool, whose blocks hold this, the same views as the piece that it has of other blocks."""
+        """Views of a rank's own pool, in the shape of its piece of whole blocks."""
         piece: Piece = []
         for part, own in zip(shape.parts, shape.bytes_of_parts(pool), strict=True):
             size = _column_bytes(part)
@@ -197,12 +197,12 @@ class RecurrentLayout:
 
 
 def _column_bytes(part: Part) -> int:
-    """What a step along the dimension that ranks share is in `RecurrentShape.bytes_of_parts`."""
+    """The stride along the dimension that ranks share, in the terms of `RecurrentShape.bytes_of_parts`."""
     return part.dtype.itemsize if part.shared == len(part.shape) - 1 else 1
 
 
 def layout_id(cache: KVCache, model: Model, group: int) -> str:
-    """What lies where in a block of any KV group, in words."""
+    """A description of the layout of a KV group's blocks."""
     if isinstance(cache, RecurrentCache):
         return (
             f"{LAYOUT}|{cache.block_size}|{model.config.recurrent} of {len(model.config.groups[group].layers)}|{TILE}"
@@ -212,12 +212,12 @@ def layout_id(cache: KVCache, model: Model, group: int) -> str:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of each block.
+    """A rank's part of each block.
 
     Attributes:
-        number: of its piece, see `Layout.pieces`.
-        saves: it is the first of those that have the same, and saves it for all of them.
-        holds: what its blocks hold, where layers are recurrent.
+        number: its piece's index in `Layout.pieces`.
+        saves: whether it is the first of the ranks that have this piece, and saves it for all of them.
+        holds: what its blocks hold, if the layers are recurrent.
     """
 
     layout: KVLayout | RecurrentLayout
@@ -228,7 +228,7 @@ class Share:
 
     @classmethod
     def of(cls, cache: KVCache, model: Model, group: int = 0) -> Share:
-        """Of a rank that has its part in a cache, that of a KV group."""
+        """The share of a rank, given its cache of a KV group."""
         width = model.stage.size
         stage, place = divmod(model.ranks.rank % (width * model.stages), width)
         if isinstance(cache, RecurrentCache) and model.config.recurrent is not None:
@@ -238,12 +238,12 @@ class Share:
             return cls(whole, Split(model.stages, width), stage * width + place, holds=cache.holds)
         layout = KVLayout.of(cache, model, group)
         split = Split(model.stages, min(width, layout.shape.kv_heads))
-        alike = width // split.parts  # ranks next to each other that have the same heads
+        alike = width // split.parts  # adjacent ranks that have the same heads
         return cls(layout, split, stage * split.parts + place // alike, place % alike == 0)
 
     def pieces(self, pool: Tensor, slots: Tensor) -> list[tuple[int, bool, Piece, Piece]]:
-        """What moves between the rank's pool [blocks, bytes] and slots [count, block_bytes]: a piece's number, whether
-        this rank saves it, and views of both, [blocks, ...] and [count, ...]."""
+        """What is copied between the rank's pool [blocks, bytes] and slots [count, block_bytes]: a piece's number,
+        whether this rank saves it, and views of both, [blocks, ...] and [count, ...]."""
         theirs = self.layout.pieces(slots, self.split)
         if self.split == WHOLE:
             return [(0, self.saves, [pool], theirs[0])]

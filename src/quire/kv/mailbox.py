@@ -1,4 +1,4 @@
-"""What threads beside the engine's have to tell it."""
+"""Messages to the engine from its background threads."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ if TYPE_CHECKING:
 
 
 STORE_NUMBERS = 2**32
-"""From here on, numbers of blocks that are wanted for a store; other engines' are lower."""
+"""Exports with numbers from here on are for a store; those for other engines have lower ones."""
 
 
 class Progressed(NamedTuple):
-    """A read from another engine goes on."""
+    """A read from another engine has made progress."""
 
     number: int
 
 
 class Wanted(NamedTuple):
-    """An importer waits for blocks; `number` is the exporter's own."""
+    """An importer wants blocks; `number` is the exporter's."""
 
     number: int
     want: wire.Want
 
 
 class Released(NamedTuple):
-    """An importer has read so many blocks, the first ones."""
+    """An importer has read the first `count` blocks."""
 
     number: int
     blocks: int
 
 
 class Dropped(NamedTuple):
-    """An importer reads nothing more of this."""
+    """An importer no longer wants these blocks."""
 
     number: int
 
 
 class Located(NamedTuple):
-    """By a directory, which nodes hold each of the first blocks that were asked about; None: it does not answer."""
+    """A directory's answer: the nodes that have each of the first blocks asked about; None if it does not answer."""
 
     number: int
     holders: list[list[str]] | None
 
 
 class Nodes(NamedTuple):
-    """By a directory, the other nodes that are there, by name."""
+    """A directory's answer: the other nodes, by name."""
 
     names: frozenset[str]
 
 
 class Mailbox:
-    """News for the engine, from any thread. `fileno` can be polled: it is readable while there is something."""
+    """Messages for the engine, from any thread. `fileno` can be polled: it is readable while there are messages."""
 
     def __init__(self) -> None:
         self._news: deque[Any] = deque()
@@ -66,21 +66,21 @@ class Mailbox:
         self._rung.setblocking(False)
 
     def fileno(self) -> int:
-        """What to poll."""
+        """The descriptor to poll."""
         return self._rung.fileno()
 
     def leave(self, news: object) -> None:
-        """Tell something that has time: it is found with what is posted next, or by who looks for it."""
+        """Add a message that is not urgent, without waking the engine."""
         self._news.append(news)
 
     def post(self, news: object) -> None:
         """Tell something."""
         self._news.append(news)
-        with contextlib.suppress(OSError):  # it rings already, or nobody listens any more
+        with contextlib.suppress(OSError):  # already readable, or closed
             self._bell.send(b"!")
 
     def take(self, wait_seconds: float = 0.0) -> list[Any]:
-        """All that was told since the last call, in its order; waits so long where nothing was."""
+        """All messages since the last call, in order; waits up to this many seconds for the first one."""
         if wait_seconds and not self._news:
             select([self._rung], [], [], wait_seconds)
         with contextlib.suppress(BlockingIOError):
@@ -89,6 +89,6 @@ class Mailbox:
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def close(self) -> None:
-        """Nobody listens any more."""
+        """Close the descriptor."""
         self._bell.close()
         self._rung.close()

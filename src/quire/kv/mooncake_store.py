@@ -1,9 +1,9 @@
-"""Mooncake Store (`quire[mooncake]`) as a store of KV blocks: a master knows where values lie, nodes have the memory.
+"""Mooncake Store (`quire[mooncake]`) as a store of KV blocks: a master knows where values are, nodes have the memory.
 
-Each node gives some of its memory to it. What was observed of version 0.3.13.post1: a put of a name that is there keeps
-the old value and says nothing; after a `kill -9` of the node that has a value, that still seems to be there for ten
-seconds (`client_ttl`). What is read is checked, so both are misses. Nothing is encrypted, and whoever reaches the ports
-of the master and of the nodes can read and write all of it.
+Each node contributes some of its memory. Observed with version 0.3.13.post1: putting a name that exists keeps the old
+value without an error; after a `kill -9` of the node that has a value, the value still appears to exist for ten seconds
+(`client_ttl`). Everything that is read is checked, so both are cache misses. Nothing is encrypted: anyone who can reach
+the ports of the master and of the nodes can read and write all of it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from quire.errors import ConfigError
 from quire.kv.directory.base import DirectoryError
 
 MEMORY = "64MiB"
-"""That a node gives, where the URL says nothing else."""
+"""Memory that a node contributes, unless the URL says otherwise."""
 
 BUFFER_BYTES = 32 << 20
-"""For what is on its way."""
+"""Mooncake's buffer for transfers."""
 
 CONNECT_SECONDS = 1.0
 
@@ -33,12 +33,13 @@ class MooncakeStore:
     """See `store.BlockStore`.
 
     Args:
-        url: mooncake://HOST:PORT of the master; `?memory=256MiB` is what this node gives, and `?protocol=rdma`.
-        cluster: names the cluster's key; clusters share a master and never meet.
-        host: of this machine, as others reach it.
+        url: mooncake://HOST:PORT of the master, with `?memory=256MiB` for what this node contributes, and
+            `?protocol=rdma`.
+        cluster: identifies the cluster's key, so that clusters can share a master and never see each other's blocks.
+        host: address of this machine for other nodes.
 
     Raises:
-        ConfigError: the URL is none, or Mooncake is not installed.
+        ConfigError: the URL is not valid, or Mooncake is not installed.
     """
 
     def __init__(self, url: str, cluster: str, host: str) -> None:
@@ -85,7 +86,7 @@ class MooncakeStore:
         return [each == 1 for each in found]
 
     def put(self, names: Sequence[bytes], values: Sequence[bytes]) -> None:
-        # That there is no room is no error: what is not kept is a miss.
+        # A full store is not an error: what it does not keep is a miss.
         self._store.put_batch(self._keys(names), list(values))
 
     def get(self, names: Sequence[bytes]) -> list[bytes | None]:

@@ -1,4 +1,4 @@
-"""The side that reads what other nodes of a pool hold, into its own host tier."""
+"""Reads blocks that other nodes have into this node's host tier."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 class NodeReader(Prefiller):
-    """Another node, which is asked for what it has and computes nothing. The connection is made when something is
-    wanted from there; where that fails, the node rests for a while.
+    """A connection to another node, which is asked for blocks that it has and computes nothing. It is made when blocks
+    are wanted from there; if that fails, the node is left alone for a while.
     """
 
     what = "KV node"
@@ -51,7 +51,7 @@ class NodeReader(Prefiller):
                 self._session()
             except QuireError as error:
                 self.state = str(error)
-                level = logging.WARNING if self._readings else logging.DEBUG  # it may just have left
+                level = logging.WARNING if self._readings else logging.DEBUG  # it may have shut down normally
                 logger.log(level, "KV node %s: %s; its blocks are computed here meanwhile", self.url, error)
             except Exception:
                 logger.exception("KV node %s: an error here; its blocks are computed here meanwhile", self.url)
@@ -62,11 +62,11 @@ class NodeReader(Prefiller):
 
 
 class NodeReaders:
-    """All nodes that something was read from.
+    """The readers of all nodes from which blocks were read.
 
     Args:
         connect: makes the reader of a node.
-        mailbox: told of what cannot be ordered.
+        mailbox: gets an `Ended` for reads that cannot be ordered.
     """
 
     def __init__(self, connect: Callable[[Node], NodeReader], mailbox: Mailbox) -> None:
@@ -76,7 +76,7 @@ class NodeReaders:
         self._closing: list[threading.Thread] = []
 
     def pull(self, number: int, blocks: Sequence[tuple[int, bytes]], node: Node | None) -> None:
-        """Have blocks read into slots; `node` is None where it is not known any more."""
+        """Order the reading of blocks into slots; `node` is None if it is no longer known."""
         if node is not None and node.name not in self._banned:
             want = wire.Want(number, [name for _, name in blocks], [])
             try:
@@ -89,26 +89,26 @@ class NodeReaders:
         self._mailbox.post(Ended("read", number, 0, 0.0))
 
     def ban(self, node: str) -> None:
-        """Ask a node for nothing any more."""
+        """Never ask this node for anything again."""
         self._banned.add(node)
 
     def keep(self, nodes: frozenset[str]) -> None:
-        """Forget those that have left: these are there."""
+        """Keep only the readers of these nodes; the others have left."""
         for name in [each for each in self.readers if each not in nodes]:
             thread = threading.Thread(target=self.readers.pop(name).close, name="quire-node-closing", daemon=True)
             self._closing = [*(each for each in self._closing if each.is_alive()), thread]
-            thread.start()  # it may take a moment, and a step may not
+            thread.start()  # closing may take a moment, which must not delay a step
         self._banned &= nodes
 
     def drain(self) -> None:
-        """Read nothing more of what was ordered."""
+        """Stop all reads that were ordered."""
         for reader in self.readers.values():
             reader.stop_reading()
         for thread in self._closing:
             thread.join()
 
     def close(self) -> None:
-        """Say no more to any."""
+        """Close all connections."""
         for reader in self.readers.values():
             reader.close()
         for thread in self._closing:

@@ -1,9 +1,9 @@
-"""A store of KV blocks that all nodes of a pool share: it has the bytes, and not only who has them.
+"""A store of KV blocks that all nodes of a pool share: unlike a directory, it has the blocks themselves.
 
-To the rest of the engine it is one more node, which has whatever was put there: blocks are looked up, read into slots
-and checked as another node's are. To be put, a new block goes the way on which other engines have blocks read here
-(`core/exports.py`): it is saved, pinned in its slot, copied from there, and let go. Which blocks the store keeps, how
-often and for how long, is its own business. One thread speaks with it, so no step waits.
+To the rest of the engine it is one more node, which has everything that was put there: blocks are looked up, read into
+slots and verified as another node's are. Putting a new block works like an export to another engine
+(`core/exports.py`): it is saved to a slot, pinned, copied from there, and released. The store itself decides which
+blocks it keeps, in how many copies and for how long. One thread communicates with it, so no step waits.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from quire.kv.mailbox import STORE_NUMBERS, Dropped, Located, Mailbox, Nodes, Re
 logger = logging.getLogger(__name__)
 
 BATCH = 64
-"""Blocks that are put, or read, at once."""
+"""Most blocks that are put or read at once."""
 
 MOST_WAITING = 2**16
-"""New blocks that wait to be put; the oldest are not, where there are more."""
+"""Most new blocks that wait to be put; beyond that, the oldest are dropped."""
 
 MOST_BAD = 8
-"""After so many blocks with other bytes than their names say, nothing more is read from the store."""
+"""After this many corrupt blocks, nothing more is read from the store."""
 
 
 class BlockStore(Protocol):
-    """Values by name. Whoever may reach it may write there: what is read is checked.
+    """Values by name. Others may be able to write there, so everything that is read is verified.
 
     Raises (each call):
-        DirectoryError: it does not answer now. ConfigError: it never will, to what was configured.
+        DirectoryError: it does not answer now. ConfigError: it never will, as it is configured.
     """
 
     def connect(self) -> None:
-        """Find it; called before all else, and again after an error."""
+        """Connect; called first, and again after an error."""
 
     def exists(self, names: Sequence[bytes]) -> list[bool]:
-        """Which of these it has, or seems to have."""
+        """Which of these the store has, or appears to have."""
 
     def put(self, names: Sequence[bytes], values: Sequence[bytes]) -> None:
-        """Keep these; of a name that is there already, the old value may stay."""
+        """Store these; if a name exists already, its old value may remain."""
 
     def get(self, names: Sequence[bytes]) -> list[bytes | None]:
-        """The values; None: it has none."""
+        """The values; None for those that the store does not have."""
 
     def remove(self, names: Sequence[bytes]) -> None:
-        """Keep these no longer."""
+        """Remove these."""
 
     def close(self) -> None:
-        """Ask no more."""
+        """Close the connection."""
 
 
 class _Pull(NamedTuple):
@@ -81,20 +81,20 @@ class _Remove(NamedTuple):
 
 
 class StoreAgent(Agent):
-    """What speaks with a store for an engine; it takes the places of `DirectoryAgent`, `NodeReaders` and `Exporter`.
+    """The engine's connection to a store, in the roles of `DirectoryAgent`, `NodeReaders` and `Exporter`.
 
     Args:
-        store: the agent's own from now on. where: it is, for people.
-        tier: from whose slots blocks are put, and into whose slots they are read.
+        store: owned by the agent from now on. where: its address, for messages.
+        tier: the host tier, from whose slots blocks are put, and into whose slots they are read.
         mailbox: the engine's.
-        puts, reads: what the engine's role lets it do.
+        puts, reads: whether the engine's role allows it to put and to read.
 
     Attributes:
-        ready: the store answers. problem: why it does not; "": it does.
+        ready: the store answers. problem: why it does not; "" if it does.
         nodes: the store, as if it were another node.
 
     Raises:
-        ConfigError: the store can never be used as it was configured.
+        ConfigError: the store can never be used as it is configured.
     """
 
     steps = 0
@@ -107,59 +107,59 @@ class StoreAgent(Agent):
         self._puts, self._reads = puts, reads
         self._bad = 0
         self._waiting: dict[bytes, None] = {}  # to be put
-        self._putting: tuple[int, list[bytes]] | None = None  # what the engine was asked for: the number, and names
-        self._told = 0  # of these
+        self._putting: tuple[int, list[bytes]] | None = None  # requested from the engine: number, names
+        self._told = 0  # number of these that are in slots
         self._pulls: list[_Pull] = []
         self._next = STORE_NUMBERS
         self._inbox = deque[Any]()
         self._start()
 
-    # -- the engine's side -----------------------------------------------------------------------------------
+    # -- called by the engine -----------------------------------------------------------------------------------
 
     def changed(self, came: list[bytes], went: list[bytes]) -> None:
-        """Blocks that the engine has from now on, and those that it has not any more."""
+        """The engine has gained and lost these blocks."""
         if self._puts:
             self._outbox.post(Changed(came, went))
 
     def pull(self, number: int, blocks: Sequence[tuple[int, bytes]], node: Node | None) -> None:
-        """Have blocks read into slots; `Ended` tells."""
+        """Order blocks to be read into slots; answered by an `Ended`."""
         self._outbox.post(_Pull(number, blocks if node is not None else ()))
 
     def have(self, number: int, first: int, slots: Sequence[int]) -> None:
-        """Blocks that were asked for lie in these slots until they are released."""
+        """Blocks that were requested are in these slots until they are released."""
         self._outbox.post(_Have(number, first, list(slots)))
 
     def gone(self, number: int) -> None:
-        """Nothing more comes of what was asked for."""
+        """No further blocks of this request will come."""
         self._outbox.post(_Gone(number))
 
     def all_gone(self) -> None:
-        """Nothing more comes of anything."""
+        """No further blocks of any request will come."""
         self._outbox.post(_Gone(-1))
 
     def withdraw(self, node: str, hashes: Sequence[bytes]) -> None:
-        """The store has not what it seemed to have, or has it wrong."""
+        """The store does not have blocks that it appeared to have, or has them with wrong bytes."""
         self._outbox.post(_Remove(list(hashes)))
 
     def ban(self, node: str) -> None:
-        """A block was bad: the others may be good, so the store goes on as another node, but not for ever."""
+        """A block was bad. Others may be good, so the store stays in use until there are too many."""
         self._bad += 1
         self._tell_nodes()
 
     def keep(self, nodes: frozenset[str]) -> None:
-        """These are there: the store alone is."""
+        """See `NodeReaders`; the store is the only node."""
 
     def told(self) -> dict[str, Any]:
-        """Other engines read nothing here."""
+        """See `Exporter`; other engines cannot read here."""
         return {}
 
     def drain(self) -> None:
-        """Read nothing more of what was ordered."""
+        """Stop all reads that were ordered."""
         done = threading.Event()
         self._outbox.post(done)
         done.wait()
 
-    # -- the thread's ----------------------------------------------------------------------------------------
+    # -- in the thread ----------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
         self._store.connect()
@@ -173,7 +173,7 @@ class StoreAgent(Agent):
         self._mailbox.post(Nodes(frozenset(self.nodes)))
 
     def _advance(self) -> None:
-        """Take in what the engine says, answer it, and put one batch."""
+        """Take in the engine's messages, answer them, and put one batch."""
         busy = bool(self._waiting) and self._putting is None
         self._take_in(0.0 if busy or self._lookups or self._pulls else 0.5)
         while self._lookups:
@@ -189,7 +189,7 @@ class StoreAgent(Agent):
     def _take_in(self, wait_seconds: float) -> None:
         self._inbox += self._outbox.take(0.0 if self._inbox else wait_seconds)
         while self._inbox:
-            news = self._inbox.popleft()  # one that meets an error is the only one that is lost
+            news = self._inbox.popleft()  # if it fails, only this message is lost
             match news:
                 case Changed(came, went):
                     self._waiting |= dict.fromkeys(came)
@@ -212,7 +212,7 @@ class StoreAgent(Agent):
     # -- putting -----------------------------------------------------------------------------------------------
 
     def _begin_putting(self) -> None:
-        """Have the engine save the next blocks that are not there."""
+        """Have the engine save the next blocks that the store does not have."""
         names = list(islice(self._waiting, BATCH))
         missing = [name for name, there in zip(names, self._store.exists(names), strict=True) if not there]
         for name in names:
@@ -223,7 +223,7 @@ class StoreAgent(Agent):
             self._mailbox.post(Wanted(self._next, wire.Want(self._next, missing, [])))
 
     def _put(self, news: _Have) -> None:
-        """Blocks lie in slots, where they stay until they are released; what cannot be put is not tried again."""
+        """Put blocks, which are in slots until they are released. A put that fails is not retried."""
         if self._putting is None or self._putting[0] != news.number:
             self._mailbox.post(Dropped(news.number))
             return
@@ -237,7 +237,7 @@ class StoreAgent(Agent):
             self._store.put(names[news.first : self._told], values)
 
     def _ended(self, number: int) -> None:
-        """The engine has no more of what it was asked for: the next block went; those behind it may be there."""
+        """The engine has evicted the next block of the request; those after it may still be there."""
         if self._putting is not None and number in (-1, self._putting[0]):
             self._waiting = dict.fromkeys(self._putting[1][self._told + 1 :]) | self._waiting if number >= 0 else {}
             self._putting = None
@@ -245,7 +245,7 @@ class StoreAgent(Agent):
     # -- reading -----------------------------------------------------------------------------------------------
 
     def _read(self, pull: _Pull) -> None:
-        """Read a chain as far as it is there."""
+        """Read a chain up to the first block that the store does not have."""
         begin, count = time.monotonic(), 0
         try:
             while count < len(pull.blocks):
@@ -275,13 +275,13 @@ class StoreAgent(Agent):
 
 
 def _packed(tier: HostTier, slot: int) -> bytes:
-    """A block with its check, as it lies in the store."""
+    """Encode a block with its check for the store."""
     check = tier.checks[slot]
     return len(check).to_bytes(2, "little") + check + tier.block(slot).numpy().tobytes()
 
 
 def _unpack(value: bytes | None, tier: HostTier, slot: int) -> bool:
-    """Lay a block into a slot; False: the value is none. Whether the bytes are right is found when it is loaded."""
+    """Decode a value into a slot; False if it is malformed. The bytes are verified when the block is loaded."""
     if value is None or len(value) < 2:
         return False
     begin = 2 + int.from_bytes(value[:2], "little")

@@ -1,10 +1,10 @@
-"""What engines say to each other: one computes prompts (the *exporter*), and one reads their blocks (the *importer*).
+"""The protocol between an engine that computes prompts (the *exporter*) and one that reads the blocks (the *importer*).
 
-Over ZeroMQ, for those alone who have the cluster's key (`curve.py`). The importer connects, and says `Hello`; the
-exporter answers with `Welcome` or `Refused`. Then an importer says what it wants, the exporter what it has, in order
-and as it comes, and the importer what it has read. The blocks themselves go over a transport (`kv/transport`). Both
-say every second that they are there; whoever is silent for `SILENCE_SECONDS` is gone, and with it all that was under
-way.
+It runs over ZeroMQ, encrypted and authenticated by the cluster's key (`curve.py`). The importer connects and sends
+`Hello`; the exporter answers with `Welcome` or `Refused`. Then the importer says what it wants, the exporter what it
+has, in order and as it becomes available, and the importer what it has read. The blocks themselves go over a transport
+(`kv/transport`). Both send a heartbeat every second; a peer that has been silent for `SILENCE_SECONDS` is gone, and so
+is everything in progress with it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Hello(msgspec.Struct, tag="hello"):
     """An importer's first message. Every version of Quire can read this one.
 
     Attributes:
-        identity: what the bytes of a block depend on, by what it is called.
-        name: of the importer, for people.
+        identity: everything that the bytes of a block depend on, by name.
+        name: the importer's name, for logs.
     """
 
     protocol: int
@@ -31,18 +31,18 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """The exporter has no blocks that the importer could use; the message is for users."""
+    """The exporter's blocks are of no use to the importer; the message, for users, says why."""
 
     message: str
 
 
 class Welcome(msgspec.Struct, tag="welcome"):
-    """The importer may ask.
+    """The importer may ask for blocks.
 
     Attributes:
-        name: of the exporter, another one after each start.
-        block_bytes: of each KV group.
-        transports: by name, where the exporter's host tier is found.
+        name: the exporter's name, a new one after each start.
+        block_bytes: size of a block, for each KV group.
+        transports: the address of the exporter's host tier, by transport.
     """
 
     name: str
@@ -51,13 +51,14 @@ class Welcome(msgspec.Struct, tag="welcome"):
 
 
 class Want(msgspec.Struct, tag="want"):
-    """The importer waits for these blocks.
+    """The importer wants these blocks.
 
     Attributes:
-        number: the importer's.
-        hashes: the blocks' names, in the order in which they are wanted.
-        tokens: a prompt that has them: the exporter computes what it has not. None: it computes nothing.
-        priority, owner, scope: of the request.
+        number: chosen by the importer.
+        hashes: the blocks' names, in order.
+        tokens: the prompt that has them, of which the exporter computes what it does not have. None: it computes
+            nothing.
+        priority, owner, scope: the request's.
     """
 
     number: int
@@ -72,7 +73,7 @@ class Have(msgspec.Struct, tag="have"):
     """Blocks of a `Want`, from its block `first` on, can be read.
 
     Attributes:
-        offsets: where in the exporter's host tier, in bytes. checks: of the blocks, see `HostTier`.
+        offsets: their positions in the exporter's host tier, in bytes. checks: see `HostTier`.
     """
 
     number: int
@@ -82,7 +83,7 @@ class Have(msgspec.Struct, tag="have"):
 
 
 class Gone(msgspec.Struct, tag="gone"):
-    """Nothing more of a `Want` comes."""
+    """No further blocks of a `Want` will come."""
 
     number: int
 
@@ -95,23 +96,23 @@ class Got(msgspec.Struct, tag="got"):
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """The importer reads nothing more of a `Want`."""
+    """The importer no longer needs a `Want`."""
 
     number: int
 
 
 class Beat(msgspec.Struct, tag="beat"):
-    """Who says so is there.
+    """A heartbeat.
 
     Attributes:
-        steps: that its engine has computed.
+        steps: number of steps that the sender's engine has computed.
     """
 
     steps: int = 0
 
 
 class Bye(msgspec.Struct, tag="bye"):
-    """The importer leaves."""
+    """The importer disconnects."""
 
 
 FromImporter = Hello | Want | Got | Cancel | Beat | Bye
@@ -123,12 +124,12 @@ decode_from_exporter = msgspec.msgpack.Decoder(FromExporter).decode
 
 
 def curve(cluster_key: bytes) -> Curve:
-    """What makes this channel's sockets."""
+    """The encryption of this protocol's sockets."""
     return Curve(cluster_key, "quire 2026 KV blocks between engines")
 
 
 def difference(exporter: dict[str, str], importer: dict[str, str]) -> str | None:
-    """Why blocks of one engine mean nothing to the other, as part of a sentence; None: they do."""
+    """Why one engine cannot use the other's blocks, as part of a sentence; None if it can."""
     for name in {**exporter, **importer}:
         if exporter.get(name) != importer.get(name):
             return (

@@ -1,1 +1,1 @@
-"""`quire route`: one door for several servers."""
+"""`quire route`: a router that spreads requests over several servers."""

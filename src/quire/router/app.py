@@ -1,7 +1,7 @@
-"""The app of a router: its routes, and around them what a server's are in, too (`server/app.py`, `server/auth.py`).
+"""The router's ASGI app: its routes, inside the same middleware as a server's (`server/app.py`, `server/auth.py`).
 
-Requests for text go through a table of paths and `Relay`, without a framework between: that is the way which has to be
-fast. Everything else is small.
+Requests for text are looked up in a table of paths and go straight to `Relay`, without a web framework: this path has
+to be fast. Everything else is small.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TEXT_PATHS = (
     "/rerank",
 )
 PASSED_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
-"""Answered by any server."""
+"""Any server can answer these."""
 ANSWER_SECONDS = 60.0
 RESPONSES, MODELS = "/v1/responses/", "/v1/models/"
 DRAIN, UNDRAIN, JOIN, ABORT = "/admin/drain/", "/admin/undrain/", "/admin/join", "/abort/"
@@ -59,13 +59,13 @@ Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class _Route(NamedTuple):
-    """What `EdgeMiddleware` counts a request under."""
+    """The route that `EdgeMiddleware` counts a request under."""
 
     path: str
 
 
 def create_app(site: Site) -> ASGIApp:
-    """The app, ready for a server."""
+    """Make the ASGI app, middleware included."""
     config = site.config
 
     def on_refused(scope: Scope, error: ApiError) -> None:
@@ -88,7 +88,7 @@ def create_app(site: Site) -> ASGIApp:
 
 
 class RouterApp:
-    """Finds the route of a request, and answers errors in OpenAI's shape."""
+    """Finds a request's handler, and returns errors in OpenAI's format."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -122,7 +122,7 @@ class RouterApp:
             await send_error(error, send, path)
 
     def _prefixed(self, method: str, path: str) -> Handler | None:
-        """Routes that end with a name."""
+        """Find the handler of a route that ends with a name."""
         if method == "GET" and path.startswith(LIFE):
             return self._life
         if method == "GET" and path.startswith(MODELS):
@@ -154,7 +154,7 @@ class RouterApp:
         await Relay(self._site, scope).run(receive, send)
 
     async def _passed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Small questions that any server answers."""
+        """Pass a small request on to any server."""
         site = self._site
         request = Request(scope, receive)
         check_media_type(request.headers.getlist("content-type"))
@@ -169,7 +169,7 @@ class RouterApp:
         await _send_json(send, *await self._asked(server, scope, body))
 
     async def _abort(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Whichever server makes this response ends it: ids are the clients', so the router keeps no list of them."""
+        """Abort a request on whichever server runs it: clients choose ids, so the router keeps no list of them."""
         for server in list(self._site.servers.by_name.values()):
             if server.state == "up":
                 status, answer = await self._asked(server, scope, b"")
@@ -178,7 +178,7 @@ class RouterApp:
         raise ApiError(404, "no response of this id is being made under this key", code="unknown_response")
 
     async def _response(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Whichever server has stored this response tells of it, ends it or forgets it."""
+        """Ask every server for a stored response, to return, cancel or delete it."""
         status, answer = 404, b""
         for server in list(self._site.servers.by_name.values()):
             if server.is_up and status == 404:
@@ -188,7 +188,7 @@ class RouterApp:
         await _send_json(send, status, answer)
 
     async def _asked(self, server: Server, scope: Scope, body: bytes) -> tuple[int, bytes]:
-        """A server's status and answer to a question that is passed on."""
+        """Pass a request on to one server; returns its status and body."""
         key = self._site.key_for(scope)
         headers = [(b"content-type", b"application/json"), *([(b"authorization", key)] if key else [])]
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
@@ -200,7 +200,7 @@ class RouterApp:
             self._site.servers.failed(server, str(error))
             raise ApiError(502, "the server went away; try again", code="server_lost") from None
 
-    # -- how things stand ----------------------------------------------------------------------------------
+    # -- status ----------------------------------------------------------------------------------
 
     async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, {"object": "list", "data": list(self._cards().values())})
@@ -212,7 +212,7 @@ class RouterApp:
         await send_json(send, cards[name])
 
     def _cards(self) -> dict[str, dict[str, Any]]:
-        """What servers tell of their models, by name."""
+        """The servers' descriptions of their models, by name."""
         cards: dict[str, dict[str, Any]] = {}
         for server in self._site.servers.by_name.values():
             for name, card in server.models.items() if server.is_up else ():
@@ -220,7 +220,7 @@ class RouterApp:
         return cards
 
     async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """200 while there is a server that takes requests."""
+        """200 while at least one server accepts requests."""
         site = self._site
         if site.draining:
             return await send_json(send, {"status": "draining"}, 503)
@@ -251,14 +251,14 @@ class RouterApp:
         await send_json(send, document, headers={"cache-control": "no-store"})
 
     async def _life(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Where a request's time went, by the router and by the servers that it went to."""
+        """Where a request's time went, as seen by the router and by the servers that handled it."""
         _check_operator(scope)
         found = await life_of(self._site, scope["path"].removeprefix(LIFE), self._site.key_for(scope))
         if found is None:
             raise ApiError(404, "no request of this id is remembered", code="unknown_request")
         await send_json(send, found, headers={"cache-control": "no-store"})
 
-    # -- the operator's ------------------------------------------------------------------------------------
+    # -- for the operator ------------------------------------------------------------------------------------
 
     async def _drain(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._set_draining(scope, send, scope["path"].removeprefix(DRAIN), True)
@@ -267,7 +267,7 @@ class RouterApp:
         await self._set_draining(scope, send, scope["path"].removeprefix(UNDRAIN), False)
 
     async def _set_draining(self, scope: Scope, send: Send, name: str, draining: bool) -> None:
-        """A server gets no more requests, or does again; those it has go on."""
+        """Stop or resume sending new requests to a server; its running requests continue."""
         _check_operator(scope)
         server = self._site.servers.by_name.get(name)
         if server is None:
@@ -278,7 +278,7 @@ class RouterApp:
         await send_json(send, found)
 
     async def _join(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A server says that it is there, or with "leaves" that it goes."""
+        """A server registers or renews its registration; with "leaves", it deregisters."""
         _check_operator(scope)
         if not self._site.tenants.count:
             message = "servers may join a router that has an --api-key; this one has none"
@@ -295,7 +295,7 @@ class RouterApp:
 
 
 class Joining(msgspec.Struct):
-    """What a server says to `/admin/join`."""
+    """The body that a server sends to `/admin/join`."""
 
     url: str
     role: str = "serve"
@@ -303,7 +303,7 @@ class Joining(msgspec.Struct):
 
 
 def _counted_as(path: str) -> str:
-    """The route of a path in the metrics."""
+    """The label of a path in the metrics."""
     return next((route for prefix, route in _PREFIXES.items() if path.startswith(prefix)), path)
 
 

@@ -1,4 +1,4 @@
-"""RouterConfig: every option of `quire route`. What a server has too is the server's option."""
+"""RouterConfig: every option of `quire route`. Options that servers have too are taken from `ServerConfig`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from quire.server.meeting import SCHEMES
 
 MAX_SERVERS = 1024
 DNS = "dns+"
-"""Before the URL of a name of which each address is a server."""
+"""Prefix of the URL of a DNS name, each of whose addresses is a server."""
 
 
 def is_server(url: str) -> bool:
-    """Whether a URL is that of one server, and not of where servers are found."""
+    """Whether a URL is that of a single server, as opposed to a DNS name or a Redis that lists servers."""
     return not url.startswith((DNS, *SCHEMES))
 
 
 def _as_served(name: str, default: Any = None) -> Any:
-    """A server's option, with its help and its bounds."""
+    """A field like the server's, with its help text and its range."""
     field = ServerConfig.__dataclass_fields__[name]
     return dataclasses.field(
         default=field.default if default is None else default, repr=field.repr, metadata=field.metadata
@@ -89,7 +89,7 @@ class RouterConfig:
             )
 
     def _check_url(self, url: str) -> None:
-        """Of a server, or of where servers are found."""
+        """Check the URL of a server, a DNS name or a Redis."""
         if url.startswith(SCHEMES):
             if url in self.prefill_server:
                 raise ConfigError(
@@ -113,7 +113,7 @@ class RouterConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> RouterConfig:
-        """A configuration from named options, as flags give them; reads the files of keys.
+        """Make a configuration from options by name, as given by flags; reads key files.
 
         Raises:
             ConfigError: an option is unknown, or invalid.

@@ -1,4 +1,4 @@
-"""Where a router finds its servers while it runs: in a file, under a DNS name, or in a Redis that they write to."""
+"""Service discovery: where a router finds its servers while it runs, which is a file, a DNS name or a Redis."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from quire.server.meeting import SCHEMES, Meeting
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
-"""Between two looks at a file or a Redis."""
+"""How often a file or a Redis is checked."""
 
 DNS_SECONDS = 5.0
-"""Between two questions for a name, and the time that one may take."""
+"""How often a DNS name is resolved, and the timeout of a lookup."""
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -32,20 +32,20 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 class Source(Protocol):
-    """Tells which servers there are."""
+    """A list of servers that may change."""
 
     pause: float
 
     async def look(self, servers: Servers) -> None:
-        """Have the servers be those that it tells of; on an error they stay as they were.
+        """Update the servers to the current list; on an error they stay as they were.
 
         Raises:
-            ConfigError: what it says is not valid, or can never be had. DirectoryError: it does not answer now.
+            ConfigError: the list is not valid, or can never be read. DirectoryError: the source does not answer now.
         """
 
 
 def sources_of(config: RouterConfig) -> list[Source]:
-    """Those that were named beside single servers.
+    """The sources that were configured, in addition to single servers.
 
     Raises:
         ConfigError: one cannot be used.
@@ -61,7 +61,7 @@ def sources_of(config: RouterConfig) -> list[Source]:
 
 
 async def begin(sources: Sequence[Source], servers: Servers) -> list[asyncio.Task[None]]:
-    """Look once, and go on looking.
+    """Check every source once, then keep checking in the background.
 
     Raises:
         ConfigError: a source can never be used.
@@ -71,14 +71,14 @@ async def begin(sources: Sequence[Source], servers: Servers) -> list[asyncio.Tas
         problem = ""
         try:
             await source.look(servers)
-        except DirectoryError as error:  # it may be there later
+        except DirectoryError as error:  # it may answer later
             problem = _tell(error)
         watching.append(asyncio.create_task(watch(source, servers, problem)))
     return watching
 
 
 async def watch(source: Source, servers: Servers, problem: str = "") -> None:
-    """Look again and again. What is wrong is said once. `problem`: what was said already."""
+    """Check a source periodically. Each problem is logged once; `problem` is the one that has been logged already."""
     while True:
         await asyncio.sleep(source.pause)
         try:
@@ -86,7 +86,7 @@ async def watch(source: Source, servers: Servers, problem: str = "") -> None:
         except (ConfigError, DirectoryError) as error:
             if str(error) != problem:
                 problem = _tell(error)
-        except Exception as error:  # a bug ends nothing but this look
+        except Exception as error:  # a bug ends only this check
             event(logger, "servers_source", "servers cannot be looked up", level=logging.ERROR, exc_info=error)
         else:
             problem = ""
@@ -99,7 +99,7 @@ def _tell(error: Exception) -> str:
 
 
 class FileSource:
-    """A file with a server a line; see `read_servers_file`."""
+    """A file with one server per line; see `read_servers_file`."""
 
     def __init__(self, path: Path) -> None:
         self._path, self.pause = path, WATCH_SECONDS
@@ -110,7 +110,7 @@ class FileSource:
 
 
 def read_servers_file(path: Path) -> dict[str, Role]:
-    """Servers by URL, of a file with one a line: "URL", or "prefill URL"; # begins a comment.
+    """Read servers from a file with one per line, "URL" or "prefill URL"; # begins a comment.
 
     Raises:
         ConfigError: it cannot be read, or a line is something else.
@@ -139,10 +139,10 @@ def read_servers_file(path: Path) -> dict[str, Role]:
 
 
 async def resolve(name: str, port: int) -> Sequence[str]:
-    """The addresses of a name, as the machine's resolver says. Of a name that has both kinds, those of IPv4.
+    """The addresses of a name, from the machine's resolver: the IPv4 ones if there are any, otherwise the IPv6 ones.
 
     Raises:
-        OSError: it has none, or nobody answers.
+        OSError: the name has no address, or the resolver does not answer.
     """
     found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
     by_family = [
@@ -152,7 +152,7 @@ async def resolve(name: str, port: int) -> Sequence[str]:
 
 
 class DnsSource:
-    """A name; each of its addresses is a server.
+    """A DNS name, each of whose addresses is a server.
 
     Args:
         url: dns+http://NAME[:PORT][/PREFIX].
@@ -179,12 +179,13 @@ class DnsSource:
 
 
 class RedisSource:
-    """A Redis to which servers write where they are (`quire serve --join redis://...`).
+    """A Redis in which servers register (`quire serve --join redis://...`).
 
-    One that is silent and away for a while has left, as with `/admin/join`; a Redis that was emptied changes nothing.
+    A server that has not renewed its registration for a while and is down has left, as with `/admin/join`. Emptying the
+    Redis removes no server.
 
     Args:
-        key: the first API key.
+        key: the router's first API key.
     """
 
     def __init__(self, url: str, key: str) -> None:

@@ -1,4 +1,4 @@
-"""What a router tells Prometheus: its own counters, and of each server how it stands."""
+"""The router's Prometheus metrics: its own counters, and the state of each server."""
 
 from __future__ import annotations
 
@@ -56,13 +56,15 @@ _LAYOUT = Layout(
         labels={"route": ROUTES, "status": (*STATUSES[:-1], "502", "other")},
         sparse=True,
     ),
-    Family("quire:http_requests_in_progress", "HTTP requests not answered to their end yet.", kind="gauge"),
-    Family("quire:requests_rejected", "Requests refused before they ran.", labels={"reason": REJECTIONS}),
-    Family("quire:disconnects", "Clients that went away before their answer had ended."),
+    Family("quire:http_requests_in_progress", "HTTP requests in progress.", kind="gauge"),
+    Family("quire:requests_rejected", "Requests refused before they were sent.", labels={"reason": REJECTIONS}),
+    Family("quire:disconnects", "Clients that disconnected before their response was complete."),
     Family(
-        "quire:router_time_to_first_token_seconds", "From a stream's arrival to its first byte.", buckets=_FIRST_TOKEN
+        "quire:router_time_to_first_token_seconds",
+        "Seconds from a streaming request's arrival to the first byte of its response.",
+        buckets=_FIRST_TOKEN,
     ),
-    Family("quire:router_sent", "Requests that were sent to a server.", labels={"kind": ("first", "resumed")}),
+    Family("quire:router_sent", "Requests sent to a server.", labels={"kind": ("first", "resumed")}),
 )
 
 
@@ -75,11 +77,11 @@ class RouterMetrics:
         self._first_token = self._values.histogram("quire:router_time_to_first_token_seconds")
 
     def request_received(self) -> None:
-        """A request's head is here. Each call is followed by one of `request_done`."""
+        """A request's headers have been received. Each call is followed by one of `request_done`."""
         self._in_progress[0] += 1
 
     def request_done(self, route: str, status: int) -> None:
-        """A request was answered to its end."""
+        """A request's response is complete."""
         self._in_progress[0] -= 1
         self._values.count("quire:http_requests", route, str(status))
 
@@ -88,19 +90,19 @@ class RouterMetrics:
         self._values.count("quire:requests_rejected", reason)
 
     def disconnected(self) -> None:
-        """A client went away before its answer had ended."""
+        """A client disconnected before its response was complete."""
         self._values.count("quire:disconnects")
 
     def first_token(self, seconds: float) -> None:
-        """A stream's first bytes came so long after the request."""
+        """A stream's first bytes came this many seconds after the request."""
         self._first_token.observe(seconds)
 
     def routed(self, again: bool) -> None:
-        """A request was sent to a server. `again`: in the middle of its stream."""
+        """A request was sent to a server; with `again`, to resume its stream."""
         self._values.count("quire:router_sent", "resumed" if again else "first")
 
     def render(self, servers: Iterable[Server]) -> tuple[bytes, str]:
-        """All of it in Prometheus' text format, and its content type."""
+        """All metrics in Prometheus' text format, and the content type."""
         cells, _ = read_all(_LAYOUT, None, self._values)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(Families(_LAYOUT.families_of(cells, lambda name: {})))
@@ -110,20 +112,24 @@ class RouterMetrics:
 
 Reading = tuple[str, str, Callable[[Server], float]]
 _GAUGES: tuple[Reading, ...] = (
-    ("quire:server_up", "1 where requests may go there.", lambda one: one.is_up),
-    ("quire:server_running", "Requests there that have a first token.", lambda one: one.running),
-    ("quire:server_waiting", "Requests there that have none yet.", lambda one: one.waiting),
-    ("quire:server_queued_tokens", "Prompt tokens of those that are to be computed.", lambda one: one.queued),
-    ("quire:server_prefill_rate", "Prompt tokens that it computes a second.", lambda one: one.rate),
+    ("quire:server_up", "1 if the server accepts requests.", lambda one: one.is_up),
+    ("quire:server_running", "Requests on the server that have a first token.", lambda one: one.running),
+    ("quire:server_waiting", "Requests on the server that wait for their first token.", lambda one: one.waiting),
+    ("quire:server_queued_tokens", "Prompt tokens still to be computed for waiting requests.", lambda one: one.queued),
+    ("quire:server_prefill_rate", "Prompt tokens per second that the server computes.", lambda one: one.rate),
 )
 _COUNTERS: tuple[Reading, ...] = (
-    ("quire:server_requests", "Requests that were sent there.", lambda one: one.num_requests),
-    ("quire:server_failures", "How often it could not be reached, or broke off.", lambda one: one.num_failures),
+    ("quire:server_requests", "Requests sent to this server.", lambda one: one.num_requests),
+    (
+        "quire:server_failures",
+        "Failures to reach the server or to get all of a response.",
+        lambda one: one.num_failures,
+    ),
 )
 
 
 def _server_families(servers: list[Server]) -> Iterator[Metric]:
-    """Series by server: there are as many as the operator has named."""
+    """Series labelled by server, as many as the operator has configured."""
     for kind, readings in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
         for name, help, value in readings:
             family = kind(name, help, labels=["server"])

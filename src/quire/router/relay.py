@@ -1,8 +1,8 @@
-"""One request's way through the router: read, choose, send, pass on what comes, and go on elsewhere if that breaks off.
+"""A request's path through the router: read it, choose a server, forward it, relay the response, and fail over.
 
-Until something was sent to the client, any other server may answer in place of one that failed. Afterwards only a Quire
-server may: the same request has the same tokens there, and what the client has already is cut (`resume.py`). A request
-in whose course several servers went away is not sent to yet another one: it may be the reason.
+Until anything has been sent to the client, any other server can take over from one that fails. After that only a Quire
+server can: it generates the same tokens again, and the part that the client already has is cut off (`resume.py`). If
+several servers die while they handle one request, it is not sent to yet another, since it may be the cause.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from quire.server.streaming import CLOSING_SECONDS
 from quire.server.transport import SMALL_BODY_BYTES, read_body
 
 RESUMABLE_PATHS = ("/v1/completions", "/v1/chat/completions")
-"""Streams whose chunks say how much of a choice they hold; others that break off end with an error."""
+"""Endpoints whose stream chunks say how much of a choice they hold; other streams that break off end with an error."""
 MAX_DEATHS = 3
-"""So many servers may go away while they work on a request; then it ends with an error."""
+"""After this many servers have died while handling a request, it ends with an error."""
 WAIT_SECONDS = 15.0
-"""A request that has lost its server waits so long for one that can take it."""
+"""How long a request that has lost its server waits for another one."""
 WHOLE_BYTES = 1 << 20
-"""Of an answer that is no stream: up to here it is collected, so that it can still come from elsewhere."""
+"""A response that is not a stream is buffered up to this size, so that another server can still take over."""
 
 SEED_BITS = 31
-"""Of the seed that a request without one is given."""
+"""Bits of the seed that is added to a request without one."""
 
 MOST_EVENT_BYTES = 4 << 20
-"""What is longer is no event."""
+"""Longest server-sent event that is accepted."""
 
 _BUSY = frozenset({429, 502, 503, 504})
-"""Another server may do better."""
+"""Statuses after which another server is tried."""
 _GONE = frozenset({"shutting_down", "engine_failed", "engine_unavailable", "engine_restarting"})
-"""What a Quire server says at the end of a stream that can go on elsewhere."""
+"""How a Quire server ends a stream that another server can resume."""
 _HOP = frozenset(
     {
         b"connection",
@@ -62,7 +62,7 @@ _HOP = frozenset(
         PROMPT_TOKENS.encode(),
     }
 )
-"""Headers of answers that are between the server and the router, or that the router makes itself."""
+"""Response headers that are not forwarded: they concern only the server and the router, or the router sets its own."""
 _ASK_NAMES = (ASK_NAMES.encode(), b"1")
 _REPLICA = REPLICA.encode()
 _PROMPT_TOKENS = PROMPT_TOKENS.encode()
@@ -70,7 +70,7 @@ _ERROR_EVENT = b'data: {"error"'
 
 
 class _Whole(msgspec.Struct):
-    """What is read of a whole answer."""
+    """The parts of a non-streaming response that the router reads."""
 
     usage: dict[str, Any] | None = None
 
@@ -79,7 +79,7 @@ _whole = msgspec.json.Decoder(_Whole)
 
 
 class Relay:
-    """One request for text."""
+    """Relays one request for text."""
 
     def __init__(self, site: Site, scope: Scope) -> None:
         self._site, self._scope = site, scope
@@ -87,20 +87,20 @@ class Relay:
         self._arrived = site.servers.clock()
         self._tried: set[str] = set()
         self._deaths = 0
-        self._patience_end = 0.0  # set when a server was lost
-        self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None  # the last server that was busy
-        self._answer: Answer | None = None  # what is being read
-        self._left = False  # the client has
-        self._begun = False  # the status went out
+        self._patience_end = 0.0  # set when a server is lost
+        self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None  # of the last busy server
+        self._answer: Answer | None = None  # the one being read
+        self._left = False  # the client has disconnected
+        self._begun = False  # the status has been sent
         self._position = StreamPosition()
         self._continues: Continuation | None = None
         self._seed: dict[str, object] = {}
 
     async def run(self, receive: Receive, send: Send) -> None:
-        """Answer.
+        """Relay the request and its response.
 
         Raises:
-            ApiError: nothing has been sent yet. ClientDisconnect: the client is gone.
+            ApiError: the request failed, and nothing has been sent yet. ClientDisconnect: the client is gone.
         """
         self._receive, self._send = receive, send
         prompt = await self._read()
@@ -124,7 +124,7 @@ class Relay:
             check_media_type(request.headers.getlist("content-type"))
             body = await read_body(request, config.max_body_bytes, fits)
             self._key = self._site.key_for(scope)
-            # A large one in a thread, so that everybody else's tokens get their turns meanwhile.
+            # A large body is parsed in a thread, so that it does not delay the tokens of other requests.
             large = len(body) > SMALL_BODY_BYTES
             prompt = await asyncio.to_thread(read_prompt, body, self._key) if large else read_prompt(body, self._key)
         if prompt.streams and not prompt.seeded:
@@ -133,7 +133,7 @@ class Relay:
         return prompt
 
     def _on_left(self, done: asyncio.Future[Any]) -> None:
-        """The client has gone, or the answer has ended."""
+        """The client has disconnected, or the response is complete."""
         if not done.cancelled():
             self._left = True
             if self._answer is not None:
@@ -142,7 +142,7 @@ class Relay:
     # -- sending -------------------------------------------------------------------------------------------
 
     async def _serve(self, prompt: Prompt) -> None:
-        """Try one server after the other, until one has answered."""
+        """Try one server after another until one has answered."""
         while True:
             choice = await self._choose(prompt)
             if choice is None:
@@ -158,7 +158,7 @@ class Relay:
                 self._lost(server, error)
 
     async def _choose(self, prompt: Prompt) -> Choice | None:
-        """A server; None: there is none, and the last one's refusal was passed on."""
+        """Choose a server; None if there is none left, in which case the last refusal has been sent to the client."""
         servers = self._site.servers
         while True:
             choice = servers.choose(prompt, self._tried, goes_on=self._begun)
@@ -173,16 +173,16 @@ class Relay:
                     raise _unknown_model(servers.by_name.values())
                 if not self._patience_end or time.monotonic() >= self._patience_end:
                     raise nobody()
-            self._tried.clear()  # who died may be back
+            self._tried.clear()  # servers that died may be back
             await servers.wait_for_change(0.25)
             if self._left:
                 raise ClientDisconnect
 
     def _lost(self, server: Server, error: UpstreamError) -> None:
-        """A server went away; what is to be done next.
+        """Decide how to continue after losing a server.
 
         Raises:
-            ApiError: the request cannot go on.
+            ApiError: the request cannot continue.
         """
         self._site.servers.failed(server, str(error))
         self._tried.add(server.name)
@@ -198,10 +198,10 @@ class Relay:
             self._continues = self._position.follow()
 
     async def _attempt(self, prompt: Prompt, choice: Choice) -> bool:
-        """Whether the server has answered; else it was busy, and its refusal is kept.
+        """Send the request to a server. False if it was busy; its refusal is kept.
 
         Raises:
-            UpstreamError: it went away.
+            UpstreamError: the server went away.
         """
         server, servers = choice.server, self._site.servers
         sending = Sending(
@@ -243,11 +243,11 @@ class Relay:
             choice.engine.load.ended(choice.missing, sending.begun)
 
     def _resumes(self, server: Server) -> bool:
-        """Whether what is lost of this server's stream can come from another one."""
+        """Whether another server can resume this server's stream."""
         return server.is_quire and self._scope["path"] in RESUMABLE_PATHS
 
     def _request(self, prompt: Prompt, choice: Choice) -> bytes:
-        """The bytes for a server: those of the client, and what makes the answer the same elsewhere."""
+        """The request to forward: the client's, plus fields that make the response reproducible on another server."""
         server, fields = choice.server, {}
         if server.is_quire and prompt.streams:
             fields = self._seed
@@ -278,7 +278,7 @@ class Relay:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _pass_on(self, answer: Answer, prompt: Prompt, sending: Sending) -> None:
-        """An answer that is no stream: whole, unless it is very large."""
+        """Pass on a response that is not a stream: in one piece, unless it is very large."""
         self._expect_first_token(sending)
         body = await _collected(answer, WHOLE_BYTES)
         if answer.status == 200:
@@ -292,12 +292,12 @@ class Relay:
         await self._send({"type": "http.response.body", "body": b""})
 
     def _expect_first_token(self, sending: Sending) -> None:
-        """A whole answer does not show when its first token came: about when it was to."""
+        """A non-streaming response does not show when its first token came, so that time is estimated."""
         loop, seconds = asyncio.get_running_loop(), sending.choice.decision.chosen.seconds
         sending.timer = loop.call_later(seconds, self._site.begun_unseen, sending)
 
     def _learn(self, prompt: Prompt, body: bytes) -> None:
-        """How many tokens the prompt had."""
+        """Learn from usage how many tokens the prompt had."""
         with contextlib.suppress(msgspec.DecodeError):
             usage = _whole.decode(body).usage or {}
             if isinstance(usage.get("prompt_tokens"), int):
@@ -307,14 +307,14 @@ class Relay:
                 self._summary.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
     def _learn_from_headers(self, prompt: Prompt, headers: list[tuple[bytes, bytes]]) -> None:
-        """How many tokens the prompt of a stream has, where its server says so."""
+        """Learn how many tokens the prompt of a stream has, if the server's headers say so."""
         told = next((value for name, value in headers if name == _PROMPT_TOKENS), b"")
         if told.isdigit() and len(told) < 12:
             self._summary.prompt_tokens = int(told)
             self._site.servers.learn_size(prompt.size, int(told))
 
     async def _stream(self, answer: Answer, sending: Sending) -> None:
-        """Pass events on as they come, whole ones, so that an error can still follow."""
+        """Pass on events as they come. Only whole events are sent, so that an error event can still follow."""
         server = sending.choice.server
         if not self._begun:
             await self._start(200, [header for header in answer.headers if header[0] not in _HOP])
@@ -332,7 +332,7 @@ class Relay:
         await self._send({"type": "http.response.body", "body": b"" if self._resumes(server) else rest})
 
     async def _events(self, data: bytes) -> None:
-        """Whole events of a Quire server; of a stream that goes on, what is new of them."""
+        """Whole events from a Quire server; in a resumed stream, only the part that is new to the client."""
         lost = None
         if _ERROR_EVENT in data:
             data, lost = _before_loss(data)
@@ -353,7 +353,7 @@ class Relay:
             self._site.metrics.first_token(self._summary.first_token_seconds)
 
     async def _fail(self, error: Exception) -> None:
-        """Tell the client, in whichever form there is still time for."""
+        """Report an error to the client: as a response if nothing has been sent, otherwise as an event."""
         if isinstance(error, ApiError):
             answer = error
         else:
@@ -376,7 +376,7 @@ def _is_stream(answer: Answer) -> bool:
 
 
 def _whole_events(data: bytes) -> tuple[bytes, bytes]:
-    """What may be passed on: up to the end of the last event, or all of it where that does not come. And the rest."""
+    """Split after the last whole event: what to pass on, and the rest. Without an event's end for long, pass on all."""
     cut = max(data.rfind(EVENT_END) + 2, data.rfind(b"\r\n\r\n") + 4)
     if cut < 4:
         return (data, b"") if len(data) > MOST_EVENT_BYTES else (b"", data)
@@ -384,7 +384,7 @@ def _whole_events(data: bytes) -> tuple[bytes, bytes]:
 
 
 async def _collected(answer: Answer, most: int = WHOLE_BYTES) -> bytes:
-    """The body, up to about this size."""
+    """Read the body, up to about this size."""
     pieces, size = [], 0
     while size < most and (data := await answer.piece()):
         pieces.append(data)
@@ -393,7 +393,7 @@ async def _collected(answer: Answer, most: int = WHOLE_BYTES) -> bytes:
 
 
 def _before_loss(data: bytes) -> tuple[bytes, str | None]:
-    """Events up to one that says that the server leaves, and what it says; or all of them, and None."""
+    """Events before the one that announces the server's shutdown, and its message; or all of them, and None."""
     at = data.index(_ERROR_EVENT)
     with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError, IndexError):
         error = msgspec.json.decode(payloads(data[at:])[0])["error"]
@@ -403,7 +403,7 @@ def _before_loss(data: bytes) -> tuple[bytes, str | None]:
 
 
 def nobody() -> ApiError:
-    """No server is up that could take a request."""
+    """The error when no server is up."""
     message = "no server can take requests now; try again"
     return ApiError(503, message, code="no_server", headers={"retry-after": str(RETRY_RESTARTING)})
 

@@ -1,8 +1,8 @@
-"""A stream that goes on at another server: what the client has already is cut from what that one says.
+"""Resuming a stream on another server: the part that the client already has is cut from the second stream.
 
-A Quire server gives the same request the same tokens, so the same text; only where chunks end differs, as that depends
-on time. So what was sent is counted by choice, in characters, tokens and log-probabilities, and as much is dropped from
-the second stream. Events are read only when this happens, or when many of them have been kept.
+A Quire server generates the same tokens for the same request, and so the same text; only chunk boundaries differ, since
+they depend on timing. So the characters, tokens and log-probabilities sent are counted per choice, and as many are
+dropped from the second stream. Events are parsed only when that happens, or when many of them have accumulated.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 import msgspec
 
 KEPT_BYTES = 64 << 10
-"""Of events that were sent and not counted yet."""
+"""Bytes of events that may accumulate before they are counted."""
 
 DONE = b"[DONE]"
 EVENT_END = b"\n\n"
 
 
 class CannotResumeError(Exception):
-    """The second stream is not the continuation of the first; the text says why, for clients."""
+    """The second stream does not continue the first one; the message says why, for clients."""
 
 
 @dataclass(slots=True)
 class _Choice:
-    """What the client has of a choice."""
+    """How much of a choice the client has."""
 
     begun: bool = False
     ended: bool = False
@@ -35,16 +35,16 @@ class _Choice:
 
 
 def payloads(data: bytes) -> list[bytes]:
-    """What whole events carry; comments have nothing."""
+    """The data of whole events; comments have none."""
     return [event[6:] for event in data.split(EVENT_END) if event.startswith(b"data: ")]
 
 
 class StreamPosition:
-    """How much of a stream has been sent.
+    """How much of a stream has been sent to the client.
 
     Attributes:
-        has_sent: anything at all.
-        has_finished: the last event was among it.
+        has_sent: something has been sent.
+        has_finished: the last event has been sent.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class StreamPosition:
         self._kept: list[bytes] = []
         self._kept_bytes = 0
         self._choices: dict[int, _Choice] = {}
-        self._head: dict[str, Any] = {}  # what all events of the stream have in common
+        self._head: dict[str, Any] = {}  # fields that all events of the stream share
 
     def sent(self, events: bytes) -> None:
-        """Whole events were sent."""
+        """Take note of whole events that were sent."""
         self.has_sent = True
         self._kept.append(events)
         self._kept_bytes += len(events)
@@ -83,13 +83,13 @@ class StreamPosition:
             counted.logprobs += len(_logprobs(choice))
 
     def follow(self) -> Continuation:
-        """For the stream that begins again."""
+        """A `Continuation` that cuts what has been sent from a second stream."""
         self._count()
         return Continuation(self._head, self._choices)
 
 
 class Continuation:
-    """Cuts the beginning from a stream."""
+    """Cuts from a stream the part that has been sent already."""
 
     def __init__(self, head: dict[str, Any], had: dict[int, _Choice]) -> None:
         self._head = head
@@ -97,10 +97,10 @@ class Continuation:
         self._seen: dict[int, _Choice] = {}
 
     def events(self, data: bytes) -> bytes:
-        """What is new to the client of these whole events.
+        """The part of these whole events that is new to the client.
 
         Raises:
-            CannotResumeError: another model or other kernels answer now.
+            CannotResumeError: the second server has another model or other kernels.
         """
         out = []
         for payload in payloads(data):
@@ -113,7 +113,7 @@ class Continuation:
         return b"".join(out)
 
     def _cut(self, event: dict[str, Any]) -> bool:
-        """Whether anything of the event is new; what is not is taken out."""
+        """Remove from the event what the client has; whether anything is left."""
         print_of = self._head.get("system_fingerprint")
         if print_of is not None and event.get("system_fingerprint") != print_of:
             raise CannotResumeError("the server died, and the others compute in another way; try again")
@@ -141,7 +141,7 @@ class Continuation:
         _cut_logprobs(choice, cut)
         seen.characters += len(text)
         seen.logprobs += len(logprobs)
-        if is_opening:  # what a first chunk tells once
+        if is_opening:  # fields of the first chunk only
             for name in ("prompt_token_ids", "prompt_logprobs"):
                 choice.pop(name, None)
             choice.get("delta", {}).pop("role", None)
@@ -163,7 +163,7 @@ def _set_text(choice: dict[str, Any], text: str) -> None:
 
 
 def _logprobs(choice: dict[str, Any]) -> list[Any]:
-    """A chat's list of entries, or a completion's list of tokens."""
+    """The log-probabilities of a chat (a list of entries) or a completion (a list of tokens)."""
     found = choice.get("logprobs") or {}
     return found.get("content") or found.get("tokens") or []
 

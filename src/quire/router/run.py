@@ -1,4 +1,4 @@
-"""A router's process: it listens, looks at its servers and for others, and drains when it is told to leave."""
+"""A router's process: it listens, checks its servers, discovers new ones, and drains before it exits."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 LAST_WORDS_SECONDS = 4.0
-"""How long requests have to send their last events when a drain's time is over."""
+"""How long requests have to send their last events after the drain timeout."""
 
 
 def make_site(config: RouterConfig) -> Site:
-    """The parts of a router, with the servers that were given."""
+    """Make a router's shared state, with the servers that were configured."""
     key = config.server_key or (config.api_key[0] if config.api_key else "")
     servers = Servers(config.policy, key, cacert=config.cacert)
     for url in filter(is_server, config.server):
@@ -51,10 +51,10 @@ class Router:
         self._hurry = asyncio.Event()
 
     async def run(self) -> int:
-        """Serve until a signal ends it; the exit code.
+        """Serve until a signal ends it; returns the exit code.
 
         Raises:
-            ConfigError: where servers are to be found is not valid.
+            ConfigError: a source of servers is not valid.
         """
         self._site = site = make_site(self._config)
         tasks: list[asyncio.Task[None]] = []
@@ -74,7 +74,7 @@ class Router:
                 await asyncio.to_thread(site.traces.close)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """The first one drains, the second ends what runs."""
+        """The first signal drains, the second one ends running requests."""
         if self._site.draining:
             self._hurry.set()
             return
@@ -86,7 +86,7 @@ class Router:
 
 
 async def leave(http: HttpServer, site: Site, seconds: float, hurry: asyncio.Event) -> None:
-    """Let what runs come to its end, then end what is left, then stop serving."""
+    """Wait for running requests, up to the drain timeout; end the rest; then stop serving."""
     while not http.started:
         await asyncio.sleep(POLL_SECONDS)
     http.stop_listening()

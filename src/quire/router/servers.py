@@ -1,8 +1,8 @@
-"""The servers behind a router: which there are, how they do, what each is given, and which one a request goes to.
+"""The servers behind a router: their health, their load, and which one a request is sent to.
 
-Each server is looked at every second, and left alone for a growing while when it fails. Before requests go to it, and
-again whenever it was away, it must show that it speaks OpenAI's interface, takes the router's key, and serves the model
-that others serve under the same name.
+Each server is checked every second, with exponential backoff after failures. Before it gets requests, and again when it
+was down, it must show that it has an OpenAI-compatible API, accepts the router's key, and serves the same model as
+other servers under the same name.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ from quire.router.upstream import Address, Upstream, UpstreamError
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
-"""Between two looks at a server that is well."""
+"""How often a healthy server is checked."""
 PATIENCE_SECONDS = 5.0
-"""A server that does not answer a look within this time has failed; what is under way there goes on elsewhere."""
+"""A server that does not answer a check within this time has failed; its requests continue elsewhere."""
 FIRST_BACKOFF, MAX_BACKOFF = 0.5, 30.0
 WELL_SECONDS = 60.0
-"""After so long without a failure, earlier ones are forgotten."""
+"""After this long without a failure, the backoff starts over."""
 BYTES_PER_TOKEN = 4.0
-"""Until answers have told better."""
+"""Assumed until responses have shown the real ratio."""
 FETCH_TOKENS_PER_SECOND = 100_000.0
 FETCH_SECONDS = 0.02
-"""What handing a prompt's blocks from a prefill server to another one takes: a rate, and a beginning. Rough, as long as
-servers do not tell: it decides between computing and fetching, which differ by far."""
+"""Cost of transferring a prompt's blocks from a prefill server: a rate, and a fixed latency. A rough estimate suffices,
+since it decides between computing and fetching, which differ by far."""
 
 FORGET_SECONDS = 60.0
-"""A server that had joined, is away, and has not said for so long that it is there, has left."""
+"""A server that joined by itself is removed if it is down and has not renewed its registration for this long."""
 
 ON_DECODE = 4.0
-"""Where there are prefill servers, a second in which another one computes a prompt counts for so many: all streams
-there wait meanwhile, and it was set up so that they need not."""
+"""With prefill servers, a second of prefill on another server is weighted by this factor: it delays all streams there,
+which prefill servers are meant to prevent."""
 
 State = Literal["new", "up", "down", "loading", "refused"]
 Role = Literal["serve", "prefill"]
 Origin = str
-"""Who has named it: "given" (an option), "joined" (itself), "file", or the URL of a DNS name."""
+"""How the router learned of a server: "given" (an option), "joined" (by itself), "file", or a source's URL."""
 
 
 _KV = "num_blocks", "block_size", "held_blocks", "cached_blocks", "prompt_tokens", "cached_tokens", "kv_tiers"
-"""What a Quire server tells of its KV, for people."""
+"""What a Quire server reports about its KV cache, for display."""
 
 
 class Engine:
-    """What computes: most servers have one, a Quire server has one a replica. Requests are placed on engines.
+    """An engine of a server: most servers have one, a Quire server has one per replica. Requests are placed on engines.
 
     Attributes:
-        name: its server's; of several replicas, with the number.
-        number: of the replica; None: the server has but one engine.
-        boot: which engine it is, as far as it tells.
-        is_up: False: the server says that it is away.
-        load: what this router has sent there. others: requests there that came on other ways, as far as it tells.
+        name: the server's name, with the replica's number if there are several.
+        number: the replica's number; None if the server has only one engine.
+        boot: identifies the running engine (another one after a restart), if the server reports it.
+        is_up: False if the server reports that it is down.
+        load: what this router has sent there. others: requests from elsewhere, if the server reports them.
     """
 
     def __init__(self, server: str, number: int | None = None) -> None:
@@ -77,10 +77,10 @@ class Engine:
         self.others = 0
 
     def take(self, told: dict[str, Any]) -> None:
-        """What its server says of it."""
+        """Take in what the server reports about it."""
         self.is_up = told.get("up", True)
         if "engine" in told and told["engine"] is None:
-            return  # it is in a long step, and has said nothing: what it said before counts
+            return  # it is in a long step and has reported nothing new; its last report still counts
         self.boot = told.get("engine") or self.boot
         self.load.tell(told.get("prefill_tokens_per_second"))
         own = self.load.running + self.load.waiting
@@ -92,13 +92,13 @@ class Server:
 
     Attributes:
         name: host and port.
-        state: "refused": it answers, and must not be used; `reason` says why.
+        state: "refused" means that it answers but must not be used; `reason` says why.
         draining: it gets no new requests.
-        failures: in a row, more or less: see `WELL_SECONDS`.
+        failures: recent consecutive failures; reset after `WELL_SECONDS`.
         engines: at least one.
-        models: by name, what tells a model from another one of the same name.
-        told: of a Quire server, its last answer to `/load`.
-        tells_prompts: it says what it has cached, or was not asked yet.
+        models: by name, what distinguishes a model from others of the same name.
+        told: a Quire server's last answer to `/load`.
+        tells_prompts: it reports what it has cached, or has not been asked yet.
         num_requests, num_failures: since the router started.
     """
 
@@ -109,7 +109,7 @@ class Server:
         self.upstream = Upstream(self.address, cacert)
         self.engines = [Engine(self.name)]
         self.state: State = "new"
-        self.reason = "not looked at yet"
+        self.reason = "not checked yet"
         self.draining = False
         self.failures = 0
         self.failed_at = 0.0
@@ -119,8 +119,8 @@ class Server:
         self.told: dict[str, Any] = {}
         self.tells_prompts = True
         self.num_requests = self.num_failures = 0
-        self.heard_at = 0.0  # when it was named, or joined, last
-        self.wake = asyncio.Event()  # look at it now
+        self.heard_at = 0.0  # when it was last listed, or last registered
+        self.wake = asyncio.Event()  # check it now
 
     @property
     def is_up(self) -> bool:
@@ -128,22 +128,22 @@ class Server:
 
     @property
     def waiting(self) -> int:
-        """Requests that this router has sent there, without a first token."""
+        """Requests that this router has sent there and that wait for their first token."""
         return sum(one.load.waiting for one in self.engines)
 
     @property
     def running(self) -> int:
-        """Those that have one."""
+        """Requests that this router has sent there and that have a first token."""
         return sum(one.load.running for one in self.engines)
 
     @property
     def queued(self) -> int:
-        """Prompt tokens of those that have none."""
+        """Prompt tokens of the waiting requests."""
         return sum(one.load.queued for one in self.engines)
 
     @property
     def rate(self) -> float:
-        """Prompt tokens a second, of all engines that have shown theirs."""
+        """Prompt tokens per second, summed over the engines whose rate is known."""
         return sum(one.load.shown or 0.0 for one in self.engines)
 
     def described(self, now: float, blocks: int) -> dict[str, Any]:
@@ -171,10 +171,10 @@ class Server:
 
 
 class Servers:
-    """All servers. To be used from one loop.
+    """All servers. To be used from one event loop.
 
     Args:
-        key: what the router itself shows the servers; "" none.
+        key: the API key that the router itself sends to the servers; "" for none.
         cacert: see `quire.tls.client_context`.
     """
 
@@ -195,16 +195,16 @@ class Servers:
         self._looking: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
 
-    # -- who is there --------------------------------------------------------------------------------------
+    # -- membership --------------------------------------------------------------------------------------
 
     def add(self, url: str, role: Role = "serve", origin: Origin = "given") -> Server:
-        """A server joins; one that is there already stays as it is, unless its role has changed.
+        """Add a server; one that is known already stays as it is, unless its role has changed.
 
         Raises:
-            ValueError: this is no URL of a server, or one that may not join by itself.
+            ValueError: this is not a server's URL, or one that may not join by itself.
         """
         address = Address(url)
-        if origin == "joined" and address.uds is not None:  # what else listens on this machine is none of its business
+        if origin == "joined" and address.uds is not None:  # remote servers must not make it connect to local sockets
             raise ValueError(f"{url!r} is a Unix socket, and servers join from a port; give the router its --server")
         name = address.name
         found = self.by_name.get(name)
@@ -220,7 +220,7 @@ class Servers:
         return server
 
     def remove(self, name: str) -> None:
-        """A server leaves: nothing more goes there; what is under way there may end."""
+        """Remove a server: it gets no new requests, and those running there may finish."""
         server = self.by_name.pop(name)
         self._looking.pop(name).cancel()
         self._forget(server)
@@ -228,20 +228,20 @@ class Servers:
         event(logger, "server_removed", f"server {name} was removed", server=name)
 
     def _forget(self, server: Server) -> None:
-        """It is gone, or may have lost what it had."""
+        """Forget what the server had cached: it is gone, or may have lost it."""
         for engine in server.engines:
             self.knowledge.forget(engine.name)
 
     def chunks(self, server: Server) -> int:
-        """Of prompts, that its engines are known to have."""
+        """Number of prompt chunks that its engines are known to have cached."""
         return sum(self.knowledge.count(engine.name) for engine in server.engines)
 
     def held(self, server: Server, hashes: Sequence[bytes]) -> int:
-        """Tokens of a prompt that are cached there, in the engine that has most of it."""
+        """Tokens of a prompt that are cached there, on the engine that has the most of it."""
         return self.tokens_of(CHUNK_BYTES * max(self.knowledge.held(one.name, hashes) for one in server.engines))
 
     def set_listed(self, listed: dict[str, Role], origin: Origin) -> None:
-        """These, by URL, are the servers of one origin: those of it that are not listed any more leave."""
+        """Set the servers of one origin, by URL: new ones are added, and those no longer listed are removed."""
         names = {self.add(url, role, origin).name for url, role in listed.items()}
         for name, server in list(self.by_name.items()):
             if server.origin == origin and name not in names:
@@ -258,11 +258,11 @@ class Servers:
     # -- choosing ------------------------------------------------------------------------------------------
 
     def choose(self, prompt: Prompt, avoid: Collection[str] = (), goes_on: bool = False) -> Choice | None:
-        """Where a request goes; None: nobody can take it now.
+        """Choose a server for a request; None if none can take it now.
 
         Args:
             avoid: servers that have been tried.
-            goes_on: its stream has begun elsewhere, so only a Quire server can take it.
+            goes_on: its stream has begun on another server, so only a Quire server can resume it.
         """
         able = [
             one
@@ -272,11 +272,11 @@ class Servers:
             and (prompt.model is None or prompt.model in one.models)
             and (one.is_quire or not goes_on)
         ]
-        plain = [one for one in able if one.role == "serve"] or able  # a prefill server can serve where none is left
+        plain = [one for one in able if one.role == "serve"] or able  # a prefill server can serve if no other is left
         prefill = [] if prompt.moved or plain is able else [one for one in able if one.role == "prefill"]
         tokens = self.tokens_of(prompt.size)
         sources = self._candidates(_engines(prefill), prompt, tokens)
-        source = self._sources.choose(tokens, b"", sources)  # who would have the prompt first
+        source = self._sources.choose(tokens, b"", sources)  # the one that would have the prompt first
         places = _engines(plain)
         candidates = self._candidates(places, prompt, tokens, source)
         decision = self._chooser.choose(tokens, prompt.hashes[0], candidates)
@@ -291,7 +291,7 @@ class Servers:
     def _candidates(
         self, places: Sequence[tuple[Server, Engine]], prompt: Prompt, tokens: int, source: Decision | None = None
     ) -> list[Candidate]:
-        """Engines of one role, as a prompt of so many tokens sees them. `source`: who else could compute it."""
+        """The engines of some servers as candidates for a prompt. `source`: a prefill server that could compute it."""
         now, common, found = self.clock(), common_rate(engine.load for _, engine in places), []
         for server, engine in places:
             load, fetch = engine.load, 0.0
@@ -315,35 +315,35 @@ class Servers:
         return found
 
     def tokens_of(self, size: int) -> int:
-        """About how many tokens so many bytes of a prompt are."""
+        """The estimated number of tokens of a prompt of this many bytes."""
         return int(size / self.bytes_per_token)
 
     def learn_size(self, size: int, tokens: int) -> None:
-        """A prompt of so many bytes had so many tokens."""
+        """Learn that a prompt of this many bytes had this many tokens."""
         if tokens >= 8:
             self.bytes_per_token += 0.05 * (min(64.0, max(0.25, size / tokens)) - self.bytes_per_token)
 
     def has_model(self, model: str | None) -> bool:
-        """Whether any server, also one that is away just now, serves this model, or none has told yet."""
+        """Whether any server, even one that is down, serves this model; True while no server's models are known."""
         known = [one for one in self.by_name.values() if one.models]
         return model is None or not known or any(model in one.models for one in known)
 
     @property
     def has_new(self) -> bool:
-        """Whether any server was not looked at yet: until then, it cannot be said that none takes a request. A look
-        ends within `PATIENCE_SECONDS` a question.
+        """Whether any server has not been checked yet: until then it is not known whether one takes a request. A check
+        takes at most `PATIENCE_SECONDS` per HTTP request.
         """
         return any(one.state == "new" for one in self.by_name.values())
 
     async def wait_for_change(self, seconds: float) -> None:
-        """Until a server's state has changed, or so long."""
+        """Wait until a server's state has changed, for at most this many seconds."""
         self._changed.clear()
         await _wait(self._changed, seconds)
 
-    # -- how they do ---------------------------------------------------------------------------------------
+    # -- health ---------------------------------------------------------------------------------------
 
     def failed(self, server: Server, reason: str) -> None:
-        """It could not be reached, or broke off: it is left alone, twice as long each time."""
+        """A server could not be reached, or its response broke off; the backoff doubles each time."""
         now = self.clock()
         if now - server.failed_at > WELL_SECONDS:
             server.failures = 0
@@ -351,7 +351,7 @@ class Servers:
             server.num_failures += 1
         wait = min(MAX_BACKOFF, FIRST_BACKOFF * 2.0**server.failures)
         server.failures, server.failed_at, server.retry_at = min(server.failures + 1, 16), now, now + wait
-        if not server.is_quire:  # it may have lost what it had; a Quire server tells
+        if not server.is_quire:  # its cache may be lost; a Quire server reports that itself
             self._forget(server)
         self._set_state(server, "down", reason)
         server.wake.set()
@@ -365,15 +365,15 @@ class Servers:
         server.state, server.reason = state, reason
 
     async def _look_after(self, server: Server) -> None:
-        """Look at it again and again."""
+        """Check a server periodically."""
         while True:
             try:
                 await self._look_at(server)
             except UpstreamError as error:
                 self.failed(server, str(error))
-                if server.is_quire:  # what waits there goes on elsewhere
+                if server.is_quire:  # its requests continue elsewhere
                     server.upstream.break_off()
-            except Exception as error:  # whatever it answers, the others go on
+            except Exception as error:  # whatever it answers, the other servers must not be affected
                 event(
                     logger,
                     "look_failed",
@@ -388,7 +388,7 @@ class Servers:
             await self._pause(server)
 
     async def _pause(self, server: Server) -> None:
-        """Until the next look; one that fails meanwhile changes when that is."""
+        """Wait until the next check; a failure in the meantime changes when that is."""
         end = self.clock() + LOOK_SECONDS
         while (left := (server.retry_at if server.state == "down" else end) - self.clock()) > 0:
             server.wake.clear()
@@ -401,7 +401,7 @@ class Servers:
             self._set_state(server, "refused", _wrong_key(status, bool(self._headers)))
             return
         if status == 503:
-            self._set_state(server, "loading", "it takes no requests yet, or no more")
+            self._set_state(server, "loading", "it does not accept requests now")
             return
         models = _models(body) if status == 200 else None
         if models is None:
@@ -427,7 +427,7 @@ class Servers:
         self._set_state(server, "up", "")
 
     def _take_load(self, server: Server, told: dict[str, Any]) -> None:
-        """What a Quire server says of itself."""
+        """Take in a Quire server's report about itself."""
         server.told = told
         documents = told.get("engines") or [{}]
         if len(documents) != len(server.engines):
@@ -438,15 +438,15 @@ class Servers:
             before = engine.boot
             engine.take(document)
             if engine.boot != before:
-                self.knowledge.forget(engine.name)  # another engine: its cache is empty
+                self.knowledge.forget(engine.name)  # a new engine: its cache is empty
                 server.tells_prompts = True
             size = (document.get("num_blocks") or 0) * (told.get("block_size") or 0)
             if size and self.knowledge.expects(engine.name) < 0:
                 self.knowledge.resize(engine.name, int(size * self.bytes_per_token / CHUNK_BYTES))
 
     async def _hear(self, server: Server) -> None:
-        """What has come into its cache and gone out of it since the last look. A server that does not tell is known by
-        what was sent there.
+        """Learn what its cache has gained and lost since the last check. For a server that does not report this, the
+        router goes by what it has sent there.
         """
         if not server.tells_prompts:
             return
@@ -456,7 +456,7 @@ class Servers:
         server.tells_prompts = status != 404
         if status != 200:
             return
-        told = await asyncio.to_thread(_read_prompts, body, since)  # it may be long
+        told = await asyncio.to_thread(_read_prompts, body, since)  # the document may be large
         for engine, news in zip(server.engines, told, strict=True):
             if news is None:
                 continue
@@ -466,7 +466,7 @@ class Servers:
                 self.knowledge.hear(engine.name, news.boot, news.events)
 
     def _conflict(self, server: Server, models: dict[str, dict[str, Any]]) -> str | None:
-        """Another server that serves another model under one of these names."""
+        """Find a server that serves a different model under one of these names."""
         for other in self.by_name.values():
             if other is server or not other.models or other.state == "refused":
                 continue
@@ -481,8 +481,8 @@ class Servers:
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Where a request goes: a server and which of its engines, why, the prompt's tokens as estimated, and the server
-    that computes it if that is another one."""
+    """Where a request goes: a server and which of its engines, why, the estimated number of prompt tokens, and the
+    server that computes the prompt if that is another one."""
 
     server: Server
     engine: Engine
@@ -492,11 +492,11 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def missing(self) -> int:
-        """Tokens that are to be computed on the server."""
+        """Prompt tokens that the server must compute."""
         return max(1, self.tokens - self.decision.chosen.held) if self.prefill is None else 1
 
     def described(self) -> str:
-        """For the log: the costs of each server."""
+        """The choice and each server's cost, for the log."""
         pair = f" with {self.prefill.name}" if self.prefill is not None else ""
         return f"to {self.engine.name}{pair}: " + "; ".join(map(str, self.decision.costs))
 
@@ -506,10 +506,10 @@ def _engines(servers: Iterable[Server]) -> list[tuple[Server, Engine]]:
 
 
 def _read_prompts(body: bytes, since: Sequence[int]) -> list[News | None]:
-    """What each engine tells of its cache; None: it does not answer.
+    """What each engine reports about its cache; None for one that does not answer.
 
     Raises:
-        ValueError: this is no such document.
+        ValueError: this is not such a document.
     """
     try:
         documents = msgspec.json.decode(body)["engines"]
@@ -519,14 +519,14 @@ def _read_prompts(body: bytes, since: Sequence[int]) -> list[News | None]:
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Until the event, or so long. Not `wait_for`: in Python 3.11 that may swallow the end of its task."""
+    """Wait for the event, at most this long. Not by `wait_for`: in Python 3.11 it may swallow a cancellation."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
 
 
 def _identity(card: dict[str, Any]) -> str:
-    """What tells a model from others of its name: a Quire server's checkpoint, or the name of another one's folder."""
+    """What distinguishes a model from others of its name: a Quire server's checkpoint, or another server's `root`."""
     if card.get("checkpoint"):
         return f"checkpoint {str(card['checkpoint'])[:12]}"
     root = card.get("root")
@@ -543,7 +543,7 @@ def _wrong_key(status: int, has_key: bool) -> str:
 
 
 def _models(body: bytes) -> dict[str, dict[str, Any]] | None:
-    """The models that an answer of `/v1/models` lists; None if it is none."""
+    """The models in a response of `/v1/models`; None if it is not a list of models."""
     try:
         listed = msgspec.json.decode(body)
         cards: Iterable[Any] = listed["data"]

@@ -1,4 +1,4 @@
-"""What the routes of a router share: it is made once and passed."""
+"""The state that a router's routes share; made once and passed to them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from quire.server.traces import Traces
 
 KEPT_SENDINGS = 100
-"""Of the last requests, where each went, why, and when, for the page."""
+"""How many recent requests are kept for the page: where each went, why, and when."""
 
 KEPT_NAMES = 1024
-"""Of the prompt of each."""
+"""How many chunk names of each one's prompt are kept."""
 
 
 @dataclass(slots=True)
 class Sending:
-    """A request at one server: its place in the server's load. Times are seconds of the router's clock.
+    """One request on one server: its share of the server's load. Times are seconds of the router's clock.
 
     Attributes:
-        again: its stream goes on there.
-        names: of its prompt, the first ones; see `fleet/prompt.py`.
-        arrived: when the request came to the router. sent: when it was sent. first: when the first bytes of the answer
-            came; None: not yet. ended: when the answer had passed, or had broken off; None: not yet.
-        lost: why it broke off.
-        begun: the server's load has been told of the first token.
+        again: its stream is resumed there.
+        names: of the first chunks of its prompt; see `fleet/prompt.py`.
+        arrived: when the request reached the router. sent: when it was sent to the server. first: when the first bytes
+            of the response came, or None. ended: when the response was complete or broke off, or None.
+        lost: why the response broke off.
+        begun: the first token has been counted in the server's load.
     """
 
     request: str
@@ -54,12 +54,12 @@ class Sending:
 
 @dataclass(slots=True)
 class Site:
-    """The parts of a router.
+    """A router's shared state.
 
     Attributes:
-        traces: where requests are traced; None: nowhere.
-        stopping: set when a drain's time is over.
-        draining: no new requests are taken.
+        traces: where requests are traced; None if they are not.
+        stopping: set when the drain timeout is over.
+        draining: no new requests are accepted.
     """
 
     config: RouterConfig
@@ -77,17 +77,17 @@ class Site:
 
     @property
     def server(self) -> RouterConfig:
-        """The options, as what is around the routes of a server and of a router asks for them."""
+        """The options, under the name that the middleware shared with servers expects."""
         return self.config
 
     def key_for(self, scope: Mapping[str, Any]) -> bytes:
-        """The `Authorization` header for the servers: their key, or what the client sent."""
+        """The `Authorization` header for the servers: the configured key, or else the client's header."""
         if self.config.server_key is not None:
             return b"Bearer " + self.config.server_key.encode()
         return next(iter(authorization_of(scope)), b"")
 
     def routed(self, summary: RequestSummary, sending: Sending) -> None:
-        """A request goes to a server."""
+        """Record that a request is sent to a server."""
         self.metrics.routed(sending.again)
         self.sendings.append(sending)
         if self.config.log_requests:
@@ -95,7 +95,7 @@ class Site:
             summary.route = more + sending.choice.described()
 
     def begun_unseen(self, sending: Sending) -> None:
-        """The first token of a whole answer is there, as far as one can tell."""
+        """Count the first token of a non-streaming response, whose time is estimated."""
         if not sending.begun:
             sending.begun = True
             load = sending.choice.engine.load

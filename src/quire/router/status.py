@@ -1,4 +1,4 @@
-"""What a router's page shows, as documents: servers, where requests went and why, who holds what, a request's life."""
+"""The JSON behind the router's page: servers, where requests went and why, what is cached where, request timelines."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from quire.router.site import Sending, Site
 from quire.router.upstream import UpstreamError
 
 MAX_PROMPTS = 20
-"""Rows of the pool map: beginnings of prompts, those that were asked last first."""
+"""Rows of the cache map: beginnings of prompts, most recent first."""
 
 MAX_COLUMNS = 32
-"""Its columns: servers."""
+"""Columns of the cache map: servers."""
 
 ANSWER_SECONDS = 2.0
-"""For what a server knows of a request."""
+"""Timeout for asking a server about a request."""
 
 
 def status_document(site: Site) -> dict[str, Any]:
-    """How everything stands."""
+    """The state of the router, its servers and recent requests."""
     servers, now = site.servers, site.servers.clock()
     return {
         "version": __version__,
@@ -66,7 +66,8 @@ def _sending(one: Sending, now: float) -> dict[str, Any]:
 
 
 def _pool(site: Site) -> list[dict[str, Any]]:
-    """Of the last prompts that began differently: how often it came, was found, and how much each server holds."""
+    """The cache map: for each recent distinct prompt prefix, how often it came, how often it was cached, and how much
+    of it each server has."""
     servers = site.servers
     alike: dict[bytes, list[Sending]] = {}
     for one in reversed(site.sendings):
@@ -90,10 +91,10 @@ def _pool(site: Site) -> list[dict[str, Any]]:
 
 
 async def life_of(site: Site, request: str, key: bytes) -> dict[str, Any] | None:
-    """A request's stays at servers, in their order, with what each server says of its own; None: it is not remembered.
+    """A request's time on each server it was sent to, in order, with each server's own report; None if it is unknown.
 
-    Seconds count from the request's arrival at the router. A server's clock is another one: what it tells is laid
-    where the router sent the request.
+    Seconds count from the request's arrival at the router. Servers have other clocks, so their times are placed
+    relative to when the router sent the request.
 
     Args:
         key: the `Authorization` header for the servers.
@@ -122,7 +123,7 @@ async def life_of(site: Site, request: str, key: bytes) -> dict[str, Any] | None
 
 
 async def _told(server: Server, request: str, key: bytes) -> list[Any]:
-    """What a Quire server remembers of a request; nothing of others, or where it does not answer."""
+    """What a Quire server remembers about a request; empty for other servers, or if it does not answer."""
     if not server.is_quire or server.state == "down":
         return []
     headers = [(b"authorization", key)] if key else []

@@ -1,8 +1,8 @@
-"""HTTP/1.1 towards a server: connections that are kept, and answers that come piece by piece.
+"""An HTTP/1.1 client for the router: keep-alive connections, and responses read piece by piece.
 
-A general client library costs several times what the rest of a request does here. This one does what the router needs:
-whole requests, answers as the bytes of their bodies, an error as soon as a connection ends, and nothing unread without
-bound.
+A general client library would cost several times as much as the rest of a request here. This one does only what the
+router needs: requests sent whole, response bodies as raw bytes, an error as soon as a connection ends, and bounded
+buffers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from quire.tls import client_context, why_untrusted
 
 CONNECT_SECONDS = 3.0
 UNREAD_BYTES = 256 << 10
-"""Of an answer that nobody has taken yet; then the connection is read no further."""
+"""Unread bytes of a response after which reading from the connection pauses."""
 KEPT_CONNECTIONS = 256
-"""To one server, while nothing is asked of it."""
+"""Idle connections kept open per server."""
 MAX_HEAD_BYTES = 64 << 10
 
 
 class UpstreamError(Exception):
-    """A server cannot be reached, or its answer broke off. `reached`: the request may have come there."""
+    """A server cannot be reached, or its response broke off. `reached`: the request may have arrived there."""
 
     def __init__(self, message: str, *, reached: bool = False) -> None:
         super().__init__(message)
@@ -35,16 +35,16 @@ class UpstreamError(Exception):
 
 
 class Address:
-    """Where a server is.
+    """A server's address.
 
     Args:
-        url: http(s)://HOST[:PORT][/PREFIX], or unix:PATH of a Unix socket.
+        url: http(s)://HOST[:PORT][/PREFIX], or unix:PATH for a Unix socket.
 
     Attributes:
-        uds: the path of its Unix socket; None: it has a host and a port.
+        uds: the path of the Unix socket; None if the server has a host and a port.
 
     Raises:
-        ValueError: it is not such a URL.
+        ValueError: this is not such a URL.
     """
 
     def __init__(self, url: str) -> None:
@@ -64,7 +64,7 @@ class Address:
         self._head = f"{{}} {self.prefix}{{}} HTTP/1.1\r\nhost: {shown}:{self.port}\r\n"
 
     def request(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
-        """A request's bytes."""
+        """A request as bytes."""
         lines = [self._head.format(method, path).encode("latin-1")]
         for name, value in headers:
             lines += (name, b": ", value, b"\r\n")
@@ -73,7 +73,7 @@ class Address:
 
 
 def _socket_path(url: str) -> str | None:
-    """Of unix:PATH, the path; None: it is another URL. Raises ValueError."""
+    """The path in a unix:PATH URL; None for other URLs. Raises ValueError if the path is not absolute."""
     if not url.startswith("unix:"):
         return None
     path = url.removeprefix("unix:")
@@ -83,10 +83,10 @@ def _socket_path(url: str) -> str | None:
 
 
 class Answer(asyncio.Protocol):
-    """A connection, and the answer that comes over it; one at a time.
+    """A connection, and the response that is read from it; one at a time.
 
     Attributes:
-        status: 0 before the head is there. headers: names in small letters.
+        status: 0 until the headers are there. headers: with names in lower case.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -106,34 +106,34 @@ class Answer(asyncio.Protocol):
         self._head_done = self._done = self._stays = self._paused = False
         self._error = ""
 
-    # -- for who asks --------------------------------------------------------------------------------------
+    # -- for the caller --------------------------------------------------------------------------------------
 
     @property
     def is_usable(self) -> bool:
-        """Another request may be sent."""
+        """Whether another request may be sent."""
         return not self._lost and self._transport is not None and not self._transport.is_closing()
 
     def send(self, data: bytes) -> None:
-        """Send a request, and forget the last answer."""
+        """Send a request, discarding the previous response."""
         self._reset()
         if self._transport is not None:
             self._transport.write(data)
 
     async def head(self) -> int:
-        """The status, when it has come.
+        """Wait for the headers; returns the status.
 
         Raises:
-            UpstreamError: the connection ended before.
+            UpstreamError: the connection ended before that.
         """
         while not self._head_done:
             await self._wait()
         return self.status
 
     async def piece(self) -> bytes:
-        """What has come of the body since the last call, at least a byte; b"" at its end.
+        """The part of the body that has come since the last call, at least one byte; b"" at its end.
 
         Raises:
-            UpstreamError: it breaks off here.
+            UpstreamError: the body breaks off here.
         """
         while not self._pieces:
             if self._done:
@@ -149,12 +149,12 @@ class Answer(asyncio.Protocol):
 
     @property
     def was_closed(self) -> bool:
-        """The server has closed the connection before it said anything."""
+        """Whether the server closed the connection before it answered."""
         return self._lost and not self._error and not self._head_bytes
 
     @property
     def has_ended(self) -> bool:
-        """Nothing more comes than what was read already."""
+        """Whether the whole response has been received."""
         return self._done and not self._pieces
 
     async def _wait(self) -> None:
@@ -167,22 +167,22 @@ class Answer(asyncio.Protocol):
             self._news = None
 
     def abort(self) -> None:
-        """Close the connection at once; who waits is told."""
+        """Close the connection at once; a waiting reader gets an error."""
         self._fail("it was given up")
 
     @property
     def can_be_kept(self) -> bool:
-        """The answer is whole, and the connection may carry another one."""
+        """Whether the response is complete and the connection can be used again."""
         return self._done and self._stays and self.is_usable
 
-    # -- the connection's calls ----------------------------------------------------------------------------
+    # -- called by the transport ----------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not derive from it
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
-        if not self._done and self._head_done:  # a body without a length ends so
+        if not self._done and self._head_done:  # a body without a length ends this way
             self._end_by_close()
         self._wake()
 
@@ -211,7 +211,7 @@ class Answer(asyncio.Protocol):
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    # -- the parser's calls --------------------------------------------------------------------------------
+    # -- called by the parser --------------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
@@ -221,7 +221,7 @@ class Answer(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status >= 200:  # others come before the answer
+        if status >= 200:  # 1xx responses come before the final one
             self.status, self._head_done = status, True
         else:
             self.headers.clear()
@@ -235,11 +235,11 @@ class Answer(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._done = self._head_done
-        self._stays = self._parser.should_keep_alive()  # afterwards it does not know any more
+        self._stays = self._parser.should_keep_alive()  # the parser forgets it afterwards
 
 
 class Upstream:
-    """The connections to one server. `cacert`: who vouches for it; see `quire.tls.client_context`."""
+    """The connections to one server. `cacert`: a CA certificate; see `quire.tls.client_context`."""
 
     def __init__(self, address: Address, cacert: str | None = None) -> None:
         self.address = address
@@ -248,12 +248,12 @@ class Upstream:
         self._busy: set[Answer] = set()
 
     async def ask(self, data: bytes) -> Answer:
-        """Send a request; its answer, of which the head is there. Give it back with `release`.
+        """Send a request; returns the response once its headers are there. Give it back with `release`.
 
-        A kept connection that the server has closed meanwhile is no failure: another one is made.
+        If the server has closed an idle connection in the meantime, a new one is opened.
 
         Raises:
-            UpstreamError: there is no connection, or no answer over it.
+            UpstreamError: there is no connection, or no response.
         """
         reached = False
         while self._idle:
@@ -301,7 +301,7 @@ class Upstream:
         return answer
 
     def release(self, answer: Answer) -> None:
-        """An answer is done with; one that was not read to its end is broken off."""
+        """Give back a response; if it was not read to its end, the connection is closed."""
         self._busy.discard(answer)
         if answer.can_be_kept and len(self._idle) < KEPT_CONNECTIONS:
             self._idle.append(answer)
@@ -311,7 +311,7 @@ class Upstream:
     async def fetch(
         self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]] = (), *, body: bytes = b"", seconds: float
     ) -> tuple[int, bytes]:
-        """A small whole answer: its status and body, of at most 4 MiB.
+        """Fetch a small response: its status and body, at most 4 MiB.
 
         Raises:
             UpstreamError: it did not come in time, or broke off.
@@ -333,7 +333,7 @@ class Upstream:
             raise UpstreamError(f"no answer within {seconds:g} s") from None
 
     def break_off(self) -> None:
-        """End whatever is under way: the server is gone, as far as can be seen."""
+        """Abort all requests in progress: the server is assumed to be gone."""
         for answer in [*self._busy, *self._idle]:
             answer.abort()
         self._idle.clear()

@@ -1,6 +1,6 @@
-"""The fields of requests: which there are, what they may be, and which of OpenAI's and vLLM's are not supported.
+"""The fields of requests: names, types and ranges, and which of OpenAI's and vLLM's fields are not supported.
 
-Names and ranges are OpenAI's (types of its Python package 3.52) and vLLM's, where vLLM has the same thing.
+Names and ranges are OpenAI's (from the types of its Python package 3.52), or vLLM's if only vLLM has the field.
 """
 
 from __future__ import annotations
@@ -38,81 +38,94 @@ def _list(items: Schema, most: int, help: str, **more: Any) -> Schema:
 
 TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": limit.MAX_INT32}
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": limit.MAX_STOP_LENGTH}
-_UNSET = "The checkpoint's default if not given, else {}."
+_UNSET = "Default: the checkpoint's, or else {}."
 _PENALTY = limit.MAX_ADDITIVE_PENALTY
 
 SAMPLING: dict[str, Schema] = {
-    "n": _integer(1, limit.MAX_N, "How many choices to make of each prompt.", default=1),
-    "temperature": _number(0, limit.MAX_TEMPERATURE, "0 takes the most likely token. " + _UNSET.format(1)),
+    "n": _integer(1, limit.MAX_N, "Number of choices to generate for each prompt.", default=1),
+    "temperature": _number(0, limit.MAX_TEMPERATURE, "0 is greedy decoding. " + _UNSET.format(1)),
     "top_p": _schema(
         "number",
-        "Sample from the fewest most likely tokens that add up to this. " + _UNSET.format(1),
+        "Sample from the smallest set of most likely tokens whose probabilities add up to this. " + _UNSET.format(1),
         exclusiveMinimum=0,
         maximum=1,
     ),
-    "top_k": _integer(-1, limit.MAX_INT32, "Sample from this many most likely tokens; 0 and -1 are off."),
-    "min_p": _number(0, 1, "Sample from tokens at least this times as likely as the likeliest. " + _UNSET.format(0)),
-    "presence_penalty": _number(-_PENALTY, _PENALTY, "Against tokens that are in the output.", default=0),
-    "frequency_penalty": _number(-_PENALTY, _PENALTY, "The same, once for every time they are in it.", default=0),
-    "repetition_penalty": _number(
-        limit.MIN_REPETITION_PENALTY, limit.MAX_REPETITION_PENALTY, "Against tokens of prompt and output; 1 is off."
+    "top_k": _integer(-1, limit.MAX_INT32, "Sample from this many of the most likely tokens; 0 and -1 turn it off."),
+    "min_p": _number(
+        0, 1, "Sample from tokens with at least this fraction of the top token's probability. " + _UNSET.format(0)
     ),
-    "seed": _integer(-limit.MAX_INT64 - 1, limit.MAX_INT64, "Same seed, same tokens. Drawn and told if not given."),
+    "presence_penalty": _number(-_PENALTY, _PENALTY, "Penalty for tokens that occur in the output.", default=0),
+    "frequency_penalty": _number(-_PENALTY, _PENALTY, "Penalty per occurrence in the output.", default=0),
+    "repetition_penalty": _number(
+        limit.MIN_REPETITION_PENALTY,
+        limit.MAX_REPETITION_PENALTY,
+        "Penalty for tokens of prompt and output; 1 turns it off.",
+    ),
+    "seed": _integer(
+        -limit.MAX_INT64 - 1,
+        limit.MAX_INT64,
+        "The same seed gives the same tokens. Default: a random one, which is returned.",
+    ),
     "stop": {
-        "description": f"One or up to {limit.MAX_STOP_STRINGS} strings that end the text.",
+        "description": f"Up to {limit.MAX_STOP_STRINGS} strings at which the text ends.",
         "anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": limit.MAX_STOP_STRINGS}, {"type": "null"}],
     },
-    "stop_token_ids": _list(TOKEN_ID, limit.MAX_STOP_TOKEN_IDS, "Further tokens that end the text."),
-    "include_stop_str_in_output": _flag(False, "Leave the stop string in the text."),
-    "min_tokens": _integer(0, limit.MAX_INT32, "Nothing ends the text before so many tokens.", default=0),
-    "ignore_eos": _flag(False, "The model's own end does not end the text."),
+    "stop_token_ids": _list(TOKEN_ID, limit.MAX_STOP_TOKEN_IDS, "Additional tokens that end the text."),
+    "include_stop_str_in_output": _flag(False, "Keep the stop string in the text."),
+    "min_tokens": _integer(0, limit.MAX_INT32, "The text does not end before this many tokens.", default=0),
+    "ignore_eos": _flag(False, "Do not stop at the model's end-of-sequence tokens."),
     "logit_bias": _schema(
         "object",
         "Added to the logits, by token id.",
         additionalProperties={"type": "number", "minimum": -limit.MAX_LOGIT_BIAS, "maximum": limit.MAX_LOGIT_BIAS},
         maxProperties=limit.MAX_LOGIT_BIAS_ENTRIES,
     ),
-    "allowed_token_ids": _list(TOKEN_ID, limit.MAX_ALLOWED_TOKEN_IDS, "Only these are sampled.", minItems=1),
+    "allowed_token_ids": _list(TOKEN_ID, limit.MAX_ALLOWED_TOKEN_IDS, "Only these tokens are sampled.", minItems=1),
     "bad_words": _list(
         {"type": "string", "minLength": 1, "maxLength": limit.MAX_BAD_WORD_LENGTH},
         limit.MAX_BAD_WORDS,
         "Strings that are never generated.",
     ),
     "prompt_logprobs": _integer(
-        0, limit.MAX_LOGPROBS, "Also return the log-probabilities of the prompt's tokens, and of so many best ones."
+        0, limit.MAX_LOGPROBS, "Also return log-probabilities of the prompt's tokens, and of this many top tokens."
     ),
-    "skip_special_tokens": _flag(True, "Leave special tokens out of the text."),
-    "priority": _integer(-limit.MAX_INT32 - 1, limit.MAX_INT32, "Lower runs first, where the server orders so."),
+    "skip_special_tokens": _flag(True, "Omit special tokens from the text."),
+    "priority": _integer(
+        -limit.MAX_INT32 - 1, limit.MAX_INT32, "Lower values run first, if the server uses priorities."
+    ),
     "cache_salt": _schema(
         "string",
-        "Cached prompts are shared only between requests of the same salt.",
+        "Cached prefixes are shared only between requests with the same salt.",
         minLength=1,
         maxLength=limit.MAX_CACHE_SALT_LENGTH,
     ),
-    "speculate": _flag(True, "Draft tokens for it, where the server does so. It changes speed, never tokens."),
+    "speculate": _flag(True, "Use speculative decoding, if the server does. It changes speed, never tokens."),
     "kv_transfer_params": _schema(
         "object",
-        "Where servers compute prompts for others, as vLLM spells it: do_remote_decode, or what an answer to that has.",
+        "For disaggregated prefill, in vLLM's format: do_remote_decode, or the field of the response to that.",
     ),
     "thinking_token_budget": _integer(
-        -1, limit.MAX_INT32, "Of chats: the answer reasons for so many tokens at most; -1 is no bound."
+        -1, limit.MAX_INT32, "For chats: most reasoning tokens of the reply; -1 means no limit."
     ),
 }
-"""Fields of both routes that go into `SamplingParams` under their own names."""
+"""Fields of completions and chats that are passed to `SamplingParams` under their own names."""
 
-_ANY_SCHEMA: Schema = {"description": "A JSON Schema, or its text.", "type": ["object", "string", "boolean", "null"]}
+_ANY_SCHEMA: Schema = {
+    "description": "A JSON Schema, as an object or text.",
+    "type": ["object", "string", "boolean", "null"],
+}
 _TEXT: Schema = {"type": ["string", "null"], "minLength": 1}
-_CHOICES: Schema = _list({"type": "string", "minLength": 1}, MAX_CHOICES, "The answer is one of these.", minItems=1)
+_CHOICES: Schema = _list({"type": "string", "minLength": 1}, MAX_CHOICES, "The reply is one of these.", minItems=1)
 
 FORMATS: dict[str, Schema] = {
     "response_format": _schema(
         "object",
-        "What the answer must look like: text, any JSON object, JSON that meets a schema, or a structural tag. All of "
-        "it is enforced, or it is refused.",
+        "Required form of the reply: text, any JSON object, JSON that conforms to a schema, or a structural tag. It is "
+        "always enforced; what cannot be enforced is refused.",
         properties={
             "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
-            "format": {"type": "object", "description": "Of a structural tag, as vLLM and XGrammar spell it."},
-            "structures": {"type": "array", "description": "Of a structural tag in its older spelling."},
+            "format": {"type": "object", "description": "For a structural tag, as in vLLM and XGrammar."},
+            "structures": {"type": "array", "description": "For a structural tag in the older format."},
             "triggers": {"type": "array", "items": {"type": "string"}, "description": "The same."},
             "json_schema": {
                 "type": "object",
@@ -121,7 +134,10 @@ FORMATS: dict[str, Schema] = {
                     "name": {"type": "string"},
                     "description": {"type": "string"},
                     "schema": {"type": "object"},
-                    "strict": {"type": ["boolean", "null"], "description": "It is enforced anyway."},
+                    "strict": {
+                        "type": ["boolean", "null"],
+                        "description": "Has no effect; schemas are always enforced.",
+                    },
                 },
             },
         },
@@ -129,73 +145,73 @@ FORMATS: dict[str, Schema] = {
     ),
     "structured_outputs": _schema(
         "object",
-        "The same as vLLM spells it: exactly one of json, regex, choice, grammar, json_object and structural_tag.",
+        "The same in vLLM's format: exactly one of json, regex, choice, grammar, json_object and structural_tag.",
         properties={
             "json": _ANY_SCHEMA,
-            "regex": {**_TEXT, "description": "The whole answer matches it (Rust's syntax, without look-around)."},
+            "regex": {**_TEXT, "description": "The whole reply matches it (Rust's syntax, without look-around)."},
             "choice": _CHOICES,
             "grammar": {**_TEXT, "description": "Lark, or llama.cpp's GBNF."},
             "json_object": {"type": ["boolean", "null"], "description": "Any JSON object."},
             "structural_tag": {
                 "type": ["object", "string", "null"],
-                "description": "Text with tags whose content has a form of its own.",
+                "description": "Text with tags whose content has a required form.",
             },
-            "whitespace_pattern": {**_TEXT, "description": "White space of JSON."},
+            "whitespace_pattern": {**_TEXT, "description": "Regular expression of white space in JSON."},
             "disable_any_whitespace": {"type": "boolean", "description": "JSON without white space."},
         },
     ),
     "guided_json": _ANY_SCHEMA,
-    "guided_regex": {**_TEXT, "description": "structured_outputs.regex, as vLLM spelled it before."},
+    "guided_regex": {**_TEXT, "description": "Former vLLM name of structured_outputs.regex."},
     "guided_choice": _CHOICES,
-    "guided_grammar": {**_TEXT, "description": "structured_outputs.grammar, as vLLM spelled it before."},
-    "guided_whitespace_pattern": {**_TEXT, "description": "structured_outputs.whitespace_pattern, the same."},
-    "ebnf": {**_TEXT, "description": "structured_outputs.grammar, as SGLang spells it."},
-    "grammar": {**_TEXT, "description": "structured_outputs.grammar, as llama.cpp spells it."},
-    "regex": {**_TEXT, "description": "structured_outputs.regex, as SGLang spells it."},
-    "json_schema": {**_ANY_SCHEMA, "description": "structured_outputs.json, as llama.cpp and SGLang spell it."},
+    "guided_grammar": {**_TEXT, "description": "Former vLLM name of structured_outputs.grammar."},
+    "guided_whitespace_pattern": {**_TEXT, "description": "Former vLLM name of structured_outputs.whitespace_pattern."},
+    "ebnf": {**_TEXT, "description": "SGLang's name of structured_outputs.grammar."},
+    "grammar": {**_TEXT, "description": "llama.cpp's name of structured_outputs.grammar."},
+    "regex": {**_TEXT, "description": "SGLang's name of structured_outputs.regex."},
+    "json_schema": {**_ANY_SCHEMA, "description": "llama.cpp's and SGLang's name of structured_outputs.json."},
     "structural_tag": {
         "type": ["object", "string", "null"],
-        "description": "structured_outputs.structural_tag, as SGLang spells it.",
+        "description": "SGLang's name of structured_outputs.structural_tag.",
     },
 }
-"""Fields of both routes that say what the answer must look like."""
+"""Fields of completions and chats that set the required form of the reply."""
 
 STREAM_OPTIONS: dict[str, Schema] = {
-    "include_usage": _flag(False, "End the stream with a chunk of no choices that holds the usage."),
-    "continuous_usage_stats": _flag(False, "Every chunk holds the usage so far."),
+    "include_usage": _flag(False, "End the stream with a chunk that has no choices, but the usage."),
+    "continuous_usage_stats": _flag(False, "Every chunk has the usage so far."),
     "include_obfuscation": _flag(False, "Not supported."),
 }
 
 _COMMON: dict[str, Schema] = {
-    "model": _schema("string", "One of the names in /v1/models; the first if not given."),
+    "model": _schema("string", "One of the names in /v1/models. Default: the first."),
     "stream": _flag(False, "Answer with server-sent events."),
-    "stream_options": _schema("object", "With `stream` only.", properties=STREAM_OPTIONS),
+    "stream_options": _schema("object", "Only with `stream`.", properties=STREAM_OPTIONS),
     "return_token_ids": _flag(False, "Also return token ids of prompts and choices."),
-    "max_completion_tokens": _integer(0, limit.MAX_INT32, "The same as `max_tokens`."),
-    "n_predict": _integer(0, limit.MAX_INT32, "The same, as llama.cpp spells it."),
+    "max_completion_tokens": _integer(0, limit.MAX_INT32, "Same as `max_tokens`."),
+    "n_predict": _integer(0, limit.MAX_INT32, "llama.cpp's name of `max_tokens`."),
 }
 
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
-"""Strings that are accepted and change nothing; the first two stand in the log."""
+"""Strings that are accepted and have no effect; the first two appear in the log."""
 
-_LABELS: dict[str, Schema] = {name: _schema("string", "A label; it changes nothing.") for name in LABELS} | {
-    "metadata": _schema("object", "Labels; they change nothing."),
+_LABELS: dict[str, Schema] = {name: _schema("string", "A label; it has no effect.") for name in LABELS} | {
+    "metadata": _schema("object", "Labels; they have no effect."),
 }
 
 HINTS: dict[str, tuple[Any, ...]] = {"service_tier": ("auto", "default"), "store": (False,), "verbosity": ("medium",)}
-"""OpenAI's fields that are accepted, change nothing, and are listed as ignored unless they have one of these values."""
+"""OpenAI's fields that are accepted without effect, and listed as ignored unless they have one of these values."""
 
 _HINTS: dict[str, Schema] = {
-    "service_tier": _schema("string", "Accepted; there is one."),
+    "service_tier": _schema("string", "Accepted; there is only one tier."),
     "store": _schema("boolean", "Accepted; nothing is stored."),
-    "verbosity": _schema("string", "Accepted; no model here reads it."),
+    "verbosity": _schema("string", "Accepted; no model uses it."),
 }
 
-_MAX_TOKENS = "At most so many tokens; 0 only scores the prompt. Cut to what is left of the context. "
+_MAX_TOKENS = "Most tokens to generate; 0 only scores the prompt. Limited to the rest of the context. "
 
 COMPLETION: dict[str, Schema] = {
     "prompt": {
-        "description": "One or more prompts, as text or as token ids.",
+        "description": "One or more prompts, as text or token ids.",
         "anyOf": [
             {"type": "string"},
             {"type": "array", "items": {"type": "string"}, "minItems": 1},
@@ -204,9 +220,9 @@ COMPLETION: dict[str, Schema] = {
         ],
     },
     "max_tokens": _integer(0, limit.MAX_INT32, _MAX_TOKENS, default=16),
-    "logprobs": _integer(0, limit.MAX_LOGPROBS, "Return log-probabilities, also of so many best tokens."),
+    "logprobs": _integer(0, limit.MAX_LOGPROBS, "Return log-probabilities, including those of this many top tokens."),
     "echo": _flag(False, "The text begins with the prompt; with `logprobs`, so do the log-probabilities."),
-    "add_special_tokens": _flag(True, "Tokenize with the tokens that the model wants around a text."),
+    "add_special_tokens": _flag(True, "Add the special tokens that the model expects around a text."),
     **_COMMON,
     **SAMPLING,
     **FORMATS,
@@ -237,8 +253,8 @@ _TOOLS: dict[str, Schema] = {
     "tools": {
         "type": ["array", "null"],
         "maxItems": MAX_TOOLS,
-        "description": "Functions that the model may call. What it calls is one of them, with arguments that meet its "
-        "schema. Where not all of a schema can be enforced, a strict tool is refused; of others, arguments are any "
+        "description": "Functions that the model may call. Every call is to one of them, with arguments that conform "
+        "to its schema. If a schema cannot be fully enforced, a strict tool is refused; for others, arguments are any "
         "JSON object, and the header x-quire-loosened says so.",
         "items": {
             "type": "object",
@@ -259,7 +275,7 @@ _TOOLS: dict[str, Schema] = {
         },
     },
     "tool_choice": {
-        "description": "none: no calls; auto: as the model likes; required: at least one; or a certain function.",
+        "description": "none: no calls; auto: the model decides; required: at least one; or a particular function.",
         "anyOf": [
             {"enum": ["none", "auto", "required", None]},
             {
@@ -276,7 +292,7 @@ _TOOLS: dict[str, Schema] = {
             },
         ],
     },
-    "parallel_tool_calls": _flag(True, "Several calls may come in one reply."),
+    "parallel_tool_calls": _flag(True, "Allow several calls in one reply."),
 }
 
 _MESSAGE: Schema = {
@@ -288,20 +304,20 @@ _MESSAGE: Schema = {
         "name": {"type": "string"},
         "reasoning": {"type": "string"},
         "reasoning_content": {"type": "string"},
-        "tool_call_id": {"type": "string", "description": "Of a tool's message: the call that it answers."},
-        "tool_calls": {"type": "array", "items": _TOOL_CALL, "description": "Of an assistant's message."},
+        "tool_call_id": {"type": "string", "description": "For a tool message: the call that it answers."},
+        "tool_calls": {"type": "array", "items": _TOOL_CALL, "description": "For an assistant message."},
     },
 }
 
 CONVERSATION: dict[str, Schema] = {
     "messages": {"type": "array", "items": _MESSAGE, "minItems": 1, "description": "The chat so far."},
-    "add_generation_prompt": _flag(True, "End the prompt with the opening of the assistant's answer."),
-    "continue_final_message": _flag(False, "Go on with the last message in place of opening a new one."),
-    "chat_template_kwargs": _schema("object", "Variables of the chat template, like enable_thinking."),
-    "enable_thinking": _schema("boolean", "chat_template_kwargs.enable_thinking, as others spell it."),
+    "add_generation_prompt": _flag(True, "End the prompt with the beginning of an assistant message."),
+    "continue_final_message": _flag(False, "Continue the last message instead of beginning a new one."),
+    "chat_template_kwargs": _schema("object", "Variables of the chat template, such as enable_thinking."),
+    "enable_thinking": _schema("boolean", "Same as chat_template_kwargs.enable_thinking."),
     "reasoning_effort": _schema(
         "string",
-        "The template's variable of this name; where it has none, 'none' turns enable_thinking off.",
+        "The template's variable of this name; if it has none, 'none' turns enable_thinking off.",
         enum=[*REASONING_EFFORTS, None],
     ),
 }
@@ -309,9 +325,9 @@ CONVERSATION: dict[str, Schema] = {
 CHAT: dict[str, Schema] = {
     **CONVERSATION,
     **_TOOLS,
-    "max_tokens": _integer(0, limit.MAX_INT32, _MAX_TOKENS + "All of it if not given."),
+    "max_tokens": _integer(0, limit.MAX_INT32, _MAX_TOKENS + "Default: all of it."),
     "logprobs": _flag(False, "Return log-probabilities."),
-    "top_logprobs": _integer(0, limit.MAX_LOGPROBS, "Also those of so many best tokens; needs `logprobs`."),
+    "top_logprobs": _integer(0, limit.MAX_LOGPROBS, "Also those of this many top tokens; needs `logprobs`."),
     **_COMMON,
     **SAMPLING,
     **FORMATS,
@@ -322,8 +338,8 @@ CHAT: dict[str, Schema] = {
 
 TOKENIZE: dict[str, Schema] = {
     "model": _COMMON["model"],
-    "prompt": _schema("string", "Text; or give `messages`."),
-    "add_special_tokens": _flag(True, "Add the tokens that the model wants around a text."),
+    "prompt": _schema("string", "The text; or give `messages`."),
+    "add_special_tokens": _flag(True, "Add the special tokens that the model expects around a text."),
     "return_token_strs": _flag(False, "Also return the text of each token."),
     **CONVERSATION,
 }
@@ -359,7 +375,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     **OTHER_DIALECTS,
 }
-"""Fields that others know and Quire does not support, with the values that ask for nothing."""
+"""Fields of others that Quire does not support, with the values that have no effect."""
 
 COMPLETION_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **_UNSUPPORTED,

@@ -1,4 +1,4 @@
-"""LoadConfig: every option of a load, checked."""
+"""LoadConfig: every option of `quire bench serve`, checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.errors import ConfigError
 from quire.tls import CACERT
 
 MAX_TOKENS = 10_000_000
-"""A length may be this large."""
+"""Largest length of an input or output."""
 
 _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "input_len": ("random", "shared-prefix", "multi-turn"),
@@ -42,24 +42,24 @@ _DEFAULTS: dict[str, Any] = {
     "speedup": 1.0,
 }
 _OURS = ("model", "prompt", "messages", "stream", "stream_options", "max_tokens", "n")
-"""Fields of a request that an option sets, or that the measurement rests on."""
+"""Fields of a request that are set by an option, or that the measurement depends on."""
 
 TARGETS = ("ttft", "tpot", "e2e")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """From `low` to `high`, drawn evenly; written LOW-HIGH or as one number."""
+    """A range from which values are drawn uniformly; written LOW-HIGH, or as one number."""
 
     low: float
     high: float
 
     def whole(self, rng: random.Random) -> int:
-        """A whole number of the span, ends included."""
+        """Draw a whole number, ends included."""
         return rng.randint(int(self.low), int(self.high))
 
     def real(self, rng: random.Random) -> float:
-        """A number of the span."""
+        """Draw a number."""
         return rng.uniform(self.low, self.high)
 
 
@@ -75,37 +75,37 @@ def _span(name: str, text: str, low: int, high: int, whole: bool) -> Span:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadConfig:
-    """What to send to which server, how, and what counts as good.
+    """The load to send, to which server, and the latency targets.
 
-    Options that have no default here get one that depends on the workload: see the methods.
+    Options without a default here get one that depends on the workload: see the methods.
 
     Raises:
-        ConfigError: an option has the wrong type, is out of range, or does not go with another one.
+        ConfigError: an option has the wrong type, is out of range, or does not fit another one.
     """
 
     url: str = dataclasses.field(
-        metadata={"help": "the server, as in http://127.0.0.1:8000; /v1 is added; or unix:PATH"}
+        metadata={"help": "the server's URL, such as http://127.0.0.1:8000 (/v1 is added), or unix:PATH"}
     )
-    model: str | None = option(None, "which model to ask for; default: the first that the server names")
+    model: str | None = option(None, "model name to request; default: the first that the server lists")
     api_key: str | None = dataclasses.field(
-        default=None, repr=False, metadata={"help": "the key to send, or @FILE with the key in its first line"}
+        default=None, repr=False, metadata={"help": "API key to send, or @FILE with the key in its first line"}
     )
     cacert: str | None = option(None, CACERT)
     endpoint: Literal["completions", "chat"] = option("completions", "/v1/completions or /v1/chat/completions")
     prompt_type: Literal["ids", "text"] | None = option(
-        None, "prompts of token ids or of common words, about a token each; default: ids where the workload can"
+        None, "prompts as token ids, or as common words of about one token each; default: ids if the workload allows"
     )
     workload: Literal["random", "shared-prefix", "multi-turn", "trace"] | None = option(
         None, "kind of prompts, see above; default: random, or trace with --trace"
     )
     input_len: str | None = option(
-        None, "tokens of a prompt's own part (after a shared prefix; in each turn): N or LOW-HIGH; default: 256"
+        None, "tokens of a prompt (after a shared prefix; of each turn): N or LOW-HIGH; default: 256"
     )
-    output_len: str | None = option(None, "tokens to ask for: N or LOW-HIGH; default: 64")
-    groups: int | None = option(None, "shared-prefix: how many prefixes there are; default: 4", low=1, high=10**6)
+    output_len: str | None = option(None, "tokens to generate: N or LOW-HIGH; default: 64")
+    groups: int | None = option(None, "shared-prefix: number of prefixes; default: 4", low=1, high=10**6)
     prefix_len: str | None = option(None, "shared-prefix: tokens of a prefix: N or LOW-HIGH; default: 512")
-    conversations: int | None = option(None, "multi-turn: how many to hold; default: 16", low=1, high=10**9)
-    turns: str | None = option(None, "multi-turn: turns of a conversation: N or LOW-HIGH; default: 4")
+    conversations: int | None = option(None, "multi-turn: number of conversations; default: 16", low=1, high=10**9)
+    turns: str | None = option(None, "multi-turn: turns per conversation: N or LOW-HIGH; default: 4")
     think_time: str | None = option(
         None, "multi-turn: seconds between an answer and the next turn: X or LOW-HIGH; default: 0"
     )
@@ -116,46 +116,46 @@ class LoadConfig:
     scale: float | None = option(None, "trace: divide lengths and blocks by this; default: 1", low=1.0, high=512.0)
     speedup: float | None = option(None, "trace: divide times by this; default: 1", low=1e-6, high=1e9)
     concurrency: int | None = option(
-        None, "closed loop: so many requests at a time; default: 8, unless --rate or --trace", low=1, high=10**5
+        None, "closed loop: number of requests at a time; default: 8, unless --rate or --trace", low=1, high=10**5
     )
     rate: str | None = option(
-        None, "open loop: new requests (conversations) a second, whatever is still running; or inf"
+        None, "open loop: new requests (or conversations) per second, regardless of those running; or inf"
     )
     burstiness: float | None = option(
         None,
-        "with --rate: shape of the gamma distribution of the times between; default: 1, a Poisson process; less is "
-        "burstier",
+        "with --rate: shape of the gamma distribution of the gaps between requests; default: 1, a Poisson process; "
+        "lower is burstier",
         low=1e-3,
         high=1e6,
     )
     num_requests: int | None = option(
-        None, "how many requests; default: 100, all of a trace, or no end with --duration", low=1, high=10**9
+        None, "number of requests; default: 100, the whole trace, or unlimited with --duration", low=1, high=10**9
     )
     duration: float | None = option(
-        None, "send nothing new after so many seconds; what is running ends as usual", low=0.001, high=1e7
+        None, "send no new requests after this many seconds; running ones finish", low=0.001, high=1e7
     )
     warmup: int = option(
-        1, "requests before, not counted: unlike all others in content, of at most 16 output tokens", low=0, high=10**6
+        1, "requests sent first and not counted, with other prompts and at most 16 output tokens", low=0, high=10**6
     )
-    timeout: float = option(600.0, "seconds that a request may take", low=0.001, high=1e7)
-    connect_timeout: float = option(10.0, "seconds that opening a connection may take", low=0.001, high=1e7)
+    timeout: float = option(600.0, "timeout of a request in seconds", low=0.001, high=1e7)
+    connect_timeout: float = option(10.0, "timeout of opening a connection in seconds", low=0.001, high=1e7)
     wait: float = option(0.0, "seconds to wait for a server that is still starting", low=0.0, high=1e7)
     seed: int = option(
         0,
-        "the same seed makes the same prompts, lengths and arrivals; another one, prompts that no cache knows",
+        "the same seed gives the same prompts, lengths and arrivals; a new one gives prompts that no cache has",
         low=0,
         high=2**63,
     )
-    vocab_size: int = option(1000, "random token ids are from 100 to below this", low=101, high=2**31)
-    temperature: float = option(0.0, "sampling temperature to ask for", low=0.0, high=1e4)
-    ignore_eos: bool = option(True, "ask for exactly the output length, by the field ignore_eos")
+    vocab_size: int = option(1000, "random token ids are between 100 and this (exclusive)", low=101, high=2**31)
+    temperature: float = option(0.0, "sampling temperature", low=0.0, high=1e4)
+    ignore_eos: bool = option(True, "generate exactly the output length, with the field ignore_eos")
     return_token_ids: bool = option(
-        False, "ask for token ids with each chunk (Quire and vLLM know how), to count a chunk's tokens exactly"
+        False, "request token ids with each chunk (Quire and vLLM can), to count a chunk's tokens exactly"
     )
-    extra_body: str | None = option(None, "a JSON object of further fields of each request")
+    extra_body: str | None = option(None, "JSON object with additional fields of each request")
     goodput: tuple[str, ...] = dataclasses.field(
         default=(),
-        metadata={"help": f"count requests within NAME:MILLISECONDS; names: {', '.join(TARGETS)}"},
+        metadata={"help": f"latency target NAME:MILLISECONDS for goodput; names: {', '.join(TARGETS)}"},
     )
 
     def __post_init__(self) -> None:
@@ -179,12 +179,12 @@ class LoadConfig:
                 flag = "--" + name.replace("_", "-")
                 instead = "; use --conversations and --turns" if name == "num_requests" else ""
                 raise ConfigError(
-                    f"{flag} does not go with the workload {kind!r}, only with {', '.join(kinds)}{instead}"
+                    f"{flag} does not apply to the workload {kind!r}, only to {', '.join(kinds)}{instead}"
                 )
         if kind == "trace" and self.trace is None:
-            raise ConfigError("the workload 'trace' needs its file: --trace FILE")
+            raise ConfigError("the workload 'trace' needs a file: --trace FILE")
         if self.endpoint == "chat" and self.prompt_type == "ids":
-            raise ConfigError("--prompt-type ids does not go with --endpoint chat, whose messages are text")
+            raise ConfigError("--prompt-type ids does not work with --endpoint chat, whose messages are text")
 
     def _check_arrivals(self) -> None:
         if self.rate is not None and self.concurrency is not None:
@@ -192,9 +192,9 @@ class LoadConfig:
         if self.burstiness is not None and self.rate is None:
             raise ConfigError("--burstiness shapes the arrivals of --rate; give that too, or leave it out")
         if self.speedup is not None and (self.rate is not None or self.concurrency is not None):
-            raise ConfigError("--speedup is for a trace's own times; --rate and --concurrency replace them")
+            raise ConfigError("--speedup changes a trace's times, which --rate and --concurrency replace; leave it out")
         if self.rate is not None and not self.requests_per_second > 0:
-            raise ConfigError(f"--rate {self.rate} is not valid; give requests a second above 0, or inf")
+            raise ConfigError(f"--rate {self.rate} is not valid; give requests per second above 0, or inf")
 
     @property
     def kind(self) -> str:
@@ -203,7 +203,7 @@ class LoadConfig:
 
     @property
     def requests_per_second(self) -> float:
-        """The rate asked for: a number above 0, or infinity; NaN where it is neither."""
+        """The requested rate: a number above 0, or infinity; NaN if it is neither."""
         if self.rate in ("inf", "infinity"):
             return math.inf
         try:
@@ -214,32 +214,32 @@ class LoadConfig:
 
     @property
     def at_a_time(self) -> int | None:
-        """Requests at a time, of a closed loop; None under open loop."""
+        """Requests at a time in a closed loop; None in an open loop."""
         open_loop = self.rate is not None or (self.kind == "trace" and self.concurrency is None)
         return None if open_loop else self.concurrency or 8
 
     @property
     def as_text(self) -> bool:
-        """Whether prompts are words in place of token ids."""
+        """Whether prompts are words instead of token ids."""
         if self.prompt_type is not None:
             return self.prompt_type == "text"
         return self.endpoint == "chat" or self.kind == "multi-turn"
 
     @property
     def asks_token_ids(self) -> bool:
-        """Whether chunks are to bring token ids: asked for, or needed for a conversation's next prompt."""
+        """Whether to request token ids with chunks: by option, or for a conversation's next prompt."""
         return self.return_token_ids or (self.kind == "multi-turn" and not self.as_text)
 
     @property
     def limit(self) -> int | None:
-        """How many requests (conversations, of multi-turn) to send; None: no end but the trace's or the duration."""
+        """Number of requests (or conversations) to send; None if only the trace or the duration limits it."""
         if self.kind == "multi-turn":
             return self.conversations or (None if self.duration else 16)
         endless = self.duration is not None or self.kind == "trace"
         return self.num_requests or (None if endless else 100)
 
     def number(self, name: str) -> Any:
-        """An option's value, or its default under this workload."""
+        """An option's value, or its default for this workload."""
         value = getattr(self, name)
         return _DEFAULTS[name] if value is None else value
 
@@ -251,7 +251,7 @@ class LoadConfig:
 
     @property
     def targets(self) -> dict[str, float]:
-        """Goodput's latencies in seconds, by name."""
+        """The latency targets of --goodput in seconds, by name."""
         targets: dict[str, float] = {}
         for text in self.goodput:
             match = re.fullmatch(r"([a-z0-9]+):(\d{1,9}(?:\.\d{1,9})?)", text)
@@ -266,7 +266,7 @@ class LoadConfig:
 
     @property
     def extra_fields(self) -> dict[str, Any]:
-        """Further fields of each request."""
+        """Additional fields of each request."""
         if self.extra_body is None:
             return {}
         try:
@@ -277,11 +277,11 @@ class LoadConfig:
             raise ConfigError(f"--extra-body must be a JSON object, as in '{{\"top_p\": 0.9}}'; it is {fields!r}")
         taken = [name for name in fields if name in _OURS]
         if taken:
-            raise ConfigError(f"--extra-body may not set {', '.join(taken)}: the load generator does")
+            raise ConfigError(f"--extra-body may not set {', '.join(taken)}: the load generator sets them")
         return fields
 
     def settings(self) -> dict[str, Any]:
-        """Every setting as it counts, for a report; the key's value is left out."""
+        """Every setting in effect, for a report, without the API key."""
         kind = self.kind
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in _DEFAULTS:
@@ -298,5 +298,5 @@ class LoadConfig:
             "goodput": list(self.goodput),
         }
         if self.at_a_time is not None or self.rate is not None:
-            values["speedup"] = None  # the trace's own times do not count
+            values["speedup"] = None  # the trace's times are not used
         return values

@@ -1,4 +1,4 @@
-"""Sends jobs as a closed or an open loop, and collects the records."""
+"""Sends jobs in a closed or an open loop, and collects the records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.bench.serve.workloads import Job, Turn, make_jobs, make_warmup, token
 from quire.errors import BenchmarkError
 
 MOST_HOPELESS = 10
-"""After so many failures in a row that no load explains, the run ends: it would only fail on."""
+"""After this many consecutive failures that are not caused by load, the run ends, since it would only go on failing."""
 
 _HOPELESS_AT_FIRST = {"not_a_stream", "garbage", "no_token_ids"} | {
     f"http_{status}" for status in (400, 401, 403, 404, 405, 422)
@@ -25,7 +25,7 @@ _HOPELESS_AT_FIRST = {"not_a_stream", "garbage", "no_token_ids"} | {
 
 
 class Transcript:
-    """A conversation so far: what the next prompt begins with."""
+    """A conversation so far, with which the next prompt begins."""
 
     def __init__(self, config: LoadConfig) -> None:
         self._config = config
@@ -35,7 +35,7 @@ class Transcript:
         self.length = 0
 
     def ask(self, turn: Turn) -> dict[str, Any]:
-        """The prompt of a turn: all that was said, and what the turn adds."""
+        """The prompt of a turn: the conversation so far, and what the turn adds."""
         config, self.length = self._config, self.length + turn.length
         if not config.as_text:
             for piece in turn.pieces:
@@ -49,7 +49,7 @@ class Transcript:
         return {"prompt": self._text}
 
     def add(self, answer: Answer) -> None:
-        """Take in what was answered."""
+        """Add the answer."""
         self.length += answer.record.output_tokens
         self._ids += answer.token_ids
         self._messages.append({"role": "assistant", "content": answer.text})
@@ -60,13 +60,13 @@ class Driver:
     """One run of a load.
 
     Attributes:
-        records: of the requests that ended, in that order.
-        running: how many are in flight.
-        most_running: how many were at once.
-        broken_off: how many were in flight when the run was stopped.
+        records: of the requests that have ended, in that order.
+        running: number of requests in flight.
+        most_running: most requests in flight at once.
+        broken_off: number of requests in flight when the run was stopped.
         warming: whether this is the warm-up.
-        began: when the run did, in seconds of `time.perf_counter`.
-        stopped: why the run ended before its time; None where it did not.
+        began: when the run began, in seconds of `time.perf_counter`.
+        stopped: why the run ended early; None if it did not.
 
     Raises:
         ConfigError: the trace cannot be read, or a line of it is not valid.
@@ -85,16 +85,16 @@ class Driver:
         self._any_success = False
 
     def stop(self, reason: str) -> None:
-        """End the run now. What is in flight is broken off and not counted."""
+        """End the run now. Requests in flight are cancelled and not counted."""
         if self.stopped is None:
             self.stopped = reason
             self._stop.set()
 
     async def warm_up(self) -> None:
-        """Send what makes the server warm.
+        """Send the warm-up requests.
 
         Raises:
-            BenchmarkError: nothing of it succeeded.
+            BenchmarkError: none of them succeeded.
         """
         at_a_time = min(self._config.warmup, self._config.at_a_time or 8)
         self.warming = True
@@ -109,7 +109,7 @@ class Driver:
             raise BenchmarkError(f"the warm-up failed: {kind}: {message}{hint(kind)}")
 
     async def run(self) -> None:
-        """Send everything, or what fits into the duration, and wait for its end."""
+        """Send all requests, or those that fit into the duration, and wait for their end."""
         jobs, config = self._jobs, self._config
         if config.at_a_time is not None:
             await self._run(self._closed(jobs, config.at_a_time))
@@ -134,7 +134,7 @@ class Driver:
 
     @property
     def _over(self) -> bool:
-        """Whether the time to send something new is over."""
+        """Whether the duration is over, so that nothing new is sent."""
         duration = self._config.duration
         return duration is not None and time.perf_counter() - self.began >= duration
 
@@ -151,14 +151,14 @@ class Driver:
                 group.create_task(worker())
 
     async def _open(self, jobs: Iterator[Job], dues: Iterator[float] | None) -> None:
-        """Each job at its time (seconds since the run began), whatever the others do."""
+        """Start each job at its time (seconds since the run began), regardless of the others."""
         async with asyncio.TaskGroup() as group:
             for job in jobs:
                 at = next(dues) if dues is not None else job.at or 0.0
                 if self._config.duration is not None and at >= self._config.duration:
                     break
                 transcript = Transcript(self._config)
-                request = self._prepare(job.turns[0], transcript, self.began + at)  # made before its time
+                request = self._prepare(job.turns[0], transcript, self.began + at)  # prepared ahead of time
                 await asyncio.sleep(max(0.0, self.began + at - time.perf_counter()))
                 group.create_task(self._converse(job, transcript, request))
 
@@ -168,7 +168,7 @@ class Driver:
         return self._client.prepare(prompt, record)
 
     async def _converse(self, job: Job, transcript: Transcript, request: Prepared) -> None:
-        """The turns of one conversation, the first of which is `request`; it ends with its first failure."""
+        """Send the turns of one conversation, beginning with `request`; it ends at the first failure."""
         for number, turn in enumerate(job.turns):
             if number:
                 await asyncio.sleep(turn.think)
@@ -206,9 +206,9 @@ class Driver:
 
 
 def arrivals(config: LoadConfig) -> Iterator[float]:
-    """When each job of an open loop is to begin, in seconds: gaps of a gamma distribution with mean 1 / rate.
+    """The start times of an open loop's jobs, in seconds, with gamma-distributed gaps of mean 1 / rate.
 
-    With burstiness 1 these are the exponential gaps of a Poisson process; the shape is that of vLLM's benchmark.
+    With burstiness 1 this is a Poisson process; the parameter is that of vLLM's benchmark.
     """
     rate, shape = config.requests_per_second, config.burstiness or 1.0
     if math.isinf(rate):

@@ -1,8 +1,8 @@
-"""A small HTTP/1.1 client for measuring: one connection a request in flight, kept for the next one.
+"""A small HTTP/1.1 client for the load generator: one connection per request in flight, kept for the next one.
 
-It exists because the load generator shares the machine with the server that it measures: a general client spends
-several times as much on every streamed chunk. Answers go to a sink as they arrive, each piece with the time at which
-it was read. HTTP and HTTPS, chunked and plain bodies; no redirects, no compression, no proxies.
+The load generator often shares a machine with the server, and a general client library would spend several times as
+much on every streamed chunk. Responses go to a sink as they arrive, each piece with the time at which it was read. HTTP
+and HTTPS, chunked and plain bodies; no redirects, no compression, no proxies.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quire.errors import ConfigError, RemoteError
 from quire.tls import client_context, why_untrusted
 
 MAX_HEAD_BYTES = 256 << 10
-"""An answer's status line and header may be this long."""
+"""Longest status line and headers of a response."""
 
 
 class HttpError(RemoteError):
-    """No answer, or half of one. `kind` is "connect", "closed" (by the server) or "garbage" (not HTTP)."""
+    """No response, or an incomplete one. `kind` is "connect", "closed" (by the server) or "garbage" (not HTTP)."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -34,18 +34,18 @@ class HttpError(RemoteError):
 
 
 class Sink(Protocol):
-    """Takes an answer as it arrives. Times are of `time.perf_counter`, in seconds."""
+    """Receives a response as it arrives. Times are of `time.perf_counter`, in seconds."""
 
     def head(self, status: int, headers: Mapping[str, str]) -> None:
-        """The status and the header, names in small letters."""
+        """The status and the headers, with names in lower case."""
 
     def body(self, data: bytes, at: float) -> None:
-        """A piece of the body. An HttpError raised here ends the exchange."""
+        """A piece of the body. Raising an HttpError here ends the exchange."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a server is: of a URL, all but the path. `uds`: the path of its Unix socket, if that is where it is."""
+    """A server's address: a URL without its path. `uds`: the path of its Unix socket, if it has one."""
 
     host: str
     port: int
@@ -54,7 +54,7 @@ class Origin:
 
     @property
     def name(self) -> str:
-        """HOST:PORT, as the Host header has it."""
+        """HOST:PORT, as in the Host header."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -83,12 +83,12 @@ def parse_url(url: str) -> tuple[Origin, str]:
 
 
 def unix_path(url: str) -> str | None:
-    """Of the URL of a Unix socket, unix:PATH or unix://PATH, its path; None: it is another URL."""
+    """The path in a unix:PATH or unix://PATH URL; None for other URLs."""
     return url.removeprefix("unix:").removeprefix("//") or None if url.startswith("unix:") else None
 
 
 class HttpClient:
-    """Exchanges requests for answers with one server.
+    """Sends requests to one server.
 
     Args:
         origin: the server.
@@ -110,22 +110,21 @@ class HttpClient:
 
     @property
     def connections(self) -> int:
-        """How many are open, idle ones included."""
+        """Number of open connections, including idle ones."""
         return len(self._open)
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """A request as it goes over the wire; made ahead so that sending it takes no time."""
+        """Encode a request, ahead of time so that sending it is fast."""
         content = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""
         return f"{method} {path} HTTP/1.1\r\n{self._fixed}{content}\r\n".encode("ascii") + body
 
     async def exchange(self, request: bytes, sink: Sink) -> None:
-        """Send a request and hand the answer to `sink`, until its end.
+        """Send a request and pass the response to `sink`, until its end.
 
-        A kept connection that the server closed before a single byte of the answer is replaced once. When the caller
-        gives up (cancels), the connection is closed.
+        If the server had closed the idle connection, it is replaced once. On cancellation the connection is closed.
 
         Raises:
-            HttpError: see there; the sink may have been given a part of the answer.
+            HttpError: see there; the sink may have received part of the response.
         """
         while True:
             connection = self._idle.pop() if self._idle else None
@@ -180,9 +179,9 @@ class _Connection(asyncio.Protocol):
     """One connection, with one exchange at a time.
 
     Attributes:
-        answered: whether a byte of the current exchange's answer has come.
+        answered: whether a byte of the current response has arrived.
         reusable: whether another exchange may follow.
-        closed: done when the connection is.
+        closed: a future that is done when the connection is closed.
     """
 
     def __init__(self, on_made: Callable[[_Connection], None], on_gone: Callable[[_Connection], None]) -> None:
@@ -199,7 +198,7 @@ class _Connection(asyncio.Protocol):
         self._sink = sink
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
-        self._head_bytes: int | None = 0  # None: the head is complete
+        self._head_bytes: int | None = 0  # None once the headers are complete
         self._until_close = False
         self._done = asyncio.get_running_loop().create_future()
         if self._transport.is_closing():
@@ -211,7 +210,7 @@ class _Connection(asyncio.Protocol):
         """Close at once."""
         self._transport.abort()
 
-    # What the transport calls.
+    # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
@@ -219,7 +218,9 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._at = time.perf_counter()
-        if self._done is None or self._done.done():  # an answer without a request: not to be used again
+        if (
+            self._done is None or self._done.done()
+        ):  # a response without a request: the connection must not be used again
             self.reusable = False
             self.abort()
             return
@@ -262,14 +263,14 @@ class _Connection(asyncio.Protocol):
             self._done.set_exception(error)
         self.abort()
 
-    # What the parser calls.
+    # Called by the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status < 200 or self._complete:  # such as 100 Continue; the answer is still to come
+        if status < 200 or self._complete:  # such as 100 Continue; the final response follows
             return
         self._head_bytes = None
         self._until_close = "content-length" not in self._headers and "transfer-encoding" not in self._headers
@@ -284,4 +285,4 @@ class _Connection(asyncio.Protocol):
             self._headers = {}
         elif not self._complete:
             self._complete = True
-            self._keep = self._parser.should_keep_alive()  # the parser knows it no longer once this returns
+            self._keep = self._parser.should_keep_alive()  # the parser forgets it once this returns

@@ -1,4 +1,4 @@
-"""Asks a server of OpenAI's interface for completions, as streams, and keeps what came and when."""
+"""Requests streamed completions from an OpenAI-compatible server, and records what arrives and when."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from quire.bench.serve.records import Record
 from quire.errors import BenchmarkError
 
 MAX_EVENT_BYTES = 4 << 20
-"""An event of a stream may be this long."""
+"""Longest event of a stream."""
 MAX_ERROR_BYTES = 64 << 10
-"""This much is read of an answer that is no stream."""
+"""Most bytes read of a response that is not a stream."""
 MAX_MESSAGE = 300
 """Characters kept of a server's error message."""
 
@@ -59,7 +59,7 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 class EventStream:
-    """Splits bytes, as they come, into the data of server-sent events. Comments and other fields are left out."""
+    """Splits bytes, as they arrive, into the data of server-sent events. Comments and other fields are skipped."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -85,7 +85,7 @@ class EventStream:
 
 
 class Answer:
-    """A streamed answer in the making: fills a record, and keeps the text and ids for a conversation's next turn."""
+    """A streamed response in progress: fills a record, and keeps text and ids for a conversation's next turn."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -97,7 +97,7 @@ class Answer:
         self._events: EventStream | None = None
         self._plain = bytearray()
         self._usage_so_far = 0
-        self._running_usage: bool | None = None  # whether chunks tell how many tokens there are so far; None: unknown
+        self._running_usage: bool | None = None  # whether chunks have the number of tokens so far; None: unknown
 
     @property
     def text(self) -> str:
@@ -139,7 +139,7 @@ class Answer:
                 record.counts.append(tokens)
 
     def _take_usage(self, usage: _Usage) -> int | None:
-        """Keep a chunk's usage; returns by how many output tokens it grew."""
+        """Store a chunk's usage; returns by how many output tokens it grew."""
         record = self.record
         record.prompt_tokens, record.output_usage = usage.prompt_tokens, usage.completion_tokens
         if usage.prompt_tokens_details is not None:
@@ -150,7 +150,7 @@ class Answer:
         return usage.completion_tokens - before
 
     def _take_choice(self, choice: _Choice, made: int | None) -> int:
-        """Keep a choice's text; returns how many tokens it carries, at best knowledge."""
+        """Store a choice's text; returns how many tokens it has, as far as known."""
         delta = choice.delta
         content = choice.text or (delta.content if delta else None) or ""
         self.texts.append(content)
@@ -165,16 +165,16 @@ class Answer:
         return made if self._running_usage and made is not None else int(carries)
 
     def finish(self) -> None:
-        """Judge an answer that has come to its end.
+        """Check a response that has ended.
 
         Raises:
-            HttpError: it was an error, no stream, or a stream that ended too soon.
+            HttpError: it was an error, not a stream, or a stream that ended too soon.
         """
         if self._status != 200:
             raise HttpError(f"http_{self._status}", _error_of_body(bytes(self._plain)))
         if self._events is None:
             kind = _shortened(self._kind or "of no content type")
-            raise HttpError("not_a_stream", f"the answer is {kind} in place of text/event-stream")
+            raise HttpError("not_a_stream", f"the response is {kind} instead of text/event-stream")
         if not self.done:
             if self.record.finish_reason is None:
                 raise HttpError("cut_short", "the stream ended without a finish reason and without [DONE]")
@@ -190,21 +190,21 @@ def _error_of_body(body: bytes) -> str:
 
 
 def _error_text(error: Any) -> str:
-    """The text in an error object, of whatever shape."""
+    """The message in an error object of any format."""
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or error
     return _shortened(error if isinstance(error, str) else msgspec.json.encode(error).decode())
 
 
 def _shortened(text: str) -> str:
-    """A server's words as one line that is safe to show."""
+    """A server's message as one line that is safe to print."""
     text = " ".join(text.split()) or "(no message)"
     text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
 
 
 class _Whole:
-    """A sink for a small answer."""
+    """A sink for a small response."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -219,14 +219,14 @@ class _Whole:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request, ready to go over the wire, and the record that it will fill."""
+    """An encoded request, and the record that it will fill."""
 
     wire: bytes
     record: Record
 
 
 class OpenAIClient:
-    """Sends requests of one shape to one server. Close it when done."""
+    """Sends completion or chat requests to one server. Close it when done."""
 
     def __init__(self, config: LoadConfig) -> None:
         origin, path = parse_url(config.url)
@@ -252,7 +252,7 @@ class OpenAIClient:
 
     @property
     def model(self) -> str | None:
-        """What is asked for; None until it is known."""
+        """The model's name; None until it is known."""
         return self._fields["model"]  # type: ignore[no-any-return]
 
     async def close(self) -> None:
@@ -260,10 +260,10 @@ class OpenAIClient:
         await self._http.close()
 
     async def find_model(self, wait: float) -> None:
-        """Ask the server which model it serves, for `wait` seconds while it starts; its first, unless one was named.
+        """Ask the server for its models, retrying for `wait` seconds while it starts; use the first if none was named.
 
         Raises:
-            BenchmarkError: it cannot be reached, does not want to tell, or tells of no model.
+            BenchmarkError: it cannot be reached, refuses to answer, or lists no model.
         """
         deadline = time.monotonic() + wait
         while True:
@@ -277,7 +277,7 @@ class OpenAIClient:
             await asyncio.sleep(0.2)
         if self._fields["model"] is None:
             if not names:
-                raise BenchmarkError(f"{self.root}/models names no model; name one with --model")
+                raise BenchmarkError(f"{self.root}/models lists no model; give one with --model")
             self._fields["model"] = names[0]
 
     async def _models(self) -> list[str]:
@@ -296,12 +296,12 @@ class OpenAIClient:
             raise HttpError("garbage", "the answer is not a list of models") from error
 
     def prepare(self, prompt: Mapping[str, Any], record: Record) -> Prepared:
-        """The request for a prompt (`{"prompt": ...}` or `{"messages": ...}`), ready to be sent."""
+        """Encode the request for a prompt (`{"prompt": ...}` or `{"messages": ...}`)."""
         body = msgspec.json.encode(self._fields | {"max_tokens": record.asked_output} | dict(prompt))
         return Prepared(self._http.request("POST", self._path, body), record)
 
     async def send(self, request: Prepared) -> Answer:
-        """Send a request and read its answer to the end. Failures are written into the record, never raised."""
+        """Send a request and read its response to the end. Failures are recorded, never raised."""
         record, answer = request.record, Answer(request.record)
         record.sent = time.perf_counter()
         try:
@@ -322,7 +322,7 @@ class OpenAIClient:
 
 
 def hint(kind: str) -> str:
-    """What to do about a failure of this kind, to be put behind its message."""
+    """What to do about a failure of this kind, to be appended to its message."""
     hints = {
         "connect": "is the server running at this --url? --wait SECONDS gives it time to start",
         "http_401": "give the server's key with --api-key",

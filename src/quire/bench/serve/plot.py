@@ -1,4 +1,4 @@
-"""A picture of a run: HTML that holds its own drawings, or PNG where matplotlib is installed."""
+"""Plots of a run: a self-contained HTML page, or PNG if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from quire.bench.serve.summary import LATENCIES
 from quire.errors import ConfigError
 
 MOST_POINTS = 400
-"""Points of a curve; more would not be seen."""
+"""Most points of a curve; more would not be visible."""
 BINS = 120
-"""Slices of the run's time."""
+"""Time slices of a run."""
 WIDTH, HEIGHT = 460, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 22, 30, 42
 
@@ -38,7 +38,7 @@ text { fill: var(--text); font: 11px system-ui, sans-serif }
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One curve. `step` draws it as stairs."""
+    """One curve. `step` draws it as a step function."""
 
     title: str
     x: str
@@ -48,7 +48,7 @@ class Figure:
 
 
 def check(path: str) -> None:
-    """Refuse what could not be drawn, before the run.
+    """Check before the run that the plot can be written.
 
     Raises:
         ConfigError: the name does not end in .html or .png, its folder is missing, or PNG cannot be made here.
@@ -63,7 +63,7 @@ def check(path: str) -> None:
 
 
 def write(path: str, title: str, table: str, records: Sequence[Record]) -> None:
-    """Draw the run that `table` sums up.
+    """Plot the run that `table` summarizes.
 
     Raises:
         OSError: the file cannot be written.
@@ -76,7 +76,7 @@ def write(path: str, title: str, table: str, records: Sequence[Record]) -> None:
 
 
 def figures(records: Sequence[Record]) -> list[Figure]:
-    """The curves of a run that has something to show: how latencies spread, and what went on over time."""
+    """The curves of a run: the distributions of its latencies, and its course over time."""
     good = [record for record in records if record.error is None]
     values = {
         "ttft": [r.ttft for r in good if r.ttft is not None],
@@ -93,7 +93,7 @@ def figures(records: Sequence[Record]) -> list[Figure]:
 
 
 def cdf(seconds: Iterable[float]) -> list[tuple[float, float]]:
-    """(milliseconds, share that is at most that) of some latencies, thinned out."""
+    """The cumulative distribution of some latencies, as (milliseconds, share up to that), thinned out."""
     values = sorted(1000 * value for value in seconds)
     count = len(values)
     places = {round(i * (count - 1) / (MOST_POINTS - 1)) for i in range(MOST_POINTS)} if count > MOST_POINTS else None
@@ -110,13 +110,13 @@ def _over_time(records: Sequence[Record]) -> list[Figure]:
     tokens, running = [0] * BINS, [0] * (BINS + 1)
 
     def border(at: float) -> int:
-        """The first border between slices that is not before this time."""
+        """The first boundary between slices that is not before this time."""
         return min(BINS, math.ceil((at - start) / width))
 
     for record in records:
         for at, count in zip(record.times, record.counts, strict=True):
             tokens[min(BINS - 1, int((at - start) / width))] += count
-        running[border(record.sent)] += 1  # so this is how many there are at each border
+        running[border(record.sent)] += 1  # gives the number at each boundary
         running[border(record.end)] -= 1
     open_now, level = [], 0
     for change in running[:BINS]:
@@ -131,7 +131,7 @@ def _over_time(records: Sequence[Record]) -> list[Figure]:
 
 
 def page(title: str, table: str, drawn: Sequence[Figure]) -> str:
-    """One HTML page that needs nothing else."""
+    """One self-contained HTML page."""
     charts = "\n".join(svg(figure) for figure in drawn)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
@@ -141,7 +141,7 @@ def page(title: str, table: str, drawn: Sequence[Figure]) -> str:
 
 
 def ticks(high: float) -> list[float]:
-    """Round numbers from 0 to the first that is at least `high`, in three to six steps."""
+    """Round axis values from 0 to the first that is at least `high`, in three to six steps."""
     if not 0 < high < math.inf:
         return [0.0, 1.0]
     size = 10.0 ** math.floor(math.log10(high))

@@ -1,4 +1,4 @@
-"""What is kept of each request that was sent."""
+"""The record of each request that was sent."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Record:
     """One request as its client saw it. Times are of one clock, in seconds.
 
     Attributes:
-        asked_input: tokens that its prompt was made of (words, where it is text).
+        asked_input: tokens (or words) of its prompt.
         asked_output: tokens that it asked for.
-        due: when it was to be sent, under open loop.
-        sent: when it was.
+        due: when it should have been sent, in an open loop.
+        sent: when it was sent.
         end: when its stream ended, or it failed.
-        times: when each chunk that carries tokens came, with their number in `counts`.
-        prompt_tokens, cached_tokens, output_usage: as the server told; None where it did not.
-        error: why it failed, a name from a small set; None where it succeeded. `message` says more.
+        times: when each chunk with tokens arrived; `counts` has the numbers of tokens.
+        prompt_tokens, cached_tokens, output_usage: reported by the server, or None.
+        error: the kind of failure, from a small set; None on success. `message` says more.
     """
 
     asked_input: int
@@ -39,22 +39,22 @@ class Record:
 
     @property
     def counted(self) -> int:
-        """Tokens by what the chunks carried."""
+        """Tokens counted in the chunks."""
         return sum(self.counts)
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that were made: by usage, or else as counted."""
+        """Generated tokens: by usage, or else as counted."""
         return self.counted if self.output_usage is None else self.output_usage
 
     @property
     def input_tokens(self) -> int:
-        """The prompt's tokens: by usage, or else those it was made of."""
+        """The prompt's tokens: by usage, or else as sent."""
         return self.asked_input if self.prompt_tokens is None else self.prompt_tokens
 
     @property
     def ttft(self) -> float | None:
-        """Seconds to the first token; None where there was none."""
+        """Seconds to the first token; None if there was none."""
         return self.times[0] - self.sent if self.times else None
 
     @property
@@ -64,18 +64,18 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first; None where there are fewer than two."""
+        """Seconds per token after the first; None if there are fewer than two."""
         if self.ttft is None or self.output_tokens < 2:
             return None
         return (self.e2e - self.ttft) / (self.output_tokens - 1)
 
     def gaps(self) -> list[tuple[float, int]]:
-        """(seconds a token, tokens) of each chunk after the first: a chunk's gap is shared by its tokens."""
+        """(seconds per token, tokens) for each chunk after the first: a chunk's gap is divided among its tokens."""
         pairs = zip(self.times, self.times[1:], self.counts[1:], strict=False)
         return [((after - before) / count, count) for before, after, count in pairs]
 
     def as_json(self, start: float) -> dict[str, Any]:
-        """For a report with details; times in milliseconds since `start`."""
+        """The record for a report with details; times in milliseconds since `start`."""
 
         def ms(seconds: float | None) -> float | None:
             return None if seconds is None else round(1000 * seconds, 3)

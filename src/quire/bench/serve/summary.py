@@ -1,4 +1,4 @@
-"""Figures from records."""
+"""Computes a run's figures from its records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.bench.serve.config import LoadConfig
 from quire.bench.serve.records import Record
 
 LATE = 0.05
-"""Seconds after its time from which on a request counts as sent late."""
+"""A request sent more than this many seconds after its time counts as late."""
 
 LATENCIES = {
     "ttft": "time to first token",
@@ -40,7 +40,7 @@ class Distribution:
 
     @staticmethod
     def of(seconds: Iterable[float], weights: Sequence[int] | None = None) -> Distribution | None:
-        """The distribution of these, each counted as often as its weight says; None of none."""
+        """The distribution of weighted values; None if there are none."""
         values = 1000 * np.asarray(list(seconds), dtype=np.float64)
         if weights is not None:
             values = np.repeat(values, np.asarray(weights, dtype=np.int64))
@@ -53,7 +53,7 @@ class Distribution:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """How many requests met every target (in milliseconds), of all that ended."""
+    """How many of the requests that ended met every target (in milliseconds)."""
 
     targets: dict[str, float]
     requests: int
@@ -71,15 +71,15 @@ class Failures:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a run showed. Rates are per second; latencies are by the names of `LATENCIES`.
+    """A run's figures. Rates are per second; latencies have the names of `LATENCIES`.
 
     Attributes:
-        seconds: from the first request's sending to the last one's end.
-        asked_rate: requests a second that were to be sent: an open loop's rate, or that of the trace's times.
-        sent_rate: requests a second that were sent, first turns only. Rates are None where they span no time.
-        late_ms: how much later than due requests were sent.
-        cached_tokens: prompt tokens from the server's prefix cache; None where it does not tell.
-        notes: what a reader should know about the figures.
+        seconds: from sending the first request to the end of the last one.
+        asked_rate: intended requests per second: an open loop's rate, or that of the trace's times.
+        sent_rate: requests sent per second, first turns only. Rates are None if they span no time.
+        late_ms: how long after their due times requests were sent.
+        cached_tokens: prompt tokens from the server's prefix cache; None if it does not report them.
+        notes: remarks on the figures.
     """
 
     succeeded: int
@@ -112,7 +112,7 @@ def summarize(
     broken_off: int = 0,
     stopped: str | None = None,
 ) -> Summary:
-    """The figures of a run. See the package for what they mean."""
+    """Compute a run's figures; the package's docstring says what they mean."""
     good = [record for record in records if record.error is None]
     seconds = max((r.end for r in records), default=0.0) - min((r.sent for r in records), default=0.0)
     per_s = 1 / seconds if seconds > 0 else 0.0
@@ -146,7 +146,7 @@ def summarize(
 
 
 def _rate(times: Iterable[float]) -> float | None:
-    """Events a second; None where they span no time."""
+    """Events per second; None if they span no time."""
     events = sorted(times)
     return (len(events) - 1) / (events[-1] - events[0]) if events and events[-1] > events[0] else None
 
@@ -215,7 +215,7 @@ def _notes(config: LoadConfig, good: Sequence[Record], told_cached: int) -> list
 
 
 def _late(due: Sequence[float]) -> list[str]:
-    """A note if this client could not keep to the times."""
+    """A note if this client could not keep up with the schedule."""
     late = sum(seconds > LATE for seconds in due)
     if late <= 0.01 * len(due):
         return []
@@ -228,7 +228,7 @@ def _late(due: Sequence[float]) -> list[str]:
 def report(
     config: LoadConfig, summary: Summary, records: Sequence[Record], about: dict[str, Any], details: bool
 ) -> dict[str, Any]:
-    """The run as one JSON document: settings, figures, and with `details` every request."""
+    """The run as a JSON document: settings, figures, and with `details` every request."""
     start = min((r.sent for r in records), default=0.0)
     content: dict[str, Any] = {"benchmark": "serve", **about, "settings": config.settings(), "result": summary}
     if details:

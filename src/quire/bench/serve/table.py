@@ -1,4 +1,4 @@
-"""A run's figures as text whose columns line up."""
+"""A run's figures as a text table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NUMBER = 13
 
 
 def describe(config: LoadConfig) -> str:
-    """The load in a few words."""
+    """A short description of the load."""
     prompts = f"{config.kind} prompts of {'words' if config.as_text else 'token ids'}"
     if config.at_a_time is not None:
         what = "conversations" if config.kind == "multi-turn" else "requests"

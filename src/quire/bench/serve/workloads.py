@@ -1,7 +1,7 @@
-"""What is sent: jobs, made one by one as they are needed, the same for the same seed.
+"""Workloads: jobs to send, generated as they are needed, the same for the same seed.
 
-A job is a conversation, of one turn but for `multi-turn`. A prompt is a row of pieces, each a name and a length; a
-piece's content depends on the seed and its name alone, so prompts with equal leading pieces share that prefix.
+A job is a conversation, which has one turn except in `multi-turn`. A prompt is a list of pieces, each with a name and a
+length; a piece's content depends only on the seed and its name, so prompts with the same first pieces share a prefix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.bench.serve.config import MAX_TOKENS, LoadConfig
 from quire.errors import ConfigError
 
 BLOCK = 512
-"""Tokens that one of a trace's hash ids stands for."""
+"""Tokens per hash id in a trace."""
 MAX_TRACE_BYTES = 1 << 30
 FIRST_ID = 100
 """Lowest random token id: many vocabularies begin with control tokens."""
@@ -29,7 +29,7 @@ FIRST_ID = 100
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a prompt: the first `length` tokens of an endless row that belongs to the name."""
+    """A part of a prompt: the first `length` tokens of an endless sequence that belongs to the name."""
 
     name: str
     length: int
@@ -37,7 +37,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What is added to the conversation, the tokens to ask for, and the seconds to wait before."""
+    """What is added to the conversation, the tokens to generate, and the seconds to wait before."""
 
     pieces: tuple[Piece, ...]
     output: int
@@ -51,14 +51,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A conversation. `at` is when it begins, in seconds, where the workload says so itself."""
+    """A conversation. `at` is when it begins, in seconds, if the workload defines that."""
 
     turns: tuple[Turn, ...]
     at: float | None = None
 
 
 def make_jobs(config: LoadConfig) -> Iterator[Job]:
-    """The jobs that a configuration asks for; endless where it has no limit.
+    """The jobs of a configuration; endless if it has no limit.
 
     Raises:
         ConfigError: the trace cannot be read, or a line of it is not valid.
@@ -69,10 +69,10 @@ def make_jobs(config: LoadConfig) -> Iterator[Job]:
 
 
 def make_warmup(config: LoadConfig) -> Iterator[Job]:
-    """Requests of the workload's lengths with contents of their own, so that they warm no prefix cache.
+    """Warm-up requests with the workload's lengths but other contents, so that they do not fill the prefix cache.
 
     Raises:
-        ConfigError: see `make_jobs`; at once, not when the first one is taken.
+        ConfigError: see `make_jobs`; raised here, not when the first one is taken.
     """
     jobs = itertools.islice(itertools.cycle(make_jobs(config)), config.warmup)
     turns = (job.turns[0] for job in jobs)
@@ -118,7 +118,7 @@ def _multi_turn(config: LoadConfig, rng: random.Random) -> Iterator[Job]:
 
 @dataclass(frozen=True, slots=True)
 class TraceLine:
-    """A request of a trace: when in seconds, lengths in tokens, and one id a block of the prompt."""
+    """A request of a trace: its time in seconds, lengths in tokens, and one id per block of the prompt."""
 
     at: float
     input_length: int
@@ -127,7 +127,7 @@ class TraceLine:
 
 
 def read_trace(path: str) -> list[TraceLine]:
-    """A trace's requests, by time.
+    """Read a trace; returns its requests in order of time.
 
     Raises:
         ConfigError: the file cannot be read, is empty, or a line is not valid (the message has its number).
@@ -148,7 +148,7 @@ def read_trace(path: str) -> list[TraceLine]:
             except (ValueError, TypeError, LookupError) as error:  # msgspec's errors are ValueErrors
                 raise ConfigError(f"--trace {path}, line {number}: {_reason(error)}") from error
     if not lines:
-        raise ConfigError(f"--trace {path} holds no request; write one JSON object a line")
+        raise ConfigError(f"--trace {path} has no requests; write one JSON object per line")
     return sorted(lines, key=lambda line: line.at)
 
 
@@ -171,7 +171,7 @@ def _trace_line(content: Any) -> TraceLine:
     blocks = -(-lengths[0] // BLOCK)
     if len(ids) != blocks:
         raise ValueError(
-            f"{len(ids)} hash_ids for {lengths[0]} tokens; there must be {blocks}, one a {BLOCK}-token block"
+            f"{len(ids)} hash_ids for {lengths[0]} tokens; there must be {blocks}, one per {BLOCK}-token block"
         )
     return TraceLine(at / 1000, lengths[0], lengths[1], tuple(ids))
 
@@ -182,7 +182,7 @@ def _trace(config: LoadConfig, rng: random.Random) -> Iterator[Job]:
 
 
 def trace_jobs(lines: list[TraceLine], scale: float, speedup: float) -> Iterator[Job]:
-    """The jobs of a trace, with lengths divided by `scale` (but at least 1) and times by `speedup`."""
+    """The jobs of a trace, with lengths divided by `scale` (at least 1) and times by `speedup`."""
     for line in lines:
         length = max(1, round(line.input_length / scale))
         ends = [min(length, round(BLOCK * (block + 1) / scale)) for block in range(len(line.hash_ids))]
@@ -203,12 +203,12 @@ def token_ids(seed: int, piece: Piece, vocab_size: int) -> list[int]:
 
 
 def words(seed: int, piece: Piece) -> str:
-    """A piece as words, each about a token with the space before it."""
+    """A piece as words; each is about one token with the space before it."""
     return " ".join(_WORDS[number] for number in (_numbers(seed, piece) % len(_WORDS)).tolist())
 
 
 def _numbers(seed: int, piece: Piece) -> Any:
-    """Numbers of 32 bits from an extendable hash: quick, and the same on every machine and version."""
+    """32-bit numbers from an extendable-output hash: fast, and the same on every machine and version."""
     stream = hashlib.shake_128(f"{seed}:{piece.name}".encode()).digest(4 * piece.length)
     return np.frombuffer(stream, dtype="<u4")
 
@@ -228,4 +228,4 @@ _TEXT = (
     "while press close night real life few stop"
 )
 _WORDS = _TEXT.split()
-"""Common words, a token each in most vocabularies."""
+"""Common words, one token each in most vocabularies."""

@@ -1,4 +1,4 @@
-"""Directories of which node holds which KV blocks, by the scheme of their URL."""
+"""Directories of which node has which KV blocks, chosen by the scheme of their URL."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ SCHEMES = "redis", "rediss", "unix", "etcd", "etcds"
 
 
 def open_directory(url: str, cluster: str) -> Directory:
-    """The directory at a URL; nothing is asked of it yet.
+    """Make the directory at a URL, without connecting to it yet.
 
     Args:
-        cluster: names the cluster's key, without telling it.
+        cluster: identifies the cluster's key without revealing it.
 
     Raises:
-        ConfigError: there is no such kind, or what speaks with it is not installed.
+        ConfigError: the scheme is unknown, or the client library is not installed.
     """
     if url.partition("://")[0] not in SCHEMES:
         raise ConfigError(
-            f"kv_directory {masked(url)!r} is no URL of a directory; allowed: "
+            f"kv_directory {masked(url)!r} is not the URL of a directory; allowed: "
             "redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], rediss:// (TLS), unix://PATH, "
             "etcd://[USER:PASSWORD@]HOST[:PORT] etcds:// (TLS) and mooncake://HOST:PORT (Mooncake Store)"
         )

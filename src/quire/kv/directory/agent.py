@@ -1,7 +1,7 @@
-"""What speaks with a directory for an engine: a thread, so that no step waits for it.
+"""The engine's connection to a directory: a thread, so that no step waits for it.
 
-While the directory cannot be reached, what it said before counts, nothing is waited for, and once it is back, all that
-this node holds is published again if it was lost.
+While the directory cannot be reached, its last answers still count and nothing waits for it. Once it is back, this
+node's blocks are published again if they were lost.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from quire.kv.mailbox import Located, Mailbox, Nodes
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 10.0
-"""A node that is not heard of for so long is gone."""
+"""A node that has been silent for this long is gone."""
 
 REFRESH_SECONDS = 900.0
-"""So often everything is published again: a directory may forget what is old, and others may take back by mistake."""
+"""How often everything is published again: a directory may expire entries, and others may withdraw them by mistake."""
 
 TELL_SECONDS = 0.1
-"""So long, changes are gathered: each call costs both sides more than the blocks in it do, and takes the processor from
-who computes."""
+"""How long changes are collected: each call costs both sides more than the blocks in it, and takes processor time from
+the engine."""
 
 BATCH = 512
-"""Blocks of one call, which delays lookups by about 2 ms."""
+"""Most blocks per call, which then delays lookups by about 2 ms."""
 
 
 class _Withdraw(NamedTuple):
@@ -41,22 +41,22 @@ class _Withdraw(NamedTuple):
 
 
 class DirectoryAgent(Agent):
-    """Keeps this node's entries, and asks about others'.
+    """Maintains this node's entries, and looks up others'.
 
     Args:
-        directory: the agent's own from now on.
-        name: of this node, another one after each start of the engine.
-        address: where it listens for those who read its blocks; "": it holds nothing for others.
-        mailbox: told `Located`, and `Nodes` where they are others than before.
-        lease: seconds after which a node that says nothing is gone.
+        directory: owned by the agent from now on.
+        name: this node's name, a new one after each start of the engine.
+        address: where it listens for readers of its blocks; "" if it has nothing for others.
+        mailbox: gets `Located`, and `Nodes` when they have changed.
+        lease: seconds of silence after which a node is gone.
 
     Attributes:
         ready: the directory answers.
-        nodes: the others, by name, as they were known last.
-        problem: why the directory cannot be used; "": it can.
+        nodes: the other nodes by name, as last known.
+        problem: why the directory cannot be used; "" if it can.
 
     Raises:
-        ConfigError: the directory can never be used as it was configured.
+        ConfigError: the directory can never be used as it is configured.
     """
 
     def __init__(
@@ -67,30 +67,30 @@ class DirectoryAgent(Agent):
         self._directory, self._lease = directory, lease
         self._node = Node(name, secrets.token_hex(8), address)
         self._held: set[bytes] = set()
-        self._changed: dict[bytes, bool] = {}  # what is not told yet, and whether it is held
+        self._changed: dict[bytes, bool] = {}  # not published yet: whether this node has the block
         self._stale: list[_Withdraw] = []
         self._renew = self._refresh = self._tell_at = 0.0
-        self._looks = False  # for changes, by itself, before long: it need not be woken
+        self._looks = False  # it will check for changes soon, and need not be woken
         self._looking = threading.Lock()
         self._start()
 
-    # -- the engine's side -----------------------------------------------------------------------------------
+    # -- called by the engine -----------------------------------------------------------------------------------
 
     def changed(self, came: list[bytes], went: list[bytes]) -> None:
-        """Blocks that this node holds from now on, and those that it does not any more."""
+        """This node has gained and lost these blocks."""
         with self._looking:
             tell = self._outbox.leave if self._looks else self._outbox.post
             self._looks = True
             tell(Changed(came, went))
 
     def withdraw(self, node: str, hashes: Sequence[bytes]) -> None:
-        """A node does not hold what it published."""
+        """A node does not have blocks that it published; withdraw them."""
         self._outbox.post(_Withdraw(node, list(hashes)))
 
-    # -- the thread's ----------------------------------------------------------------------------------------
+    # -- in the thread ----------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """The others see at once that this node is gone."""
+        """Deregister, so that the others see at once that this node is gone."""
         if self.ready and self._node.address:
             try:
                 self._directory.leave(self._node)
@@ -98,7 +98,7 @@ class DirectoryAgent(Agent):
                 logger.debug("the KV directory was not told of this node's end: %s", error)
 
     def _advance(self) -> None:
-        """Be there, answer, and when it is time tell one batch of what has changed."""
+        """Renew the lease, answer lookups, and when it is time publish one batch of changes."""
         now = time.monotonic()
         if now >= self._renew:
             self._join()
@@ -107,7 +107,7 @@ class DirectoryAgent(Agent):
         gathering = bool(self._changed or self._stale)
         if not gathering or now >= self._tell_at:
             with self._looking:
-                self._looks = False  # before it does: what comes later wakes it
+                self._looks = False  # set first, so that later changes wake it
         self._take_in(max(0.0, (min(self._tell_at, self._renew) if gathering else self._renew) - time.monotonic()))
         while self._lookups:
             number, names, needed = self._lookups[0]
@@ -127,7 +127,7 @@ class DirectoryAgent(Agent):
         self._join()
 
     def _join(self) -> None:
-        """Renew the lease; where the directory has lost this node, all is told again."""
+        """Renew the lease; if the directory has lost this node, publish everything again."""
         if self._node.address and not self._directory.join(self._node, self._lease):
             self._node = self._node._replace(epoch=secrets.token_hex(8))
             self._directory.join(self._node, self._lease)
@@ -137,7 +137,7 @@ class DirectoryAgent(Agent):
         self._found()
 
     def _know(self, nodes: dict[str, Node]) -> None:
-        """These others are there."""
+        """Take note of the other nodes."""
         before, self.nodes = self.nodes, nodes
         if nodes.keys() != before.keys():
             self._mailbox.post(Nodes(frozenset(nodes)))
@@ -149,14 +149,14 @@ class DirectoryAgent(Agent):
         self._refresh = time.monotonic() + REFRESH_SECONDS
 
     def _tell(self) -> None:
-        """One batch of what has changed."""
+        """Publish one batch of changes."""
         batch = dict(islice(self._changed.items(), BATCH))
         came = [block for block, held in batch.items() if held]
         went = [block for block, held in batch.items() if not held]
         if went:
             self._directory.withdraw(self._node, went)
         if came and not self._directory.publish(self._node, came):
-            self._join()  # its lease has ended: all is told again
+            self._join()  # the lease has expired: publish everything again
             return
         for block in batch:
             del self._changed[block]

@@ -1,8 +1,8 @@
-"""What a directory is: which nodes there are, and which KV blocks each of them can give to others.
+"""The interface of directories: which nodes there are, and which KV blocks each of them can give to others.
 
-It is a hint, and nothing else: who reads a block asks the node for it, and checks the bytes. So a directory that is
-wrong, late or lost costs time and no token. Blocks are named by their keyed, chained hashes, which tell nothing of what
-is in them to who has not the cluster's key.
+A directory is only a hint: a reader asks the node itself for a block, and verifies the bytes. So a directory that is
+wrong, late or lost costs time but never changes a token. Blocks are named by their keyed, chained hashes, which reveal
+nothing about their contents without the cluster's key.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from quire.errors import QuireError
 
 
 class DirectoryError(QuireError):
-    """The directory cannot be used now; the message says why."""
+    """A directory (or store) cannot be used now; the message says why."""
 
 
 class Node(NamedTuple):
     """An engine that shares blocks.
 
     Attributes:
-        name: another one after each start of the engine.
-        epoch: another one after each time that the directory had lost the node: what was published before does not
-            count.
-        address: HOST:PORT, where it listens for those who read its blocks.
+        name: a new one after each start of the engine.
+        epoch: a new one each time the directory has lost the node; what was published before does not count.
+        address: HOST:PORT where it listens for readers of its blocks.
     """
 
     name: str
@@ -33,42 +32,42 @@ class Node(NamedTuple):
 
 
 Holders = list[list[Node]]
-"""The nodes that hold a block, of each that was asked about."""
+"""For each block asked about, the nodes that have it."""
 
 
 class Directory(Protocol):
-    """Each call is atomic, and one round trip (in etcd, each hundred blocks).
+    """A directory. Each call is atomic, and takes one round trip (in etcd, one per hundred blocks).
 
     Raises (each call):
         DirectoryError: it does not answer.
-        ConfigError: it never will, to what was configured.
+        ConfigError: it never will, as it is configured.
     """
 
     def check(self) -> None:
-        """Whether it can be used at all."""
+        """Check that the directory can be used at all."""
 
     def join(self, node: Node, lease: float) -> bool:
-        """Be there for so many seconds from now on; False: the node was not there in this epoch, so it has no
-        blocks."""
+        """Register the node, or renew its lease, for this many seconds. False if it was not registered in this epoch,
+        so that none of its blocks are."""
 
     def leave(self, node: Node) -> None:
-        """Be there no longer."""
+        """Deregister the node."""
 
     def publish(self, node: Node, blocks: Sequence[bytes]) -> bool:
-        """The node holds these blocks; False: it is not there in this epoch, and nothing was done."""
+        """Publish that the node has these blocks. False, with no effect, if it is not registered in this epoch."""
 
     def withdraw(self, node: Node, blocks: Sequence[bytes]) -> None:
-        """The node holds these blocks no longer, if what was published of them was of this epoch."""
+        """Withdraw blocks that the node published in this epoch."""
 
     def query(self, blocks: Sequence[bytes], needed: Sequence[bool] | None = None) -> Holders:
-        """Who holds blocks of a chain, up to the first one that nobody holds and that is needed.
+        """The nodes that have the blocks of a chain, up to the first needed one that no node has.
 
         Args:
-            needed: of each block, whether those behind it are of no use without; None: each is.
+            needed: for each block, whether later ones are useless without it; None if all are needed.
         """
 
     def nodes(self) -> list[Node]:
-        """All that are there."""
+        """All registered nodes."""
 
     def close(self) -> None:
-        """Ask no more."""
+        """Close the connection."""

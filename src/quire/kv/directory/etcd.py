@@ -1,7 +1,7 @@
-"""A directory in etcd, by its JSON gateway: https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/.
+"""A directory in etcd, through its JSON gateway: https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/.
 
-Keys, all of which begin with `PREFIX`: `owner`, `n/NAME` and `b/HASH/NAME`, as those of `redis.py`, but one for each
-node that holds a block. All of a node's keys hang on its lease, so they are gone with it.
+Keys, all of which begin with `PREFIX`: `owner`, `n/NAME` and `b/HASH/NAME`, as in `redis.py`, but with one key for each
+node that has a block. All of a node's keys are attached to its lease, and expire with it.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from quire.kv.directory.local import other_cluster
 PREFIX = b"quire/kv/"
 
 TIMEOUT_SECONDS = 1.0
-"""For an answer; nothing that serves requests waits for it."""
+"""Timeout of a call; no request waits for one."""
 
 MOST_OPERATIONS = 100
-"""Of one transaction; etcd allows 128 (`--max-txn-ops`). A call with more blocks is several of them."""
+"""Operations per transaction; etcd allows 128 (`--max-txn-ops`). A call with more blocks uses several."""
 
 PASSWORD = "ETCDCTL_PASSWORD"
-"""A variable of the environment, which etcdctl has, too: the password, where the URL has none."""
+"""The environment variable (also etcdctl's) with the password, if the URL has none."""
 
 UNAUTHENTICATED = 16
-"""The code of gRPC for a token that is not known, or not any more."""
+"""gRPC's code for a token that is unknown or has expired."""
 
 _REFUSED = {
-    "permission denied": "its user may not do what a directory needs; grant it readwrite on the prefix quire/kv/",
+    "permission denied": "its user lacks permissions for a directory; grant it readwrite on the prefix quire/kv/",
     "user name is empty": "it wants a user and a password; name them as etcd://USER:PASSWORD@HOST",
 }
-"""What etcd says to those who may not ask, and what to do."""
+"""etcd's messages about missing permissions, and what to do."""
 
 OLDEST = 3, 4
-"""The first version whose gateway is at /v3."""
+"""The first version with the gateway at /v3."""
 
 Operation = dict[str, Any]
 
@@ -52,12 +52,12 @@ class EtcdDirectory:
     """See `base.Directory`.
 
     Args:
-        url: etcd://[USER[:PASSWORD]@]HOST[:PORT], or etcds:// with TLS, where `?ca=FILE` names who vouches for it.
-        cluster: names the cluster's key.
-        timeout: seconds for an answer.
+        url: etcd://[USER[:PASSWORD]@]HOST[:PORT], or etcds:// for TLS, with `?ca=FILE` for a CA certificate.
+        cluster: identifies the cluster's key.
+        timeout: seconds per call.
 
     Raises:
-        ConfigError: the URL is none.
+        ConfigError: the URL is not valid.
     """
 
     def __init__(self, url: str, cluster: str, timeout: float = TIMEOUT_SECONDS) -> None:
@@ -80,7 +80,7 @@ class EtcdDirectory:
             )
         self._user = urllib.parse.unquote(parts.username or "")
         self._password = urllib.parse.unquote(parts.password or "") or os.environ.get(PASSWORD, "")
-        self._token = ""  # of the user; etcd gives another one when it has ended
+        self._token = ""  # the user's; replaced when it has expired
         to = parts.hostname, port
         self._connection: http.client.HTTPConnection
         if tls:
@@ -88,7 +88,7 @@ class EtcdDirectory:
             self._connection = http.client.HTTPSConnection(*to, timeout=timeout, context=context)
         else:
             self._connection = http.client.HTTPConnection(*to, timeout=timeout)
-        self._leases: dict[str, str] = {}  # by a node's name
+        self._leases: dict[str, str] = {}  # by node name
 
     def check(self) -> None:
         version = str(self._ask("/version", None).get("etcdserver", "0.0"))
@@ -163,7 +163,7 @@ class EtcdDirectory:
             ) from error
 
     def _ask(self, path: str, body: Any) -> dict[str, Any]:
-        """What the gateway answers; its errors as ours. A token that has ended is replaced, once."""
+        """Call the gateway, with its errors turned into ours. An expired token is replaced once."""
         if self._user and not self._token:
             self._log_in()
         status, document = self._exchange(path, body)
@@ -184,18 +184,16 @@ class EtcdDirectory:
         asked = {"name": self._user, "password": self._password}
         status, document = self._exchange("/v3/auth/authenticate", asked)
         if status != 200 and "not enabled" in str(document.get("error")):
-            raise ConfigError(
-                f"{self._where}: this etcd knows no users; leave out USER@, or enable authentication there"
-            )
+            raise ConfigError(f"{self._where}: this etcd has no users; leave out USER@, or enable authentication there")
         if status != 200 or not document.get("token"):
             raise ConfigError(
-                f"{self._where}: it does not take this user and password; name them as etcd://USER:PASSWORD@HOST, or "
+                f"{self._where}: it does not accept this user and password; name them as etcd://USER:PASSWORD@HOST, or "
                 f"the password in {PASSWORD}"
             )
         self._token = str(document["token"])
 
     def _exchange(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
-        """A question and its answer, which may be an error of etcd's."""
+        """Send a request; returns the status and the answer, which may be an error from etcd."""
         headers = {"Authorization": self._token} if self._token else {}
         try:
             payload = None if body is None else json.dumps(body)
@@ -203,10 +201,10 @@ class EtcdDirectory:
             answer = self._connection.getresponse()
             said, status = answer.read(), answer.status
         except (OSError, http.client.HTTPException) as error:
-            self._connection.close()  # the next call makes another one
+            self._connection.close()  # the next call opens a new one
             if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
                 raise ConfigError(
-                    f"{self._where}: no TLS connection ({error}); add ?ca=FILE with who vouches for it, or write etcd://"
+                    f"{self._where}: no TLS connection ({error}); add ?ca=FILE with its CA certificate, or use etcd://"
                 ) from error
             if isinstance(error, http.client.HTTPException) and not isinstance(error, ConnectionError):
                 raise ConfigError(f"{self._where}: what answers there is no etcd ({error!r}); name one") from error
@@ -231,7 +229,7 @@ def _block(block: bytes) -> bytes:
 
 
 def _range(key: bytes, all_below: bool = False) -> Operation:
-    """What stands under a key, or under all that begin with it and "/", which is its last character."""
+    """The fields that name a key, or, if it ends with "/", all keys that begin with it."""
     end = {"rangeEnd": _b64(key[:-1] + bytes([key[-1] + 1]))} if all_below else {}
     return {"requestRange": {"key": _b64(key)} | end}
 
@@ -257,7 +255,7 @@ def _transaction(compare: list[Operation], success: list[Operation], failure: li
 
 
 def _found(response: dict[str, Any]) -> list[tuple[bytes, bytes]]:
-    """Keys and values of a range."""
+    """The keys and values in a range response."""
     kvs = response["response_range"].get("kvs", [])
     return [(base64.b64decode(each["key"]), base64.b64decode(each.get("value", ""))) for each in kvs]
 

@@ -1,4 +1,4 @@
-"""A directory within a process: what the others are compared with, and for tests."""
+"""A directory within a process, for tests; the reference that the others are compared with."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from quire.kv.directory.base import Holders, Node
 
 
 class LocalStore:
-    """What directories of one process share.
+    """The data that the directories of one process share.
 
     Args:
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -22,13 +22,13 @@ class LocalStore:
         self.clear()
 
     def clear(self) -> None:
-        """All is lost."""
+        """Lose everything."""
         self.owner: tuple[str, float] = "", 0.0  # the cluster, and until when
         self.leases: dict[str, tuple[Node, float]] = {}
         self.blocks: dict[bytes, dict[str, str]] = {}  # by block, the epochs of nodes
 
     def find(self, name: str) -> Node | None:
-        """A node whose lease has not ended."""
+        """The node, if its lease has not expired."""
         node, end = self.leases.get(name, (None, 0.0))
         return node if end > self.clock() else None
 
@@ -40,7 +40,7 @@ class LocalDirectory:
         self._store, self._cluster = store, cluster
 
     def check(self) -> None:
-        """It can be used."""
+        """See `Directory`; always succeeds."""
 
     def join(self, node: Node, lease: float) -> bool:
         with self._store.lock:
@@ -91,11 +91,11 @@ class LocalDirectory:
             return [node for name in self._store.leases if (node := self._store.find(name)) is not None]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """See `Directory`; there is nothing to close."""
 
 
 def other_cluster(where: str) -> str:
-    """What is said to an engine with another cluster key."""
+    """The error for an engine with another cluster key."""
     return (
         f"{where} is used by engines with another cluster key; give all of them the same --cluster-key-file, or this "
         "one another directory"

@@ -1,9 +1,9 @@
-"""A directory in Redis, or Valkey: ordinary commands, and Lua where several must be one.
+"""A directory in Redis or Valkey: ordinary commands, and Lua scripts where several must be atomic.
 
-Keys, all of which begin with `PREFIX`: `owner`, which cluster's nodes these are; `nodes`, their names; `n:NAME`, a
-node's epoch and address, which expires with its lease; `b:HASH`, by name, the epochs in which nodes have published a
-block. An entry counts while its epoch is that of its node's lease, so nothing need be cleaned up after a crash; and
-clocks of nodes are never compared, since Redis alone counts the seconds.
+Keys, all of which begin with `PREFIX`: `owner`, the cluster that these nodes belong to; `nodes`, their names; `n:NAME`,
+a node's epoch and address, which expires with its lease; `b:HASH`, by node name, the epochs in which nodes published a
+block. An entry counts while its epoch is that of its node's lease, so nothing has to be cleaned up after a crash. Only
+Redis measures time, so the nodes' clocks are never compared.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from quire.kv.directory.local import other_cluster
 from quire.kv.directory.redis_link import TIMEOUT_SECONDS, RedisLink
 
 PREFIX = b"quire:{kv}:"
-"""With one hash tag, so that all keys lie in one slot of a Redis Cluster."""
+"""With a hash tag, so that all keys are in one slot of a Redis Cluster."""
 
 ENTRY_SECONDS = 3600
-"""An entry that is not published again is gone after this."""
+"""An entry that is not published again expires after this."""
 
 MOST_HOLDERS = 8
-"""A block that more nodes have published is rid of those that are not there any more."""
+"""If more nodes than this have published a block, those that have left are removed from its entry."""
 
 _JOIN = """
 local owner = redis.call('GET', KEYS[1])
@@ -114,12 +114,12 @@ class RedisDirectory:
     """See `base.Directory`.
 
     Args:
-        url: of the server, as redis-py has them.
-        cluster: names the cluster's key.
-        timeout: seconds for an answer.
+        url: the server's URL, in redis-py's format.
+        cluster: identifies the cluster's key.
+        timeout: seconds per command.
 
     Raises:
-        ConfigError: the URL is none, or redis-py is not installed.
+        ConfigError: the URL is not valid, or redis-py is not installed.
     """
 
     def __init__(self, url: str, cluster: str, timeout: float = TIMEOUT_SECONDS) -> None:

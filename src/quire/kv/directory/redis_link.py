@@ -1,4 +1,4 @@
-"""A connection to a Redis, or Valkey, as directories use it: short deadlines, and errors that say what to do."""
+"""A connection to Redis or Valkey, with short timeouts and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from quire.kv.directory import masked
 from quire.kv.directory.base import DirectoryError
 
 PASSWORD = "REDISCLI_AUTH"
-"""A variable of the environment, which redis-cli has, too: the password, where the URL has none."""
+"""The environment variable (also redis-cli's) with the password, if the URL has none."""
 
 TIMEOUT_SECONDS = 1.0
-"""For an answer; nothing that serves requests waits for it."""
+"""Timeout of a command; no request waits for one."""
 
 OLDEST = 6
-"""The first version that has users (ACL) and TLS."""
+"""The first version with users (ACL) and TLS."""
 
 
 class RedisLink:
-    """A client of redis-py's.
+    """A redis-py client.
 
     Args:
-        url: of the server, as redis-py has them.
-        option: by which it was given, for errors.
-        timeout: seconds for an answer.
+        url: the server's URL, in redis-py's format.
+        option: the option that gave it, for error messages.
+        timeout: seconds per command.
 
     Raises:
-        ConfigError: the URL is none, or redis-py is not installed.
+        ConfigError: the URL is not valid, or redis-py is not installed.
     """
 
     def __init__(self, url: str, option: str, timeout: float = TIMEOUT_SECONDS) -> None:
@@ -53,7 +53,7 @@ class RedisLink:
             raise ConfigError(f"{self.where}: {error}; such as redis://10.0.0.1:6379/0") from error
 
     def check(self) -> None:
-        """Whether it can be used.
+        """Check that the server can be used.
 
         Raises:
             DirectoryError, ConfigError: see `call`.
@@ -63,25 +63,25 @@ class RedisLink:
             raise ConfigError(f"{self.where}: Redis {version} is too old; use {OLDEST}.0 or later, or Valkey")
 
     def call(self, call: Callable[[], Any]) -> Any:
-        """What a command yields, and its errors as ours.
+        """The result of a command, with redis-py's errors turned into ours.
 
         Raises:
-            DirectoryError: it does not answer now. ConfigError: it never will, to what was configured.
+            DirectoryError: the server does not answer now. ConfigError: it never will, as it is configured.
         """
         known = self._known
         try:
             return call()
         except known.AuthenticationError as error:
-            why = "it does not take this user and password", "name them as redis://USER:PASSWORD@HOST"
+            why = "it does not accept this user and password", "name them as redis://USER:PASSWORD@HOST"
             raise self._refused(error, *why) from error
         except known.NoPermissionError as error:
-            why = "its user may not do what a directory needs", "allow it '~quire:* +@read +@write +@scripting +info'"
+            why = "its user lacks permissions for a directory", "allow it '~quire:* +@read +@write +@scripting +info'"
             raise self._refused(error, *why) from error
         except known.InvalidResponse as error:
-            raise self._refused(error, "what answers there is no Redis", "name one") from error
+            raise self._refused(error, "the server there is not a Redis", "name one") from error
         except known.ConnectionError as error:
             if isinstance(error.__context__, ssl.SSLError):
-                why = "no TLS connection", "add ?ssl_ca_certs=FILE with who vouches for it"
+                why = "no TLS connection", "add ?ssl_ca_certs=FILE with its CA certificate"
                 raise self._refused(error.__context__, *why) from error
             raise DirectoryError(f"{self.where} cannot be reached ({error})") from error
         except (known.RedisError, OSError) as error:
@@ -89,6 +89,6 @@ class RedisLink:
 
     def _refused(self, error: Exception, what: str, help: str) -> ConfigError:
         said = str(error).rstrip(".")
-        if said.startswith("HELLO"):  # a lecture on its protocol
+        if said.startswith("HELLO"):  # a long explanation of its protocol
             said = "it asks for one"
         return ConfigError(f"{self.where}: {what} ({said}); {help}")

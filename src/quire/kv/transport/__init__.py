@@ -1,4 +1,4 @@
-"""Ways for blocks between engines (docs/kv.md, "Transports")."""
+"""Transports of KV blocks between engines (docs/kv.md, "Transports")."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from quire.errors import ConfigError
 from quire.kv.transport.base import Region, Transport
 
 TRANSPORTS = "shared_memory", "socket", "mooncake", "nixl"
-"""All that there are. The first two are always there, fenced, and closed to those without the right to read."""
+"""All transports. The first two are always installed, fenced, and protected against unauthorized readers."""
 
 LIBRARIES = {"mooncake": "mooncake", "nixl": "nixl_cu12"}
-"""Modules that a transport needs, of packages that are not installed with Quire."""
+"""Modules of optional packages that a transport needs."""
 
 
 def installed() -> list[str]:
-    """Transports whose library is there; it may yet lack one of its own, which `open_transport` says."""
+    """Transports whose library is installed; `open_transport` may still find that the library itself lacks one."""
     return [name for name in TRANSPORTS if name not in LIBRARIES or find_spec(LIBRARIES[name])]
 
 
 def open_transport(name: str, region: Region, token: bytes, host: str = "127.0.0.1", port: int = 0) -> Transport:
-    """A transport by its name; only then is its library imported.
+    """Open a transport by name, importing its library.
 
     Args:
         token: the cluster key, which "socket" needs.
-        host: of this machine, as others reach it: what "socket" listens at, and "mooncake" tells others.
-        port: where "socket" listens; 0: any that is free. Others choose their own.
+        host: this machine's address for other engines; "socket" listens there, and "mooncake" announces it.
+        port: where "socket" listens; 0 is any free one. Others choose their own.
 
     Raises:
-        ConfigError: there is no transport of this name, it is not installed, or cannot start.
+        ConfigError: the name is unknown, or the transport is not installed or cannot start.
         TransferError: it cannot offer this region.
     """
     if name == "shared_memory":

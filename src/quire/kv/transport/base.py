@@ -1,8 +1,8 @@
-"""What a transport is: it reads ranges of another engine's host tier into slots of one's own.
+"""The interface of transports, which read ranges of another engine's host tier into this engine's slots.
 
-An engine *reads* what another one has: no engine ever writes into another one's memory. So whatever happens to a
-transfer concerns the reader's own slots alone, and the engine that is read from need only keep its slots as they are
-for as long as it said. What arrives is checked like every block (`HostTier.load`), so a transport need not be believed.
+Engines only *read* from each other; none ever writes into another one's memory. So a failed transfer affects only the
+reader's own slots, and the engine that is read from need only keep its slots unchanged for as long as it promised. What
+arrives is verified like every block (`HostTier.load`), so a transport need not be trusted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.errors import QuireError
 
 
 class TransferError(QuireError):
-    """Ranges could not be read; the message says why."""
+    """A read failed; the message says why."""
 
 
 class Region(NamedTuple):
@@ -24,8 +24,8 @@ class Region(NamedTuple):
 
     Attributes:
         memory: [size] uint8, writable.
-        fd: of the memory as a file (a memfd), from its first byte on; -1: it is none, and other processes cannot open
-            it. Whoever made the region keeps it open for as long as there is a transport of it.
+        fd: of the memory as a file (a memfd), from its first byte on; -1 if it is not a file, so that other processes
+            cannot open it. The region's creator keeps it open for as long as a transport uses it.
     """
 
     memory: memoryview
@@ -33,7 +33,7 @@ class Region(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Bytes to read: from `source` in the other engine's region, to `target` in one's own."""
+    """Bytes to read, from offset `source` in the other engine's region to `target` in this engine's."""
 
     source: int
     target: int
@@ -44,28 +44,28 @@ class Link(Protocol):
     """A connection to another engine's region. One thread at a time calls `read`."""
 
     def read(self, ranges: Sequence[Range], seconds: float) -> None:
-        """Read ranges, and wait for them, so long at most.
+        """Read ranges, and wait for them, at most this many seconds.
 
         Raises:
-            TransferError: not all have come, and the link is of no use any more: connect anew. With a fenced transport
-                nothing of them comes later.
+            TransferError: not all of them have arrived; the link is unusable now, so connect again. With a fenced
+                transport, nothing arrives later.
         """
         ...
 
     def close(self) -> None:
-        """End the connection; a `read` under way in another thread fails soon. Of a fenced transport, nothing is
-        written any more when this returns.
+        """End the connection; a `read` in progress in another thread fails soon. With a fenced transport, nothing is
+        written after this returns.
         """
         ...
 
 
 class Transport(Protocol):
-    """A way between regions.
+    """A way to read from another engine's region.
 
     Attributes:
         name: "shared_memory", "socket", "mooncake" or "nixl".
-        fenced: once `read` has ended, however it did, nothing is written any more. Others may write late, so that their
-            slots must not be used again before the process ends, or the region is registered anew.
+        fenced: nothing is written after `read` has returned or raised. Other transports may write late, so the slots of
+            a failed read must not be used again until the process ends or the region is registered again.
     """
 
     name: str
@@ -73,40 +73,40 @@ class Transport(Protocol):
 
     @property
     def address(self) -> str:
-        """Where others find this region; text that `connect` takes. Of a fenced transport anyone may see it; of the
-        others it may be all that one needs, beside a way to their ports, to read the region and write into it.
+        """This region's address, as text for `connect`. With a fenced transport it is not secret; with others, anyone
+        who has it and can reach their ports may be able to read and write the region.
         """
         ...
 
     def connect(self, address: str) -> Link:
-        """A link to another engine's region.
+        """Connect to another engine's region.
 
         Raises:
-            TransferError: it cannot be reached from here, or is not what it says.
+            TransferError: it cannot be reached from here, or is not what its address says.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the region, and end all links; nobody can connect to it any more."""
+        """Release the region and end all links; nobody can connect to it any more."""
         ...
 
 
 CONNECT_SECONDS = 5.0
-"""How long `connect` waits at most, once the system knows a host's address."""
+"""Timeout of `connect`, after name resolution."""
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 
 def write_address(address: msgspec.Struct) -> str:
-    """An address as text."""
+    """Encode an address as text."""
     return msgspec.json.encode(address).decode()
 
 
 def read_address(text: str, kind: type[Struct]) -> Struct:
-    """What `write_address` has written.
+    """Decode what `write_address` has written.
 
     Raises:
-        TransferError: it is no address of this kind.
+        TransferError: this is not an address of this kind.
     """
     try:
         return msgspec.json.decode(text, type=kind)
@@ -116,10 +116,10 @@ def read_address(text: str, kind: type[Struct]) -> Struct:
 
 
 def check_ranges(ranges: Sequence[Range], there: int, here: int) -> None:
-    """Ranges of one byte or more lie within a region of `there` bytes, and one's own of `here`.
+    """Check that ranges are not empty, and lie within the other region of `there` bytes and this one of `here` bytes.
 
     Raises:
-        TransferError: one does not.
+        TransferError: one is or does not.
     """
     for source, target, length in ranges:
         if length < 1 or source < 0 or target < 0 or source + length > there or target + length > here:

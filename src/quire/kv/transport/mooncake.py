@@ -1,8 +1,8 @@
-"""Mooncake's transfer engine (`quire[mooncake]`): RDMA where there are devices, else TCP.
+"""Mooncake's transfer engine (`quire[mooncake]`): RDMA if there are devices, otherwise TCP.
 
-Its ports, one for its handshake and one for data, are open on all addresses, nothing is encrypted, and whoever reaches
-them can read and write what is registered: that is the host tier, of which every block is checked, and nothing else.
-Let no other network reach them. Not fenced: what was begun is written when it comes, even if nobody waits any more.
+Its two ports, for the handshake and for data, are open on all addresses. Nothing is encrypted, and anyone who can reach
+them can read and write the registered memory. That is only the host tier, every block of which is verified. Do not
+expose these ports to other networks. Not fenced: a read that has timed out may still be written later.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quire.kv.transport.base import CONNECT_SECONDS, Range, Region, TransferErro
 from quire.kv.transport.polled import PolledLink, address_of
 
 DONE, WAITING = 1, 0
-"""What `transfer_check_status` says; anything else: it has failed."""
+"""Return values of `transfer_check_status`; any other means failure."""
 
 
 class MooncakeAddress(msgspec.Struct, frozen=True, tag="mooncake"):
-    """Where the engine shakes hands ("host:port"), and where the region begins in its process."""
+    """Where the engine listens for handshakes ("host:port"), and the region's address in its process."""
 
     segment: str
     base: int
@@ -37,7 +37,7 @@ class MooncakeTransport:
     """See `Transport`.
 
     Args:
-        host: of this machine, as others reach it.
+        host: this machine's address for other engines.
 
     Raises:
         ConfigError: Mooncake is not installed, or does not start.
@@ -68,10 +68,10 @@ class MooncakeTransport:
         return link
 
     def _reach(self, segment: str) -> None:
-        """Get to know another engine.
+        """Open another engine's segment.
 
-        Opening its segment takes a lock that all transfers need, for up to a minute where it does not answer; so a
-        probe comes first, and both in a thread.
+        That takes a lock that all transfers need, for up to a minute if the engine does not answer. So the engine is
+        probed first, and both happen in a thread.
         """
         opened = threading.Event()
         engine = self._engine
@@ -103,7 +103,7 @@ class MooncakeLink(PolledLink):
         self._engine, self._segment, self._bases = engine, there.segment, (there.base, base)
 
     def _begin(self, ranges: Sequence[Range]) -> Callable[[], bool]:
-        """A transfer a range: of a batch of several only the first is told about without waiting for all."""
+        """Start one transfer per range: the status of a batch can only be polled for its first transfer."""
         there, here = self._bases
         begun = {
             self._engine.batch_transfer_async_read(self._segment, [here + target], [there + source], [length])
@@ -116,7 +116,7 @@ class MooncakeLink(PolledLink):
             for transfer in list(begun):
                 status = self._engine.transfer_check_status(transfer)
                 if status not in (DONE, WAITING):
-                    raise TransferError(f"Mooncake has not read all from {self._segment}; its log says why")
+                    raise TransferError(f"Mooncake did not read everything from {self._segment}; see its log")
                 if status == DONE:
                     begun.discard(transfer)
             return not begun
@@ -125,7 +125,7 @@ class MooncakeLink(PolledLink):
 
 
 def _library() -> Any:
-    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # it offers no other switch
+    os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # there is no other way to set it
     try:
         return importlib.import_module("mooncake.engine")
     except ImportError as error:

@@ -1,9 +1,9 @@
-"""NVIDIA's NIXL over UCX (`quire[nixl]`): RDMA, TCP, or within a machine what UCX finds there.
+"""NVIDIA's NIXL over UCX (`quire[nixl]`): RDMA, TCP, or whatever UCX finds within a machine.
 
-UCX opens ports of its own, on addresses that UCX_NET_DEVICES names; nothing is encrypted, and whoever knows a region's
-address (`NixlTransport.address`, with its keys) and reaches them can read and write the region: that is the host tier,
-of which every block is checked, and nothing else. Let no other network reach them. Not fenced: what was begun is
-written when it comes, even if nobody waits for it any more.
+UCX opens its own ports on the devices in UCX_NET_DEVICES. Nothing is encrypted, and anyone who can reach them and knows
+a region's address (`NixlTransport.address`, which includes its keys) can read and write the region. That is only the
+host tier, every block of which is verified. Do not expose these ports to other networks. Not fenced: a read that has
+timed out may still be written later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.kv.transport.polled import PolledLink, address_of
 
 
 class NixlAddress(msgspec.Struct, frozen=True, tag="nixl"):
-    """What NIXL's agents tell one another, and where the region begins in its process."""
+    """The metadata that NIXL's agents exchange, and the region's address in its process."""
 
     metadata: bytes
     base: int
@@ -46,7 +46,7 @@ class NixlTransport:
     def __init__(self, region: Region) -> None:
         self._base, self._size = address_of(region.memory), len(region.memory)
         self._links: weakref.WeakSet[NixlLink] = weakref.WeakSet()
-        self._peers: Counter[str] = Counter()  # links to each
+        self._peers: Counter[str] = Counter()  # number of links to each
         self._lock = threading.Lock()
         library = _library()
         try:
@@ -57,7 +57,7 @@ class NixlTransport:
             self._registered = self._agent.register_memory([(self._base, self._size, 0, "")], "DRAM")
             metadata = self._agent.get_agent_metadata()
         except Exception as error:  # its errors have no class of their own
-            raise ConfigError(f"NIXL does not start: {error!r}; its log says why") from error
+            raise ConfigError(f"NIXL does not start: {error!r}; see its log") from error
         self._address = NixlAddress(metadata, self._base, self._size)
 
     @property
@@ -78,7 +78,7 @@ class NixlTransport:
         return link
 
     def _forget(self, peer: str) -> None:
-        """A link has ended; NIXL lets go of an engine with the last one."""
+        """A link has ended; after an engine's last one, NIXL forgets the engine."""
         with self._lock:
             self._peers[peer] -= 1
             if self._peers[peer] == 0:
@@ -98,7 +98,7 @@ class NixlLink(PolledLink):
     """See `Link`.
 
     Args:
-        forget: told once, at the end, with `peer`.
+        forget: called once with `peer`, at the end.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class NixlLink(PolledLink):
                 if state == "PROC":
                     state = self._agent.check_xfer_state(transfer)
             if state not in ("DONE", "PROC"):
-                raise TransferError("NIXL has not read all from the other engine; its log says why")
+                raise TransferError("NIXL did not read everything from the other engine; see its log")
             return bool(state == "DONE")
 
         return done
@@ -135,7 +135,7 @@ class NixlLink(PolledLink):
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """NIXL's errors, which have no class of their own, as ours."""
+    """Turn NIXL's errors, which have no class of their own, into TransferErrors."""
     try:
         yield
     except Exception as error:
@@ -148,6 +148,6 @@ def _library() -> Any:
         library = importlib.import_module("nixl_cu12")
     except ImportError as error:
         raise ConfigError(f"the transport nixl needs NIXL: {error}; pip install 'quire[nixl]'") from error
-    logging.raiseExceptions = told  # it switches that off
+    logging.raiseExceptions = told  # importing nixl switches that off
     logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to standard output
     return library

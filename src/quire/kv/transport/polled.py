@@ -1,4 +1,4 @@
-"""Links of libraries that write into the region on their own, and are asked how far they are."""
+"""Links of libraries that write into the region on their own, and are polled for completion."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections.abc import Callable, Sequence
 from quire.kv.transport.base import Range, TransferError, check_ranges
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
-"""Seconds between looks: a tenth of what has passed, within these."""
+"""Bounds in seconds of the polling interval, which is a tenth of the time that has passed."""
 
 
 def address_of(memory: memoryview) -> int:
-    """Where a region begins in this process."""
+    """A region's address in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class PolledLink(ABC):
-    """See `Link`. What was begun goes on when `read` has given up: the library may write so long as this process lives.
+    """See `Link`. A read continues after `read` has given up: the library may write as long as this process lives.
 
     Args:
-        there, here: sizes of the other region and of one's own.
+        there, here: sizes of the other region and of this engine's.
     """
 
     def __init__(self, there: int, here: int) -> None:
@@ -33,10 +33,10 @@ class PolledLink(ABC):
 
     @abstractmethod
     def _begin(self, ranges: Sequence[Range]) -> Callable[[], bool]:
-        """Begin to read; what is returned says whether all has come.
+        """Begin to read; returns a function that says whether the read is complete.
 
         Raises:
-            TransferError: here, or from what is returned: it has failed.
+            TransferError: (here, or from that function) the read has failed.
         """
 
     def read(self, ranges: Sequence[Range], seconds: float) -> None:
@@ -58,7 +58,7 @@ class PolledLink(ABC):
         while not done():
             passed = time.monotonic() - began
             if passed > seconds:
-                raise TransferError(f"not all has come within {seconds:g} seconds")
+                raise TransferError(f"the read took longer than {seconds:g} seconds")
             if self._closed:
                 raise TransferError("the link was closed")
             time.sleep(max(SHORTEST_PAUSE, min(LONGEST_PAUSE, passed / 10)))
@@ -66,4 +66,4 @@ class PolledLink(ABC):
     def close(self) -> None:
         self._closed = True
         with self._reading:
-            pass  # `read` has noticed
+            pass  # until `read` has noticed

@@ -1,7 +1,7 @@
-"""Between processes of one user on one machine: the region is a memfd, and the system copies out of it.
+"""Between processes of one user on one machine: the region is a memfd, which the reader copies from.
 
-Nothing listens and nobody answers, so it does not matter what the other process does meanwhile. The region is opened
-through `/proc` and read like a file: unlike a mapping, that cannot end this process where the file becomes shorter.
+Nothing listens and nobody answers, so it does not matter what the other process is doing. The region is opened through
+`/proc` and read like a file: unlike with a mapping, this process cannot be killed by the file becoming shorter.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import msgspec
 from quire.kv.transport.base import Range, Region, TransferError, check_ranges, read_address, write_address
 
 PIECE = 2 << 20
-"""Bytes that are copied at a time, some 0.3 ms: so soon `close` and the deadline act."""
+"""Bytes copied at a time, about 0.3 ms: the delay until `close` or the deadline takes effect."""
 
 MEMFD = "/memfd:"
-"""What `/proc` says a memfd's path begins with."""
+"""How a memfd's path begins in `/proc`."""
 
 
 class SharedAddress(msgspec.Struct, frozen=True, tag="shared_memory"):
-    """A memfd of a process, and of which boot of which machine."""
+    """A process's memfd, with an id of the machine's boot."""
 
     boot: str
     pid: int
@@ -37,10 +37,10 @@ class SharedAddress(msgspec.Struct, frozen=True, tag="shared_memory"):
 
 
 class SharedMemoryTransport:
-    """See `Transport`; `region` is a memfd.
+    """See `Transport`; `region` must be a memfd.
 
     Raises:
-        TransferError: it is none.
+        TransferError: it is not.
     """
 
     name, fenced = "shared_memory", True
@@ -63,7 +63,7 @@ class SharedMemoryTransport:
         return link
 
     def close(self) -> None:
-        """End all links. Who has opened the region may read it until this process closes the memfd."""
+        """End all links. Processes that have opened the region can read it until this process closes the memfd."""
         for link in list(self._links):
             link.close()
 
@@ -72,8 +72,8 @@ class SharedMemoryLink:
     """See `Link`.
 
     Args:
-        fd: the other region, which belongs to this link. size: of it, in bytes.
-        memory: one's own region.
+        fd: the other region; owned by this link. size: its size in bytes.
+        memory: this engine's region.
     """
 
     def __init__(self, fd: int, size: int, memory: memoryview) -> None:
@@ -91,7 +91,7 @@ class SharedMemoryLink:
                     if self._closed:
                         raise TransferError("the link was closed")
                     if time.monotonic() > end:
-                        raise TransferError(f"not all has been copied within {seconds:g} seconds")
+                        raise TransferError(f"the copy took longer than {seconds:g} seconds")
                     self._copy(source + start, target + start, min(PIECE, length - start))
 
     def _copy(self, source: int, target: int, length: int) -> None:
@@ -113,16 +113,16 @@ def _address_of(region: Region) -> SharedAddress:
         found = os.fstat(region.fd)
         path = os.readlink(f"/proc/self/fd/{region.fd}")
     except OSError as error:
-        raise TransferError(f"the region is no file that other processes can open: {error.strerror}") from error
+        raise TransferError(f"the region is not a file that other processes can open: {error.strerror}") from error
     if not path.startswith(MEMFD) or found.st_size < len(region.memory):
         raise TransferError(f"the region of {len(region.memory)} bytes is no memfd but {path}, {found.st_size} bytes")
     return SharedAddress(_boot(), os.getpid(), region.fd, found.st_dev, found.st_ino, len(region.memory))
 
 
 def _opened(there: SharedAddress) -> int:
-    """A descriptor of the region, to read from.
+    """Open the region for reading.
 
-    It is looked at before it is opened, since opening may wait, or do something, where it is no memfd.
+    Its path is checked before it is opened, since opening something other than a memfd may block or have side effects.
     """
     path = f"/proc/{there.pid}/fd/{there.fd}"
     try:

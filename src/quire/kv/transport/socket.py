@@ -1,11 +1,11 @@
-"""Between machines, over TCP: ZeroMQ with CURVE, so that what passes is encrypted, and only who has the cluster key can
-say or read anything.
+"""Between machines, over TCP: ZeroMQ with CURVE, so that everything is encrypted, and only engines with the cluster key
+can connect.
 
-The reader asks for pieces, a few at a time, and the holder's thread answers each with the bytes. What a reader has not
-taken is never much: ZeroMQ drops answers beyond a bound, which no reader reaches that keeps to `WINDOW`. Only the
-reader's own thread writes into its region.
+The reader asks for pieces, a few at a time, and the holder's thread answers each with the bytes. Buffered answers are
+bounded: ZeroMQ drops those beyond a limit, which no reader reaches that keeps to `WINDOW`. Only the reader's own thread
+writes into its region.
 
-Who has the key is believed to be an engine of one's own: ZeroMQ has no bound for a message of ever more frames.
+An engine with the key is trusted: ZeroMQ does not limit the number of frames in a message.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from quire.kv.transport.base import (
 logger = logging.getLogger(__name__)
 
 PIECE = 1 << 20
-"""Bytes of an answer at most."""
+"""Most bytes in an answer."""
 
 MOST_RANGES = 256
-"""Of a question."""
+"""Most ranges in a question."""
 
 WINDOW = 8
-"""Questions that a reader has not had the answers to."""
+"""Most questions that a reader has open at once."""
 
 LONGEST_QUESTION = 8192
-"""Bytes; 256 ranges take no more."""
+"""Most bytes in a question; enough for 256 ranges."""
 
 SILENCE_SECONDS = 30.0
-"""After which a holder lets a reader go that is silent, and the memory with it that its answers take."""
+"""A holder drops a reader, and the memory of its buffered answers, after this much silence."""
 
 ENCRYPTION = 64
-"""Bytes that a frame is longer at most once it is encrypted."""
+"""Most bytes that encryption adds to a frame."""
 
 WAKE = b"\1" + bytes(7)
 REFUSING = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -69,7 +69,7 @@ class SocketAddress(msgspec.Struct, frozen=True, tag="socket"):
     """Where the holder listens.
 
     Attributes:
-        region: random, so that one that came later to the same port is not taken for it.
+        region: a random id, so that a later process at the same port is not mistaken for this one.
     """
 
     host: str
@@ -79,7 +79,7 @@ class SocketAddress(msgspec.Struct, frozen=True, tag="socket"):
 
 
 class Question(msgspec.Struct, array_like=True):
-    """A reader's message of one frame. What is asked for may be nothing, to see whether the region is there."""
+    """A reader's message, in one frame. It may ask for no ranges, to see whether the region is there."""
 
     region: bytes
     number: int
@@ -87,10 +87,10 @@ class Question(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """The first frame of an answer; the second one has the ranges' bytes, end to end.
+    """The first frame of an answer; the second one has the ranges' bytes, concatenated.
 
     Attributes:
-        refused: why there are none, for people.
+        refused: why there are none, as a message for users.
     """
 
     number: int
@@ -98,15 +98,16 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 class SocketTransport:
-    """See `Transport`. It listens from when its `address` is first asked for.
+    """See `Transport`. It starts to listen when `address` is first read.
 
     Args:
-        region: need be no file.
+        region: need not be a file.
         token: the cluster key.
-        host: of this machine, as others reach it. port: 0: any that is free.
+        host: this machine's address for other engines. port: 0 is any free one.
 
     Raises:
-        ConfigError: by `address`: this machine does not have it, it is all of them, or the port is taken.
+        ConfigError: (from `address`) the host is not an address of this machine, or stands for all of its addresses, or
+            the port is taken.
     """
 
     name, fenced = "socket", True
@@ -126,7 +127,7 @@ class SocketTransport:
 
     @property
     def address(self) -> str:
-        if self._address is None:  # who only reads listens nowhere
+        if self._address is None:  # an engine that only reads never listens
             self._address = self._listen()
         return write_address(self._address)
 
@@ -193,13 +194,13 @@ class SocketTransport:
             door.socket.close()
 
     def _answer(self, server: Socket) -> None:
-        """The question that has come; one that makes no sense has no answer."""
+        """Answer the question that has come; an invalid one gets no answer."""
         peer, *frames = server.recv_multipart()
         try:
             question = msgspec.msgpack.decode(b"".join(frames), type=Question)
             body, refused = self._bytes(question), ""
         except (msgspec.MsgspecError, UnicodeError) as error:
-            logger.debug("a question for KV blocks makes no sense: %s", error)
+            logger.debug("a request for KV blocks is invalid: %s", error)
             return
         except TransferError as error:
             body, refused = memoryview(b""), str(error)
@@ -209,23 +210,23 @@ class SocketTransport:
 
     def _bytes(self, question: Question) -> memoryview:
         if question.region != self._name:
-            raise TransferError("the region that is asked for is not here any more")
+            raise TransferError("the requested region is no longer here")
         check_ranges([Range(source, 0, length) for source, length in question.ranges], len(self._memory), PIECE)
         if sum(length for _, length in question.ranges) > PIECE:
-            raise TransferError(f"more than {PIECE} bytes are asked for at once")
+            raise TransferError(f"more than {PIECE} bytes were requested at once")
         pieces = [self._memory[source : source + length] for source, length in question.ranges]
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
 
 class SocketLink:
-    """See `Link`. Whether there is anybody is known with the first `read`, which may be of nothing.
+    """See `Link`. Only the first `read`, which may be empty, shows whether anyone answers.
 
     Args:
-        made: not connected yet; belongs to this link. endpoint: `there`, as ZeroMQ takes it.
-        memory: one's own region.
+        made: a socket that is not connected yet; owned by this link. endpoint: `there`, in ZeroMQ's notation.
+        memory: this engine's region.
 
     Raises:
-        zmq.ZMQError: there cannot be such an endpoint.
+        zmq.ZMQError: the endpoint is not valid.
     """
 
     def __init__(self, made: Socket, endpoint: str, there: SocketAddress, memory: memoryview) -> None:
@@ -251,7 +252,7 @@ class SocketLink:
         with self._reading:
             try:
                 self._read(ranges, time.monotonic() + seconds)
-            except BaseException:  # answers may be on their way
+            except BaseException:  # answers may still arrive
                 self._end()
                 raise
 
@@ -274,24 +275,24 @@ class SocketLink:
             self._socket.send(msgspec.msgpack.encode(Question(self._there.region, number, asked)), zmq.NOBLOCK)
 
     def _take_in(self, awaited: dict[int, list[Range]], end: float) -> None:
-        """The next answer."""
+        """Receive the next answer, and copy its bytes."""
         frames = self._received(end)
         try:
             head, body = (frame.buffer for frame in frames)
             answer = msgspec.msgpack.decode(head, type=Answer)
             pieces = awaited.pop(answer.number)
         except (msgspec.MsgspecError, KeyError, ValueError) as error:
-            raise TransferError("the other engine's answer makes no sense") from error
+            raise TransferError("the other engine's answer is invalid") from error
         if answer.refused:
             raise TransferError(f"the other engine refuses: {answer.refused[:200]}")
         if len(body) != sum(length for _, _, length in pieces):
-            raise TransferError("the other engine's answer is of another length")
+            raise TransferError("the other engine's answer has the wrong length")
         for _, target, length in pieces:
             self._memory[target : target + length] = body[:length]
             body = body[length:]
 
     def _received(self, end: float) -> list[zmq.Frame]:
-        """The next message's frames."""
+        """The frames of the next message."""
         while not self._closed:
             if (left := end - time.monotonic()) <= 0:
                 raise TransferError("the other engine has not answered in time")
@@ -303,8 +304,8 @@ class SocketLink:
             if self._monitor in ready:
                 event = recv_monitor_message(self._monitor)["event"]
                 if event in REFUSING:
-                    raise TransferError("whoever listens there does not take this cluster key")
-                raise TransferError("the other engine is not there, has ended, or has another cluster key")
+                    raise TransferError("the other engine does not accept this cluster key")
+                raise TransferError("the other engine is not running, or has another cluster key")
         raise TransferError("the link was closed")
 
     def close(self) -> None:
@@ -322,22 +323,24 @@ class SocketLink:
 
 
 def _bound(server: Socket, host: str, port: int) -> int:
-    """The port at which the server listens now."""
+    """Bind the server; returns the port."""
     resolved = Address(host, port).resolved("host")
     if resolved.startswith(("tcp://0.0.0.0:", "tcp://[::]:")):
-        raise ConfigError(f"host {host!r} is not where others reach this machine; name one of its addresses")
+        raise ConfigError(
+            f"host {host!r} is not an address at which others can reach this machine; give one of its addresses"
+        )
     try:
         server.bind(resolved)
     except zmq.ZMQError as error:
         raise ConfigError(
             f"KV blocks cannot be offered at {Address(host, port)}: {zmq.strerror(error.errno or 0)}; choose an "
-            "address of this machine, and a port that is free"
+            "address of this machine and a free port"
         ) from error
     return int(bytes(server.getsockopt(zmq.LAST_ENDPOINT)).strip(b"\0").rpartition(b":")[2])
 
 
 def _questions(ranges: Sequence[Range]) -> Iterator[list[Range]]:
-    """Ranges in pieces, and so many pieces at a time as a question may ask for."""
+    """Split ranges into pieces, and group these into questions."""
     pieces: list[Range] = []
     room = PIECE
     for source, target, length in ranges:
