@@ -198,7 +198,7 @@ def test_a_bad_line_of_a_trace_is_named_by_its_number(tmp_path: Path, bad: Any, 
 def test_a_trace_that_cannot_be_read_or_is_empty_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_trace(str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match="holds no request"):
+    with pytest.raises(ConfigError, match="has no requests"):
         read_trace(trace(tmp_path, ""))
 
 

@@ -71,7 +71,9 @@ def test_every_line_gets_its_answer_or_its_error(server, tmp_path, capfd):
         assert found[name]["response"] is None and word in found[name]["error"]["message"]
     assert f"{len(found)} of {len(found)} requests are answered, 5 of them with errors" in capfd.readouterr().err
     before = target.read_bytes()
-    assert main(command) == 1 and target.read_bytes() == before  # nothing is done twice
+    vllm = ["run-batch", "-i", str(source), "-o", str(target), *command[3:]]
+    assert main(command) == main(vllm) == 1 and target.read_bytes() == before  # nothing is done twice
+    assert main([*vllm[:3], *vllm[5:]]) == 2 and "a batch needs two files" in capfd.readouterr().err
 
 
 def test_it_goes_on_after_an_end_at_any_byte(server, tmp_path):

@@ -22,8 +22,8 @@ from quire.errors import ConfigError
 from quire.kv.directory import masked, open_directory
 from quire.kv.directory.base import Directory, DirectoryError, Holders, Node
 from quire.kv.directory.etcd import EtcdDirectory
-from quire.kv.directory.local import LocalDirectory, LocalStore
 from quire.kv.directory.redis import PREFIX, RedisDirectory
+from tests.local_directory import LocalDirectory, LocalStore
 from tests.redis_server import RedisServer, etcd_server, free_port, needs_etcd, needs_redis
 
 PATIENT = 30.0
@@ -289,7 +289,7 @@ def answering(answers: bytes) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("answers", "why"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", "no Redis"),
+        (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", "not a Redis"),
         (b"$24\r\nredis_version:3.2.100\r\n \r\n", "Redis 3.2.100 is too old; use 6.0 or later, or Valkey"),
     ],
 )

@@ -23,8 +23,8 @@ from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.kv.directory.base import DirectoryError, Holders, Node
-from quire.kv.directory.local import LocalDirectory, LocalStore
 from tests.http_tools import wait_until
+from tests.local_directory import LocalDirectory, LocalStore
 from tests.redis_server import RedisServer, etcd_server, free_port, needs_etcd, needs_redis
 from tests.test_kv_host import Outcome, params
 from tests.test_kv_prefill import Prefill, alone, prompt

@@ -136,7 +136,7 @@ def test_a_holder_that_is_slow_is_not_waited_for_beyond_the_deadline(region: Reg
     [
         ([b"\xff", b"x"], "is invalid"),
         ([msgspec.msgpack.encode(Answer(99)), b"x"], "is invalid"),
-        ([msgspec.msgpack.encode(Answer(0)), b"xy"], "another length"),
+        ([msgspec.msgpack.encode(Answer(0)), b"xy"], "the wrong length"),
         ([msgspec.msgpack.encode(Answer(0))], "is invalid"),
         ([msgspec.msgpack.encode(Answer(0)), b"x", b"y"], "is invalid"),
         ([msgspec.msgpack.encode(Answer(0, "no")), b""], "refuses: no"),

@@ -79,9 +79,7 @@ OTHER_OPTIONS: dict[str, OtherOption] = {
 }
 
 OTHER_COMMANDS = {
-    "run": "use 'quire chat MODEL', or 'quire generate MODEL --chat PROMPT' for one answer",
     "complete": "use 'quire generate MODEL PROMPT'",
-    "run-batch": "use 'quire batch IN.jsonl OUT.jsonl'",
     "show": "use 'quire inspect MODEL'",
     "pull": "not needed: models are downloaded when first used, or by 'hf download org/name'",
     "list": "use 'hf cache ls': models are in the Hub cache",

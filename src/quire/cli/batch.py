@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire batch`."""
     parser.usage = "quire batch IN.jsonl OUT.jsonl [--url URL | --model MODEL] [options] [-- options of quire serve]"
     parser.add_argument("words", nargs="*", metavar="FILE", help="the request file and the answer file")
+    parser.add_argument("-i", "--input-file", metavar="FILE", help="the request file, as for 'vllm run-batch'")
+    parser.add_argument("-o", "--output-file", metavar="FILE", help="the answer file, likewise")
     parser.add_argument("--url", help="use this running server, such as http://127.0.0.1:8000")
     parser.add_argument("--api-key", metavar="KEY", help="its API key, or @FILE to read it from a file")
     parser.add_argument("--cacert", metavar="FILE", help=CACERT)
@@ -73,9 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer all requests; see the module's docstring for the exit codes."""
-    if len(args.words) < 2:
+    files = [name for name in (args.input_file, args.output_file) if name is not None]
+    if len(files) == 1 or len(files) + len(args.words) < 2:
         raise ConfigError("a batch needs two files; give IN.jsonl with the requests and OUT.jsonl for the answers")
-    source, target, *options = args.words
+    source, target, *options = files + args.words
     if args.url and (args.model or options):
         raise ConfigError(
             "--url uses a running server, but --model and options after -- start one; leave one of them out"

@@ -46,6 +46,9 @@ SUBCOMMANDS = {
 }
 """Commands of two words that have a module and options of their own."""
 
+ALIASES = {"run": "chat", "run-batch": "batch"}
+"""`ollama run` and `vllm run-batch`, whose arguments work, too."""
+
 FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
 
@@ -128,8 +131,7 @@ def _dispatch(arguments: list[str]) -> int:
     if name == "--version":
         print(f"quire {version('quire')}")
         return 0
-    if name == "run":  # as `ollama run`
-        name = "chat"
+    name = ALIASES.get(name, name)
     if name in OTHER_COMMANDS and name not in COMMANDS:
         raise ConfigError(f"unknown command {name!r}; {OTHER_COMMANDS[name]}")
     if name not in COMMANDS:

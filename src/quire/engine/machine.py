@@ -79,7 +79,7 @@ class Machine:
 
     def __init__(self, config: EngineConfig, own: range, matrix_bytes: int) -> None:
         self.own, self.threads = own, config.threads or max(1, usable_threads() // len(own))
-        self._matrix_bytes, self._width = matrix_bytes, config.tensor_parallel_size
+        self._width = config.tensor_parallel_size
         groups = {number: ranks for number, ranks in enumerate(groups_of(config)) if meets(ranks, own)}
         self._memories = {number: new_memory(matrix_bytes) for number in groups}
         self.mirrors: dict[int, Mirror] = {}

@@ -351,15 +351,7 @@ def read_rope(
             min(unknown),
             f"absent: rope type {kind!r} reads {', '.join(sorted(ROPE_FIELDS[kind])) or 'nothing'}",
         )
-    turning = head_dim
-    if partial is None:
-        for section in (fields, scaling):
-            section.refuse("partial_rotary_factor", (1, 1.0), "rotary embedding of a part of each head")
-    else:
-        partial = fields.number("partial_rotary_factor", default=partial, max=1.0)
-        turning = int(head_dim * scaling.number("partial_rotary_factor", default=partial, max=1.0))
-        if turning % 2 or turning < 2:
-            raise fields.error("partial_rotary_factor", f"such that an even part of head_dim ({head_dim}) turns")
+    turning = _rotated_dims(fields, scaling, head_dim, partial)
     outer = fields.number("rope_theta", default=default_theta, above=1.0, max=MAX_THETA)
     theta = scaling.number("rope_theta", default=outer, above=1.0, max=MAX_THETA)
     context = fields.integer("max_position_embeddings", max=MAX_CONTEXT)
@@ -369,22 +361,7 @@ def read_rope(
         default=scaling.integer("original_max_position_embeddings", default=context, max=MAX_CONTEXT),
         max=MAX_CONTEXT,
     )
-    factor, lengthened = 1.0, float(context)
-    if kind == "yarn":
-        factor = scaling.number("factor", default=max(1.0, context / original))
-        lengthened = max(context, original * factor)
-    elif kind == "longrope":
-        factor = scaling.number("factor", default=max(1.0, context / original))
-    elif kind == "proportional":
-        factor = scaling.number("factor", default=1.0)
-    elif kind != "default":
-        factor = scaling.number("factor")
-        lengthened = context * factor if kind == "linear" else context
-    if factor < 1.0:
-        raise scaling.error("factor", "a number of at least 1")
-    if lengthened > MAX_CONTEXT:
-        raise scaling.error("factor", f"small enough for a context of at most {MAX_CONTEXT} tokens")
-    context = int(lengthened)
+    factor, context = _scaled(scaling, kind, context, original)
     low, high = 1.0, 4.0
     if kind == "llama3":
         low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
@@ -410,6 +387,39 @@ def read_rope(
         long_factors=_factors(scaling, "long_factor", turning // 2) if kind == "longrope" else (),
     )
     return rope, context
+
+
+def _rotated_dims(fields: Fields, scaling: Fields, head_dim: int, partial: float | None) -> int:
+    """How many dimensions of each head are rotated; see `read_rope`."""
+    if partial is None:
+        for section in (fields, scaling):
+            section.refuse("partial_rotary_factor", (1, 1.0), "rotary embedding of a part of each head")
+        return head_dim
+    partial = fields.number("partial_rotary_factor", default=partial, max=1.0)
+    dims = int(head_dim * scaling.number("partial_rotary_factor", default=partial, max=1.0))
+    if dims % 2 or dims < 2:
+        raise fields.error("partial_rotary_factor", f"such that an even part of head_dim ({head_dim}) turns")
+    return dims
+
+
+def _scaled(scaling: Fields, kind: RopeKind, context: int, original: int) -> tuple[float, int]:
+    """The scaling factor, and the longest context with it."""
+    factor, lengthened = 1.0, float(context)
+    if kind == "yarn":
+        factor = scaling.number("factor", default=max(1.0, context / original))
+        lengthened = max(context, original * factor)
+    elif kind == "longrope":
+        factor = scaling.number("factor", default=max(1.0, context / original))
+    elif kind == "proportional":
+        factor = scaling.number("factor", default=1.0)
+    elif kind != "default":
+        factor = scaling.number("factor")
+        lengthened = context * factor if kind == "linear" else context
+    if factor < 1.0:
+        raise scaling.error("factor", "a number of at least 1")
+    if lengthened > MAX_CONTEXT:
+        raise scaling.error("factor", f"small enough for a context of at most {MAX_CONTEXT} tokens")
+    return factor, int(lengthened)
 
 
 def _factors(scaling: Fields, name: str, count: int) -> tuple[float, ...]:

@@ -203,22 +203,10 @@ def plan_memory(
     num_blocks = sizes(max(fits, 1))
     _check_free(pools, num_blocks, activations, free_bytes, longest)
     if fits == 0:
-        source = (
-            f"kv_cache_memory={config.kv_cache_memory}" if config.kv_cache_memory else f"{format_size(free_bytes)} free"
-        )
-        raise MemoryPlanError(
-            f"{source} gives {max(num_blocks[0] - 1, 0)} KV blocks of {block_size} tokens "
-            f"({format_size(pools.bytes([1] * len(num_blocks)))} each): not one request fits. Set "
-            f"kv_cache_memory to at least {format_size(pools.bytes([8] * len(num_blocks)))}"
-        )
+        raise _nothing_fits(config, pools, num_blocks, free_bytes)
     if fits < longest:
         if config.max_model_len is not None:
-            needed = pools.of_first(pools.peaks(longest)[0] + 1, longest)
-            raise PoolTooSmallError(
-                f"max_model_len={longest} needs {needed[0] - 1} KV blocks of {block_size} tokens, but the "
-                f"pool has {sizes(longest)[0] - 1}; set max_model_len to at most {fits}, or kv_cache_memory to at "
-                f"least {format_size(pools.bytes(needed))}"
-            )
+            raise _too_long(pools, longest, sizes(longest)[0] - 1, fits, block_size)
         notes.append(
             f"max_model_len is {fits:,}, not the model's {longest:,}: the KV memory holds no more; "
             "kv_cache_memory gives it more"
@@ -239,6 +227,25 @@ def plan_memory(
         shared=model.shared_bytes,
         draft_kv_bytes_per_token=pools.draft_bytes,
         max_num_seqs=requests,
+    )
+
+
+def _nothing_fits(config: EngineConfig, pools: Pools, num_blocks: list[int], free_bytes: int) -> MemoryPlanError:
+    memory = config.kv_cache_memory
+    source = f"kv_cache_memory={memory}" if memory else f"{format_size(free_bytes)} free"
+    return MemoryPlanError(
+        f"{source} gives {max(num_blocks[0] - 1, 0)} KV blocks of {config.block_size} tokens "
+        f"({format_size(pools.bytes([1] * len(num_blocks)))} each): not one request fits. Set "
+        f"kv_cache_memory to at least {format_size(pools.bytes([8] * len(num_blocks)))}"
+    )
+
+
+def _too_long(pools: Pools, max_model_len: int, usable: int, fits: int, block_size: int) -> PoolTooSmallError:
+    needed = pools.of_first(pools.peaks(max_model_len)[0] + 1, max_model_len)
+    return PoolTooSmallError(
+        f"max_model_len={max_model_len} needs {needed[0] - 1} KV blocks of {block_size} tokens, but the pool has "
+        f"{usable}; set max_model_len to at most {fits}, or kv_cache_memory to at least "
+        f"{format_size(pools.bytes(needed))}"
     )
 
 

@@ -291,11 +291,6 @@ class Tokenizer:
         """The id of the tokenizer's own end-of-sequence token; the model's configuration may name more."""
         return self._id_of("eos_token")
 
-    @property
-    def bos_token_id(self) -> int | None:
-        """The id of the first token, if the tokenizer has one."""
-        return self._id_of("bos_token")
-
     # --- chats --------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:

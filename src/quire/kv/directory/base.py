@@ -71,3 +71,11 @@ class Directory(Protocol):
 
     def close(self) -> None:
         """Close the connection."""
+
+
+def other_cluster(where: str) -> str:
+    """The error for an engine with another cluster key."""
+    return (
+        f"{where} is used by engines with another cluster key; give all of them the same --cluster-key-file, or this "
+        "one another directory"
+    )

@@ -19,8 +19,7 @@ from typing import Any
 
 from quire.errors import ConfigError
 from quire.kv.directory import masked
-from quire.kv.directory.base import DirectoryError, Holders, Node
-from quire.kv.directory.local import other_cluster
+from quire.kv.directory.base import DirectoryError, Holders, Node, other_cluster
 
 PREFIX = b"quire/kv/"
 

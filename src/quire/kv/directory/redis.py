@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.errors import ConfigError
-from quire.kv.directory.base import Holders, Node
-from quire.kv.directory.local import other_cluster
+from quire.kv.directory.base import Holders, Node, other_cluster
 from quire.kv.directory.redis_link import TIMEOUT_SECONDS, RedisLink
 
 PREFIX = b"quire:{kv}:"

@@ -40,7 +40,7 @@ function showServers(servers) {
     const row = body.insertRow();
     cell(row, one.server);
     cell(row, one.role);
-    const again = one.retry_in_s === null ? "" : `, tried again in ${one.retry_in_s} s`;
+    const again = one.retry_in_s === null ? "" : `, next check in ${one.retry_in_s} s`;
     cell(row, one.reason ? `${one.state}: ${one.reason}${again}` : one.state, one.state);
     for (const name of ["waiting", "running", "other_requests", "queued_tokens", "prefill_tokens_per_second", "requests",
       "failures"]) cell(row, one[name].toLocaleString("en"), "n");
@@ -54,7 +54,7 @@ function showCaches(servers) {
     const row = body.insertRow(), kv = one.kv;
     cell(row, one.server);
     cell(row, kv.num_blocks
-      ? `${kv.held_blocks} in use, ${kv.cached_blocks} cached, of ${kv.num_blocks}` : "not told").style.whiteSpace = "nowrap";
+      ? `${kv.held_blocks} in use, ${kv.cached_blocks} cached, of ${kv.num_blocks}` : "not reported").style.whiteSpace = "nowrap";
     cell(row, kv.prompt_tokens ? `${(100 * kv.cached_tokens / kv.prompt_tokens).toFixed(1)} %` : "", "n");
     cell(row, `${(one.known_chunks * 128 / 1024).toFixed(1)} KiB`, "n");
     const tiers = Object.entries(kv.kv_tiers || {}).map(([tier, counts]) =>
@@ -67,7 +67,7 @@ function showMap(prompts, servers) {
   byId("no-prompts").hidden = prompts.length > 0;
   const names = servers.map((one) => one.server);
   const [head] = byId("map").tHead.rows.length ? byId("map").tHead.rows : [byId("map").tHead.insertRow()];
-  head.replaceChildren(...["begins like", "tokens", "requests", "found"].map((text, at) => made("th", text, at && "n")),
+  head.replaceChildren(...["beginning", "tokens", "requests", "hits"].map((text, at) => made("th", text, at && "n")),
     ...names.map((name) => made("th", name)));
   byId("map").tHead.hidden = !prompts.length;
   const body = byId("map").tBodies[0];
@@ -91,7 +91,7 @@ function showCost(cost) {
   const others = cost.others_s ? ` + others ${duration(cost.others_s)}` : "";
   const fetch = cost.fetch_s ? ` + fetch ${duration(cost.fetch_s)}` : "";
   return `${cost.server} ${duration(cost.total_s)} = compute ${duration(cost.compute_s)}${others}${fetch}`
-    + ` + queue ${duration(cost.queue_s)}, ${cost.held} held`;
+    + ` + queue ${duration(cost.queue_s)}, ${cost.held} cached`;
 }
 
 function showRequests(requests) {
@@ -109,7 +109,7 @@ function showRequests(requests) {
     cell(row, one.prompt_tokens, "n");
     cell(row, one.prefill ? `${one.server}, prompt at ${one.prefill}` : one.server, "chosen");
     cell(row, one.first_s === null ? "" : duration(one.first_s), "n");
-    cell(row, one.lost ? "lost" : one.total_s === null ? "runs" : duration(one.total_s), one.lost ? "n down" : "n");
+    cell(row, one.lost ? "lost" : one.total_s === null ? "running" : duration(one.total_s), one.lost ? "n down" : "n");
     const costs = cell(row, "", "small");
     for (const cost of one.costs) costs.append(made("div", showCost(cost), cost.server === one.server ? "chosen" : ""));
   }
@@ -130,7 +130,7 @@ function spansOf(stay, before) {
     const output = `decode${of}, ${one.output} tokens` + (one.preemptions ? `, preempted ${one.preemptions} times` : "");
     if (one.ttft_seconds !== null) spans.push(["decode", output, first, stay.sent + one.total_seconds]);
   }
-  if (!stay.choices.length) spans.push(["decode", `at ${stay.server}, which tells no more`, stay.sent, stay.ended]);
+  if (!stay.choices.length) spans.push(["decode", `at ${stay.server}, which reports no details`, stay.sent, stay.ended]);
   if (stay.lost) spans.push(["router", `lost: ${stay.lost}`, stay.ended, stay.ended]);
   return spans;
 }
@@ -140,7 +140,7 @@ function fetched(fetch, stay, one) {
   if (fetch.source !== "peer") return [["transfer", `${fetch.tokens} tokens from ${fetch.source}`, begin, end]];
   const moved = end - fetch.moving;
   return [["prefill", `prefill at ${stay.prefill ?? "another engine"}, ${fetch.tokens} tokens`, begin, moved],
-    ["transfer", `transfer of its blocks (in all)`, moved, end]];
+    ["transfer", `transfer of its blocks (total)`, moved, end]];
 }
 
 function showSpan([kind, what, begin, end], total) {

@@ -1,4 +1,4 @@
-"""A directory within a process, for tests; the reference that the others are compared with."""
+"""A directory within the process: the reference that the real ones are compared with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from quire.errors import ConfigError
-from quire.kv.directory.base import Holders, Node
+from quire.kv.directory.base import Holders, Node, other_cluster
 
 
 class LocalStore:
@@ -92,11 +92,3 @@ class LocalDirectory:
 
     def close(self) -> None:
         """See `Directory`; there is nothing to close."""
-
-
-def other_cluster(where: str) -> str:
-    """The error for an engine with another cluster key."""
-    return (
-        f"{where} is used by engines with another cluster key; give all of them the same --cluster-key-file, or this "
-        "one another directory"
-    )
