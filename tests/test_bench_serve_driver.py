@@ -76,7 +76,7 @@ TEXT = b'data: {"choices": [{"text": " a"}]}\n\n'
         (status(400, b'{"detail": "odd"}'), "http_400", "odd"),
         (status(502, b"<h1>Bad\nGateway</h1>", "text/html"), "http_502", "<h1>Bad Gateway</h1>"),
         (status(500, b""), "http_500", "(no message)"),
-        (status(200, b'{"choices": []}'), "not_a_stream", "application/json in place of text/event-stream"),
+        (status(200, b'{"choices": []}'), "not_a_stream", "application/json instead of text/event-stream"),
         (sending(TEXT, close=True), "closed", "in mid-answer"),
         (_close, "closed", "before it answered"),
         (_garbage, "garbage", "not HTTP"),

@@ -164,7 +164,7 @@ def test_closing_a_holder_ends_its_readers_and_frees_the_port(region: Region) ->
         holder.close()
         with pytest.raises(TransferError):
             link.read([Range(0, 0, 100)], TIMEOUT)
-        with pytest.raises(TransferError, match=f"127.0.0.1:{address.port}: the other engine is not there"):
+        with pytest.raises(TransferError, match=f"127.0.0.1:{address.port}: the other engine is not running"):
             reader.connect(holder.address)
         other = SocketTransport(region, TOKEN.encode(), port=address.port)
         assert other.address != holder.address
@@ -383,7 +383,7 @@ def test_an_address_that_leads_nowhere_is_an_error(host: str, port: int, region:
 def test_a_host_or_port_that_cannot_be_listened_at_is_refused(region: Region) -> None:
     with served(region) as (_, address):
         for host, port, match in (
-            ("127.0.0.1", address.port, "Address already in use; choose an address of this machine, and a port that"),
+            ("127.0.0.1", address.port, "Address already in use; choose an address of this machine and a free port"),
             ("192.0.2.77", 0, "Cannot assign requested address"),
             ("0.0.0.0", 0, "is not an address at which others can reach this machine; give one of its addresses"),
             ("::", 0, "is not an address at which others can reach this machine"),
