@@ -35,7 +35,7 @@ KINDS = {
     "diffusers": ({"model_index.json": "{}", "config.json": "{}"}, "diffusers"),
     "hub-cache": ({"models--org--name__refs": ""}, "hub's cache; .*org/name"),
     "publishers-own": ({"params.json": "{}", "consolidated.safetensors": "x"}, "publisher's own format"),
-    "one-level-too-high": ({"inner__config.json": "{}"}, "the folder inner in it"),
+    "one-level-too-high": ({"inner__config.json": "{}"}, "its subfolder inner has one"),
     "pickles": ({"config.json": "{}", "pytorch_model.bin": "x"}, "pickles of PyTorch's.*convert"),
     "git-lfs": ({"config.json": "{}", "model.safetensors": POINTER}, "pointer of Git LFS.*git lfs pull"),
     "onnx": ({"config.json": "{}", "model.onnx": "x"}, "another framework"),

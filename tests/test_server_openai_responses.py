@@ -280,6 +280,11 @@ def test_a_bad_field_is_named(fields, param):
     assert refused.value.status == 400 and str(refused.value.param).startswith(param)
 
 
+def test_the_error_says_what_was_expected():
+    with pytest.raises(ApiError, match=r"input is not valid \(expected `str \| array`, got `object`\)"):
+        parse(input={"a": 1})
+
+
 def test_several_http_processes_keep_nothing():
     body = json.dumps({"input": "x"}).encode()
     assert not parse_response(body, find=nothing, keeps=False).stores

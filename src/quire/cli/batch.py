@@ -103,6 +103,8 @@ def _requests(path: Path) -> Requests:
         return Requests(path)
     except BatchError as error:
         raise ConfigError(f"{path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _report(counts: Counts) -> str:

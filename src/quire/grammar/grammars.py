@@ -64,7 +64,11 @@ class Matcher:
     def error(self) -> str | None:
         """Why it cannot go on."""
         matcher = self._matcher
-        return " ".join(matcher.get_error().split()) if matcher is not None and matcher.is_error() else None
+        if matcher is None or not matcher.is_error():
+            return None
+        from quire.grammar.library import in_words
+
+        return in_words(matcher.get_error())
 
     def append(self, token: int) -> None:
         """This is the next token; one that ends the request is followed by none. (Many matchers': see `append`.)"""

@@ -127,6 +127,6 @@ def _literal(text: str) -> str:
 
 
 def in_words(text: str) -> str:
-    """What the library says, in one line that is not too long."""
-    text = " ".join(text.split())
+    """The library's message as one line of limited length."""
+    text = " ".join(text.removesuffix("<non-verbose/>").split())
     return text if len(text) <= 300 else text[:300] + "..."

@@ -109,7 +109,7 @@ def _not_a_checkpoint(folder: Path, names: list[str]) -> str | None:
         return f"{folder} is in its publisher's own format (params.json); give the one for transformers (config.json)"
     inside = [name for name in names if os.path.isfile(folder / name / "config.json")]
     if inside:
-        return f"{folder} has no config.json, but the folder {inside[0]} in it has; give that one"
+        return f"{folder} has no config.json, but its subfolder {inside[0]} has one; give {folder / inside[0]}"
     return None
 
 

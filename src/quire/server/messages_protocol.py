@@ -154,7 +154,9 @@ def _read(body: bytes, limits: Limits) -> tuple[MessagesBody, dict[str, Raw]]:
         fields = msgspec.json.decode(body, type=dict[str, Raw])
     except (msgspec.ValidationError, RecursionError) as error:
         where = where_of(error)
-        about = "is not as it must be: see docs/agents.md for what is supported; images and documents are not"
+        about = (
+            f"is not valid ({reason_of(error)}), or has something that is not supported, such as images or documents"
+        )
         raise invalid(f"{where or 'the body'} {about}", where.partition("[")[0] or None, "invalid_type") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise invalid("the body is not valid JSON", code="invalid_json") from None
@@ -166,6 +168,12 @@ def where_of(error: Exception) -> str:
     found, missing = _WHERE.search(str(error)), _MISSING.search(str(error))
     path = [found[1].removeprefix("$").removeprefix(".")] if found else []
     return ".".join([*path, *([missing[1]] if missing else [])])
+
+
+def reason_of(error: Exception) -> str:
+    """Why a body was refused: what was expected, and what was found."""
+    reason = str(error).partition(" - at ")[0][:200]
+    return reason[:1].lower() + reason[1:]
 
 
 def _chat(given: MessagesBody) -> dict[str, Any]:

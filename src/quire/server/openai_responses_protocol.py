@@ -16,7 +16,7 @@ from quire.server.body import has_more_strings
 from quire.server.conversation import STRINGS_PER_OBJECT
 from quire.server.errors import invalid
 from quire.server.limits import Limits
-from quire.server.messages_protocol import where_of
+from quire.server.messages_protocol import reason_of, where_of
 from quire.server.protocol import DEFAULT_LIMITS, ChatCall, parse_chat
 
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -174,7 +174,7 @@ def _read(body: bytes, limits: Limits) -> tuple[ResponsesBody, dict[str, Raw]]:
         fields = msgspec.json.decode(body, type=dict[str, Raw])
     except (msgspec.ValidationError, RecursionError) as error:
         where = where_of(error)
-        about = "is not as it must be, or asks for what is not supported: see docs/agents.md"
+        about = f"is not valid ({reason_of(error)}), or asks for something that is not supported"
         raise invalid(f"{where or 'the body'} {about}", where.partition("[")[0] or None, "invalid_type") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise invalid("the body is not valid JSON", code="invalid_json") from None
