@@ -48,15 +48,15 @@ class KVManager:
         block_size: tokens a block, in all groups.
         prefix_cache: "radix", "hash" or "off".
         hasher: gives blocks their identity.
-        needs_next_token: what is stored of a token depends on the next one too (a drafting head's KV), so the last
-            token of a cached prefix is computed again.
-        events: gets what is stored in the prefix cache and removed from it.
-        sources: the host tier and what is behind it, which other pools may have, too; None: there is no tier.
+        needs_next_token: a token's KV depends on the next token too (as in a drafting head), so the last token of a
+            cached prefix is computed again.
+        events: records what is stored in the prefix cache and removed from it.
+        sources: the host tier and what is below it, which other pools may share; None if there is no tier.
 
     Attributes:
         sources: see above.
         fetches: what moves between the pool and the tier.
-        num_held: blocks that are held beside the requests, by the kind of their handles.
+        num_held: number of blocks held by handles, by the kind of handle.
     """
 
     def __init__(
