@@ -20,7 +20,9 @@ from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.kv.disk import HEADER, DiskTier, DiskTierError, open_folder
 from quire.kv.host import HostTier, Slots
-from tests.test_kv_host import Outcome, hosted, params, prompts, run
+from tests.test_kv_host import Outcome, hosted, latent, params, prompts, run
+
+__all__ = ["latent"]  # a fixture
 
 BLOCK = 256
 RECORD = HEADER.size + BLOCK + 20  # and its check
@@ -179,7 +181,8 @@ def test_the_key_is_kept_where_only_its_owner_reads_it(folder: Path) -> None:
 def make(folder: Path, **more: Any) -> Engine:
     options = {"max_model_len": 192, "max_num_seqs": 8, "num_kv_blocks": 60, "host_kv_memory": "16MiB"}
     kv = {"disk_kv_path": str(folder), "disk_kv_memory": "64MiB"}
-    config = EngineConfig(model="demo", threads=1, check_invariants=True, **{**options, **kv, **more})  # type: ignore[arg-type]
+    own = {"model": "demo", "threads": 1, "check_invariants": True}
+    config = EngineConfig(**{**own, **options, **kv, **more})  # type: ignore[arg-type]
     return Engine(config)
 
 
@@ -230,10 +233,18 @@ def test_one_flipped_bit_in_a_segment_is_one_bad_load_and_no_other_token(filled:
 
 
 @pytest.mark.parametrize(
-    "other", [{"kv_cache_dtype": "int8"}, {"block_size": 32}, {"cpu_kernels": "torch"}, {"dtype": "float32"}]
+    "other",
+    [
+        {"kv_cache_dtype": "int8"},
+        {"block_size": 32},
+        {"cpu_kernels": "torch"},
+        {"dtype": "float32"},
+        {"speculative_config": {"method": "eagle", "model": "demo-eagle", "num_speculative_tokens": 3}},
+        {"model": "deepseek_v3"},
+    ],
 )
-def test_blocks_of_another_engine_never_match(filled: Path, other: dict[str, Any]) -> None:
-    engine = make(filled, **other)
+def test_blocks_of_another_engine_never_match(filled: Path, other: dict[str, Any], latent: Path) -> None:
+    engine = make(filled, **{name: str(latent) if name == "model" else value for name, value in other.items()})
     run(engine, prompts(4)[1:], most=2)
     assert on_disk(engine)["loaded"] == 0 == hosted(engine)["bad"]
     engine.close()

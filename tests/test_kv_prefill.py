@@ -21,7 +21,6 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.sources import PATIENCE, PEER
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
-from quire.kv.transport import installed
 from quire.kv.transport.base import TransferError
 from quire.kv.transport.shared import SharedMemoryLink, SharedMemoryTransport
 from tests.http_tools import wait_until
@@ -264,16 +263,6 @@ def test_the_one_with_less_to_do_is_asked(options: dict[str, Any], prefill: Pref
     other.close()
 
 
-@pytest.mark.parametrize("name", installed())
-def test_every_transport(name: str, options: dict[str, Any]) -> None:
-    prefill = Prefill(**options, kv_transport=name)
-    engine = decoder(options, prefill, kv_transport=name)
-    texts = [prompt(length, first) for first, length in enumerate((33, 100, 160))]
-    assert run(engine, texts) == alone(options, texts) and peer(engine) == 2 + 6 + 9
-    engine.close()
-    prefill.close()
-
-
 RANKS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"tensor_parallel_size": 2}, {}),
     ({}, {"tensor_parallel_size": 2}),
@@ -377,6 +366,18 @@ def test_a_bit_that_is_flipped_on_the_way_costs_a_computed_block(
     engine.close()
 
 
+def test_blocks_for_a_request_that_is_gone_are_not_read_and_counted(options: dict[str, Any], prefill: Prefill) -> None:
+    engine, exporter = decoder(options, prefill), prefill.engine.tiers.exporter
+    assert exporter is not None
+    [who] = exporter._importers
+    exporter._known[99] = who, 12345
+    exporter.have(99, 0, [0, 1])
+    wait_until(lambda: engine.stats.kv_tiers["peer"]["unwanted"] == 2)
+    del exporter._known[99]
+    assert run(engine, [prompt(100)]) == alone(options, [prompt(100)]) and peer(engine) == 6
+    engine.close()
+
+
 def failing(self: object, ranges: object, seconds: float) -> None:
     raise TransferError("the wire was cut")
 
@@ -397,19 +398,26 @@ def test_a_read_that_fails_is_computed_here_and_the_connection_made_anew(
     engine.close()
 
 
-def test_slots_into_which_something_may_come_late_are_used_no_more_and_neither_is_the_transport(
+def test_slots_into_which_something_may_come_late_wait_for_its_end_and_so_does_the_transport(
     options: dict[str, Any], prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SharedMemoryTransport, "fenced", False)
-    monkeypatch.setattr(SharedMemoryLink, "read", failing)
-    monkeypatch.setitem(PATIENCE, PEER, 0.3)
+    settled = threading.Event()
     engine = decoder(options, prefill, kv_transport="shared_memory")
     importer = engine.tiers.importer
     assert importer is not None
-    assert run(engine, [prompt(150)]) == alone(options, [prompt(150)])
-    wait_until(lambda: "no transport to its blocks" in importer.prefillers[0].state)
-    assert engine.stats.kv_slots["quarantined"] == 9 and not importer.ready
-    assert run(engine, [prompt(100, 1)], first_id=10) == alone(options, [prompt(100, 1)])
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedMemoryTransport, "fenced", False)
+        patch.setattr(SharedMemoryLink, "settled", lambda link: settled.is_set())
+        patch.setattr(SharedMemoryLink, "read", failing)
+        assert run(engine, [prompt(150)]) == alone(options, [prompt(150)])
+        wait_until(lambda: "what it failed to read may still arrive" in importer.prefillers[0].state)
+        assert engine.stats.kv_slots["quarantined"] == 9 and not importer.ready
+        assert run(engine, [prompt(100, 1)], first_id=10) == alone(options, [prompt(100, 1)])
+    settled.set()
+    wait_until(lambda: importer.ready)
+    engine.exchange()
+    assert engine.stats.kv_slots["quarantined"] == 0
+    assert run(engine, [prompt(100, 2)], first_id=20) == alone(options, [prompt(100, 2)]) and peer(engine) == 6
     engine.close()
 
 
@@ -427,6 +435,9 @@ def test_a_prefill_engine_whose_tier_is_full_says_so_and_the_rest_is_computed_he
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "block size": ({"block_size": 32}, "block_size is 16 where prompts are computed, and 32 where"),
     "kernels": ({"cpu_kernels": "torch"}, "kernels is"),
+    "instruction set": ({"cpu_kernels": "avx2"}, "kernels is"),
+    "precision": ({"dtype": "float32"}, "precision is"),
+    "model": ({"model": "deepseek_v3"}, "checkpoint is"),
     "cache": ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is auto where prompts are computed, and int8 where"),
     "drafter": (
         {"speculative_config": {"method": "eagle", "model": "demo-eagle", "num_speculative_tokens": 3}},
@@ -438,9 +449,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_engines_that_do_not_fit_are_told_why_and_serve_alone(
-    what: str, options: dict[str, Any], prefill: Prefill, tmp_path: Path
+    what: str, options: dict[str, Any], prefill: Prefill, tmp_path: Path, latent: Path
 ) -> None:
     more, why = WRONG[what]
+    if "model" in more:
+        more = {"model": str(latent)}
     if "cluster_key_file" in more:
         file = tmp_path / "another"
         file.write_text("the secret of another cluster")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -76,9 +77,13 @@ def test_the_official_client_gets_one_servers_tokens(decode: ServeProcess, prefi
     blocks = (len(expected.prompt_token_ids) - 1) // 16
     assert fetched(decode) == blocks and answer.usage.prompt_tokens_details.cached_tokens == 16 * blocks
     assert prefill.json("/view")["stats"]["kv_tiers"]["peer"]["stored"] == blocks
-    wait_until(lambda: f"{16 * blocks} from another engine in" in decode.stderr)
+    prompt = len(expected.prompt_token_ids)
+    begins = f"0 of {prompt:,} prompt tokens cached here, {16 * blocks:,} from {prefill.url} in "
+    ends = f", {prompt - 16 * blocks:,} computed"
+    wait_until(lambda: re.search(f"{re.escape(begins)}[0-9.]+ m?s{ends},", decode.stderr))
     [request] = [each for each in decode.json("/view")["finished"] if each["fetches"]]
     assert [each["source"] for each in request["fetches"]] == ["peer", "host"]
+    assert request["origins"].startswith(begins) and request["origins"].endswith(ends)
 
 
 def test_a_proxy_of_vllms_may_stand_before_them(decode: ServeProcess, prefill: ServeProcess) -> None:
@@ -200,7 +205,7 @@ def test_servers_of_a_pool_read_what_another_one_has_and_tell_of_it(key: str) ->
                 return remote("loaded") >= 16
 
             wait_until(read)
-            wait_until(lambda: "from another node in" in second.stderr)
+            wait_until(lambda: re.search(r" from 127\.0\.0\.1:\d+ in [0-9.]+ m?s, ", second.stderr))
             metrics = second.get("/metrics")[2].decode()
             assert (
                 f'quire:kv_tier_blocks_total{{engine="0",event="loaded",tier="remote"}} {remote("loaded")}.0' in metrics

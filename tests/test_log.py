@@ -331,3 +331,18 @@ def test_importing_it_brings_nothing_heavy() -> None:
     code = "import sys, quire.log; print(*({'torch', 'fastapi', 'asyncio', 'prometheus_client'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_a_prompts_tokens_are_told_by_where_they_came_from() -> None:
+    def fetch(source: str, tokens: int, seconds: float | None = 0.031, engine: str = "") -> dict[str, object]:
+        return {"source": source, "tokens": tokens, "seconds": seconds, "engine": engine}
+
+    apart = [fetch("peer", 2816, engine="http://b:8000"), fetch("host", 2816, 0.002)]
+    assert log.prompt_origins(4096, 3840, apart) == (
+        "1,024 of 4,096 prompt tokens cached here, 2,816 from http://b:8000 in 31 ms, 256 computed"
+    )
+    swapped = [fetch("disk", 32, 1.5), fetch("host", 64, 0.004), fetch("remote", 48, None)]
+    assert log.prompt_origins(100, 64, swapped) == (
+        "0 of 100 prompt tokens cached here, 32 from the disk in 1.5 s, 32 from host memory in 4 ms, 36 computed"
+    )
+    assert log.prompt_origins(100, 64, []) == log.prompt_origins(100, 64, [fetch("peer", 0)]) == ""

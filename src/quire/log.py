@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
@@ -147,7 +147,7 @@ def request_line(summary: RequestSummary) -> str:
     head = ", ".join(sanitize(part) for part in asked if part)
     ran = summary.prompt_tokens > 0
     parts = [
-        f"{summary.prompt_tokens} prompt ({summary.cached_tokens} cached{_fetched(summary)})" if ran else None,
+        _prompt(summary) if ran else None,
         f"{summary.output_tokens} out" if ran else None,
         f"first token {_duration(first)}" if first is not None else "no token" if ran else None,
         f"{_rate(rate)} tok/s" if rate is not None else None,
@@ -158,14 +158,38 @@ def request_line(summary: RequestSummary) -> str:
     return f"{sanitize(summary.request_id, None)}  {head}{': ' if head else ''}" + ", ".join(filter(None, parts))
 
 
+def _prompt(summary: RequestSummary) -> str:
+    came_from = prompt_origins(summary.prompt_tokens, summary.cached_tokens, summary.fetches)
+    return came_from or f"{summary.prompt_tokens} prompt ({summary.cached_tokens} cached)"
+
+
 _SOURCES = {"host": "host memory", "disk": "the disk", "peer": "another engine", "remote": "another node"}
 
 
-def _fetched(summary: RequestSummary) -> str:
-    """What of it came from where, and how long that took."""
-    came = [fetch for fetch in summary.fetches if fetch["tokens"] and fetch["seconds"] is not None]
-    return "".join(
-        f", {each['tokens']} from {_SOURCES[each['source']]} in {_duration(each['seconds'])}" for each in came
+def prompt_origins(prompt: int, cached: int, fetches: Sequence[Mapping[str, Any]]) -> str:
+    """Which of a prompt's tokens came from where, for people; "" if nothing was fetched for it.
+
+    All that is fetched comes into the pool through host memory; what is said to come from there was there before.
+
+    Args:
+        prompt, cached: tokens of the prompt, and those that were not computed.
+        fetches: see `RequestSummary`.
+    """
+    came = [fetch for fetch in fetches if fetch["tokens"] and fetch["seconds"] is not None]
+    if not came:
+        return ""
+    loads = [fetch for fetch in came if fetch["source"] == "host"]
+    others = [fetch for fetch in came if fetch["source"] != "host"]
+    loaded, read = (sum(fetch["tokens"] for fetch in each) for each in (loads, others))
+    found = [(fetch["engine"] or _SOURCES[fetch["source"]], fetch["tokens"], fetch["seconds"]) for fetch in others]
+    if loaded > read:
+        found.append((_SOURCES["host"], loaded - read, sum(fetch["seconds"] for fetch in loads)))
+    return ", ".join(
+        [
+            f"{max(0, cached - loaded):,} of {prompt:,} prompt tokens cached here",
+            *(f"{tokens:,} from {sanitize(name, None)} in {_duration(seconds)}" for name, tokens, seconds in found),
+            f"{prompt - cached:,} computed",
+        ]
     )
 
 

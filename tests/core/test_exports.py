@@ -14,7 +14,18 @@ from quire.core.orders import Prefill
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
 from quire.core.sources import PATIENCE, PEER
-from tests.core.fake_runner import FakeDisk, FakeRunner, expected_output, make_request, make_scheduler, outputs, run_all
+from tests.core.fake_runner import (
+    ALL,
+    STATE,
+    FakeDisk,
+    FakeRunner,
+    Windows,
+    expected_output,
+    make_request,
+    make_scheduler,
+    outputs,
+    run_all,
+)
 from tests.core.schedules import run_seeds
 
 PROMPT = list(range(20, 43))
@@ -294,7 +305,8 @@ class Run:
     def __init__(self, seed: int) -> None:
         self.rnd = rnd = random.Random(seed)
         size = rnd.choice([2, 4])
-        both = {"block_size": size, "needs_next_token": rnd.random() < 0.3}
+        self.windows: Windows = rnd.choice([ALL, ALL, (None, 9), (None, STATE), (9,), (None, 9, STATE)])
+        both = {"block_size": size, "needs_next_token": rnd.random() < 0.3, "windows": self.windows}
         budgets = {"max_num_seqs": rnd.choice([2, 6]), "max_num_batched_tokens": rnd.choice([12, 64])}
         blocks = [rnd.choice([60, 100]) // size + 2 for _ in range(2)]
         self.peer = Prefiller(num_blocks=blocks[0], num_slots=rnd.choice([3, 40]), **both, **budgets)
@@ -333,10 +345,11 @@ class Run:
             "restart",
             "late",
             "cut",
+            "stall",
             "stop",
             "back",
         ]
-        [what] = rnd.choices(names, [15, 40, 40, 30, 3, 6, 2, 2, 1, 0.5, 3, 2, 4])
+        [what] = rnd.choices(names, [15, 40, 40, 30, 3, 6, 2, 2, 1, 0.5, 3, 2, 2, 4])
         if what == "add" and len(self.prompts) < 20:
             self.add()
         elif what == "step":
@@ -348,7 +361,7 @@ class Run:
         elif what == "abort" and self.prompts:
             self.scheduler.abort(rnd.randrange(len(self.prompts)))
         elif what == "evict":
-            rnd.choice([kv, peer.scheduler.kv]).cache.evict(0, rnd.randrange(1, 6))
+            rnd.choice([kv, peer.scheduler.kv]).cache.evict(rnd.randrange(len(self.windows)), rnd.randrange(1, 6))
         elif what == "flip" and kv.fetches.tier.kept:
             self.runner.flip(rnd.choice(sorted(kv.fetches.tier.kept.values())))
         elif what == "lose":
@@ -362,6 +375,8 @@ class Run:
             self.now += 200
         elif what == "cut" and peer.orders:
             peer.end(self.scheduler, rnd.choice(sorted(peer.orders)))
+        elif what == "stall" and peer.orders:
+            kv.sources.stalled(rnd.choice(sorted(peer.orders)))
         elif what == "stop" and peer.requests:
             peer.scheduler.abort(rnd.choice(sorted(peer.requests)))
         elif what in ("stop", "back"):
@@ -377,7 +392,7 @@ class Run:
             assert scheduler.idle and scheduler.kv.num_available == scheduler.kv.num_usable
             assert not scheduler.kv.fetches.tier.pins and not scheduler.kv.fetches.tier.counts["filling"]
         for id, tokens in outputs(self.updates).items():
-            assert tokens == expected_output(self.prompts[id], len(tokens))
+            assert tokens == expected_output(self.prompts[id], len(tokens), self.windows)
         assert sorted(update.request for update in self.updates if update.finish_reason) == sorted(self.prompts)
         fetches = self.scheduler.kv.fetches
         return Counter(

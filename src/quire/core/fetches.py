@@ -52,7 +52,7 @@ class Fetch:
         request: the request that it was begun for.
     """
 
-    order, source = (-math.inf, 0, 0), HOST
+    order, source, engine = (-math.inf, 0, 0), HOST, ""
     request: Request | None = None
 
     def __init__(

@@ -48,6 +48,7 @@ class FetchStats:
         begin: when it began, on the caller's clock.
         seconds: its duration; None while it is in progress.
         moving: the part of `seconds` in which bytes arrived from another engine, which computed in the rest.
+        engine: the other engines that they came from, if known.
     """
 
     source: str
@@ -55,6 +56,7 @@ class FetchStats:
     begin: float
     seconds: float | None = None
     moving: float = 0.0
+    engine: str = ""
 
 
 @dataclass(slots=True)
@@ -87,9 +89,11 @@ class RequestStats:
         if not self.fetches or self.fetches[-1].source != source:
             self.fetches.append(FetchStats(source, tokens, now))
 
-    def fetched(self, tokens: int, seconds: float, moving: float = 0.0) -> None:
+    def fetched(self, tokens: int, seconds: float, moving: float = 0.0, engine: str = "") -> None:
         """The last fetch has ended."""
         last = self.fetches[-1]
+        if tokens and engine not in last.engine:
+            last.engine = f"{last.engine} and {engine}" if last.engine else engine
         last.tokens = tokens + (0 if last.seconds is None else last.tokens)
         last.seconds = seconds + (last.seconds or 0.0)
         last.moving += moving

@@ -412,7 +412,7 @@ class Scheduler:
     def _note(self, fetch: Fetch | SlotFetch, seconds: float, moving: float = 0.0) -> None:
         """A fetch has ended: record it in the statistics of its request."""
         if fetch.request is not None:
-            fetch.request.stats.fetched(fetch.came() * self.kv.block_size, seconds, moving)
+            fetch.request.stats.fetched(fetch.came() * self.kv.block_size, seconds, moving, fetch.engine)
             fetch.request.num_fetches -= fetch.complete
 
     def abandon(self, leader: Leader) -> None:

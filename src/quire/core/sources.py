@@ -54,11 +54,12 @@ class SlotFetch:
         late: the deadline has passed.
         request: the request that it was begun for.
         node: the node that has the blocks. Only for `REMOTE`.
+        engine: the engine that provided them, for display.
     """
 
     order, num_published = (-math.inf, 0, 0), 0
     request: Request | None = None
-    node = ""
+    node = engine = ""
 
     def __init__(
         self,
@@ -362,7 +363,17 @@ class Sources:
         if fetch is not None and not fetch.late:
             fetch.deadline = now + fetch.patience
 
-    def read_ended(self, number: int, count: int, seconds: float, gone: bool = False, moving: float = 0.0) -> None:
+    def stalled(self, number: int) -> None:
+        """A read has failed, but something may still be written into its slots: requests wait no longer. An unknown
+        number is ignored.
+        """
+        fetch = self.reads.get(number)
+        if fetch is not None:
+            fetch.deadline = -math.inf
+
+    def read_ended(
+        self, number: int, count: int, seconds: float, gone: bool = False, moving: float = 0.0, engine: str = ""
+    ) -> None:
         """A read has ended with its first `count` slots filled; nothing is written into the others any more.
 
         An unknown number is ignored.
@@ -370,6 +381,7 @@ class Sources:
         Args:
             seconds: its duration. moving: the part in which bytes were transferred.
             gone: the source has reported that it does not have the other blocks.
+            engine: the engine that provided the blocks, for display.
         """
         fetch = self.reads.pop(number, None)
         if fetch is None:
@@ -378,7 +390,7 @@ class Sources:
             for slot in fetch.filling:
                 self.tier.released(slot)
             return
-        fetch.num_filled = count
+        fetch.num_filled, fetch.engine = count, engine
         for index, slot in enumerate(fetch.filling):
             (self.tier.filled if index < count else self.tier.dropped)(slot)
         self.read[fetch.source] += count

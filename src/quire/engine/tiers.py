@@ -26,7 +26,7 @@ from quire.core.sources import DISK, HOST, PEER, REMOTE, Sources
 from quire.errors import ConfigError
 from quire.kv.disk import DiskTier, DiskTierError, Ended, open_folder
 from quire.kv.host import HostTier
-from quire.kv.mailbox import STORE_NUMBERS, Dropped, Located, Mailbox, Nodes, Progressed, Released, Wanted
+from quire.kv.mailbox import STORE_NUMBERS, Dropped, Late, Located, Mailbox, Nodes, Progressed, Released, Wanted
 from quire.runner.memory_plan import format_size
 
 if TYPE_CHECKING:  # imported only if there are other engines
@@ -310,8 +310,8 @@ class KVTiers:
     def _take_in(self, sources: Sources, kvs: Sequence[KVManager], news: object) -> None:
         exports = sources.exports
         match news:
-            case Ended("read" | "gone" as kind, number, count, seconds, moving):
-                sources.read_ended(number, count, seconds, kind == "gone", moving)
+            case Ended("read" | "gone" as kind, number, count, seconds, moving, engine):
+                sources.read_ended(number, count, seconds, kind == "gone", moving, engine)
             case Located(number, holders):
                 sources.located(number, holders, time.monotonic())
             case Nodes(names):
@@ -322,6 +322,8 @@ class KVTiers:
                 sources.written(slot, bool(count))
             case Progressed(number):
                 sources.progressed(number, time.monotonic())
+            case Late(number):
+                sources.stalled(number)
             case Wanted(number, want) if exports:
                 computing = bool(want.tokens) and exports.missing(want.hashes, kvs)
                 exports.begin(number, want.hashes, computing)
@@ -335,8 +337,8 @@ class KVTiers:
 
     def counts(self, kvs: Sequence[KVManager]) -> dict[str, dict[str, int]]:
         """For each tier, the numbers of blocks `stored` there, `loaded` from there, and `bad`; for other engines, of
-        blocks read by them and from them; for other nodes, of blocks read from them, that no node had, that a node did
-        not have although the directory said so, and bad ones.
+        blocks read by them, read from them, and announced by them when no longer wanted; for other nodes, of blocks
+        read from them, that no node had, that a node did not have although the directory said so, and bad ones.
         """
         sources = kvs[0].sources
         if not sources.tier.num_slots:
@@ -347,6 +349,8 @@ class KVTiers:
             counts[DISK] = {"stored": sources.stored, "loaded": sources.read[DISK]}
         if (self.exporter or self.importer) and sources.exports:
             counts[PEER] = {"stored": sources.exports.exported, "loaded": sources.read[PEER]}
+        if PEER in counts and self.importer:
+            counts[PEER]["unwanted"] = self.importer.unwanted
         if (found := sources.holders) is not None:
             asked = {"missed": found.missed, "stale": found.stale, "bad": found.bad}
             counts[REMOTE] = {"loaded": sources.read[REMOTE]} | asked

@@ -56,6 +56,7 @@ class Ended(NamedTuple):
     Attributes:
         blocks: number of blocks that arrived.
         moving: seconds of the total that the transfer took; for another engine's blocks, the rest is its computation.
+        engine: the other engine, for display.
     """
 
     kind: Literal["write", "read", "gone"]
@@ -63,6 +64,7 @@ class Ended(NamedTuple):
     blocks: int
     seconds: float
     moving: float = 0.0
+    engine: str = ""
 
 
 def open_folder(path: str) -> tuple[Path, bytes, int]:

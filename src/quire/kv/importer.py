@@ -29,7 +29,7 @@ from quire.errors import ConfigError, QuireError
 from quire.kv import wire
 from quire.kv.disk import Ended
 from quire.kv.host import HostTier
-from quire.kv.mailbox import Mailbox, Progressed
+from quire.kv.mailbox import Late, Mailbox, Progressed
 from quire.kv.transport.base import Link, Range, TransferError, Transport
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Reading:
         slots: one for each of the blocks.
         count: blocks that have been read. moving: seconds that reading them took.
         over: no more is to be read. gone: the other engine does not have the rest.
-        late: a transport may still write into the slots, at any time and without notice.
+        late: a transport may still write into the slots; `Ended` follows when it no longer can.
     """
 
     def __init__(self, want: wire.Want, slots: Sequence[int]) -> None:
@@ -77,7 +77,7 @@ class Prefiller:
         url: its server's URL, or HOST:PORT where it listens for importers.
         curve, identity, transports: see `Exporter`.
         tier: the host tier into whose slots blocks are read.
-        mailbox: gets `Progressed` and `Ended`.
+        mailbox: gets `Progressed`, `Late` and `Ended`.
 
     Raises:
         ConfigError: the URL is not valid.
@@ -85,6 +85,7 @@ class Prefiller:
     Attributes:
         state: for display.
         engine: its name; "" until it has been reached.
+        unwanted: number of blocks that it announced when they were no longer wanted.
     """
 
     what = "prefill engine"
@@ -103,7 +104,8 @@ class Prefiller:
         self._welcome, self._resting_until = False, 0.0
         self._curve, self._identity, self._tier, self._mailbox = curve, identity, tier, mailbox
         self._transports = {each.name: each for each in transports}
-        self._switched_off: set[str] = set()
+        self.unwanted = 0
+        self._late: list[tuple[Reading, Link]] = []  # each with the link by which it may still come
         self._readings: dict[int, Reading] = {}
         self._lock = threading.Lock()  # for the readings and `_welcome`
         self._outbox = Mailbox()
@@ -172,6 +174,7 @@ class Prefiller:
             end = time.monotonic() + pause
             while not self._stopping and time.monotonic() < end:
                 self._outbox.take(0.2)
+                self._settle()
 
     def _session(self) -> None:
         """Find the engine, say hello, and exchange messages until it is gone."""
@@ -215,6 +218,7 @@ class Prefiller:
         steps = 0
         while not self._stopping:
             ready = dict(poller.poll(int(wire.BEAT_SECONDS * 1000 / 2)))
+            self._settle()
             now = time.monotonic()
             if monitor in ready:
                 self._watch(recv_monitor_message(monitor)["event"])
@@ -256,6 +260,7 @@ class Prefiller:
         elif isinstance(message, wire.Have | wire.Gone):
             reading = self._readings.get(message.number)
             if reading is None:  # given up in the meantime
+                self.unwanted += len(message.offsets) if isinstance(message, wire.Have) else 0
                 self._outbox.post(wire.Cancel(message.number))
             else:
                 self._reader.submit(self._carry_out, reading, message)
@@ -267,7 +272,10 @@ class Prefiller:
             raise UnreachableError(f"its blocks have {welcome.block_bytes} bytes, and {own} here")
         self.engine, whys = welcome.name, []
         for name, transport in self._transports.items():
-            if name in welcome.transports and name not in self._switched_off:
+            if name in welcome.transports:
+                if self._late and not transport.fenced:
+                    whys.append(f"{name}: what it failed to read may still arrive")
+                    continue
                 try:
                     self._link = transport.connect(welcome.transports[name])
                 except TransferError as error:
@@ -310,9 +318,10 @@ class Prefiller:
             except Exception as error:
                 reading.over = True
                 self._outbox.post(UnreachableError(f"blocks could not be read by {self.transport.name} ({error})"))
-                if not self.transport.fenced:
+                if self._link is not None and not self._link.settled():
                     reading.late = True
-                    self._switch_off()
+                    self._late.append((reading, self._link))
+                    self._mailbox.post(Late(number))
         if isinstance(message, wire.Gone):
             reading.gone = True
             if reading.want.tokens:  # the engine is overloaded, or the request has ended
@@ -346,17 +355,13 @@ class Prefiller:
             return
         kind: Literal["read", "gone"] = "gone" if reading.gone else "read"
         seconds = time.monotonic() - reading.begin
-        self._mailbox.post(Ended(kind, reading.want.number, reading.count, seconds, reading.moving))
+        self._mailbox.post(Ended(kind, reading.want.number, reading.count, seconds, reading.moving, self.url))
 
-    def _switch_off(self) -> None:
-        """Stop using a transport that may write late."""
-        self._switched_off.add(self.transport.name)
-        logger.error(
-            "transport %s is switched off for %s: it may still write what it failed to read in time, so those slots "
-            "are not used again",
-            self.transport.name,
-            self.url,
-        )
+    def _settle(self) -> None:
+        """Report failed reads whose slots can no longer be written to."""
+        for late in [late for late in self._late if late[1].settled()]:
+            self._late.remove(late)
+            self._mailbox.post(Ended("read", late[0].want.number, 0, 0.0))
 
 
 class Importer:
@@ -374,6 +379,11 @@ class Importer:
     def ready(self) -> bool:
         """Whether any engine accepts orders."""
         return any(each.ready for each in self.prefillers)
+
+    @property
+    def unwanted(self) -> int:
+        """Blocks that engines told of when nobody waited for them any more."""
+        return sum(each.unwanted for each in self.prefillers)
 
     def order(
         self,

@@ -23,6 +23,12 @@ class Progressed(NamedTuple):
     number: int
 
 
+class Late(NamedTuple):
+    """A read has failed, and something may still be written into its slots, until `Ended` follows."""
+
+    number: int
+
+
 class Wanted(NamedTuple):
     """An importer wants blocks; `number` is the exporter's."""
 

@@ -11,7 +11,7 @@ from quire.errors import ConfigError, QuireError
 from quire.kv import wire
 from quire.kv.directory.base import Node
 from quire.kv.disk import Ended
-from quire.kv.importer import REST_SECONDS, Prefiller, Reading
+from quire.kv.importer import LOOK_SECONDS, REST_SECONDS, Prefiller, Reading
 from quire.kv.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,11 @@ class NodeReader(Prefiller):
         super().close()
 
     def _run(self) -> None:
-        while self._wake.wait() and not self._stopping:
+        while not self._stopping:
+            self._wake.wait(LOOK_SECONDS if self._late else None)
             self._wake.clear()
-            if not self._readings:
+            self._settle()
+            if self._stopping or not self._readings:
                 continue
             try:
                 self._session()

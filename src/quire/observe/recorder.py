@@ -27,6 +27,7 @@ from quire.core.prefix_cache import KEY_BYTES, Node
 from quire.core.request import Request, RequestUpdate, Status
 from quire.core.scheduler import Scheduler
 from quire.core.step import Span, SpanResult, StepPlan, StepResult
+from quire.log import prompt_origins
 from quire.speculate.config import SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ class Recorder:
             "preemptions": request.stats.preemptions,
             "drafted": request.stats.drafted,
             "accepted": request.stats.accepted,
-            "fetches": [asdict(fetch) for fetch in request.stats.fetches],
+            **_fetched(request),
         }
 
     def _step_documents(self, since: int) -> Iterator[dict[str, Any]]:
@@ -299,9 +300,15 @@ def _told(record: Record, request: Request, reason: str) -> dict[str, Any]:
         "preemptions": stats.preemptions,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
-        "fetches": [asdict(fetch) for fetch in stats.fetches],
+        **_fetched(request),
         "chunks": list(record.chunks),
     }
+
+
+def _fetched(request: Request) -> dict[str, Any]:
+    """What came from where, as data and in words."""
+    fetches = [asdict(fetch) for fetch in request.stats.fetches]
+    return {"fetches": fetches, "origins": prompt_origins(request.num_prompt, request.num_cached, fetches)}
 
 
 def _pool(kvs: Sequence[KVManager]) -> dict[str, Any]:

@@ -380,7 +380,7 @@ def _accepted_family(counts: Sequence[int], depth: int, vllm_labels: Mapping[str
 
 def _tier_families(tiers: Mapping[str, Mapping[str, int]], sizes: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
     """What moved between the pool and its tiers, in blocks and in bytes."""
-    help = "KV blocks: stored in a tier, loaded from it, and loaded with other bytes than had been stored."
+    help = "KV blocks: stored in a tier, loaded from it, and loaded with other bytes than stored (bad); see docs/kv.md."
     blocks = CounterMetricFamily("quire:kv_tier_blocks", help, labels=["tier", "event"])
     help = "Bytes that were stored in a tier, and loaded from it."
     moved = CounterMetricFamily("quire:kv_tier_bytes", help, labels=["tier", "event"])

@@ -48,8 +48,12 @@ class Link(Protocol):
 
         Raises:
             TransferError: not all of them have arrived; the link is unusable now, so connect again. With a fenced
-                transport, nothing arrives later.
+                transport, nothing arrives later; with others, until the link is `settled`.
         """
+        ...
+
+    def settled(self) -> bool:
+        """Whether nothing of a failed `read` can be written any more. Always true for a fenced transport."""
         ...
 
     def close(self) -> None:
@@ -65,7 +69,7 @@ class Transport(Protocol):
     Attributes:
         name: "shared_memory", "socket", "mooncake" or "nixl".
         fenced: nothing is written after `read` has returned or raised. Other transports may write late, so the slots of
-            a failed read must not be used again until the process ends or the region is registered again.
+            a failed read must not be used again until the link is `settled`.
     """
 
     name: str

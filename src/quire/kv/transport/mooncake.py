@@ -1,8 +1,12 @@
 """Mooncake's transfer engine (`quire[mooncake]`): RDMA if there are devices, otherwise TCP.
 
-Its two ports, for the handshake and for data, are open on all addresses. Nothing is encrypted, and anyone who can reach
+Its ports, for the handshake and for data, are open on all addresses. Nothing is encrypted, and anyone who can reach
 them can read and write the registered memory. That is only the host tier, every block of which is verified. Do not
-expose these ports to other networks. Not fenced: a read that has timed out may still be written later.
+expose these ports to other networks.
+
+Mooncake's engine writes data whenever it arrives, even after it has reported that the transfer failed, until it is
+destroyed. So each link has an engine of its own, with its own ports, and an engine whose read has failed is destroyed.
+That ends its threads and connections, and takes a second in which no Python code runs.
 """
 
 from __future__ import annotations
@@ -43,18 +47,28 @@ class MooncakeTransport:
         ConfigError: Mooncake is not installed, or does not start.
     """
 
-    name, fenced = "mooncake", False
+    name, fenced = "mooncake", True
 
     def __init__(self, region: Region, host: str = "127.0.0.1") -> None:
-        self._base, self._size = address_of(region.memory), len(region.memory)
-        self._engine: Any = _library().TransferEngine()
+        self._host, self._base, self._size = host, address_of(region.memory), len(region.memory)
         self._links: weakref.WeakSet[MooncakeLink] = weakref.WeakSet()
-        protocol = "rdma" if Path("/sys/class/infiniband").is_dir() else "tcp"
-        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
-            raise ConfigError(f"Mooncake does not start with host {host!r} by {protocol}; its log says why")
-        if self._engine.register_memory(self._base, self._size) != 0:
-            raise ConfigError(f"Mooncake cannot register {self._size} bytes; its log says why (see 'ulimit -l')")
+        self._spare: list[Any] = []  # engines of links that were closed
+        self._engine: Any = self._started()  # from which others read
         self._address = MooncakeAddress(f"{host}:{self._engine.get_rpc_port()}", self._base, self._size)
+
+    def _started(self) -> Any:
+        """An engine of Mooncake that may write into the region.
+
+        Raises:
+            ConfigError: it does not start.
+        """
+        engine = _library().TransferEngine()
+        protocol = "rdma" if Path("/sys/class/infiniband").is_dir() else "tcp"
+        if engine.initialize(self._host, "P2PHANDSHAKE", protocol, "") != 0:
+            raise ConfigError(f"Mooncake does not start with host {self._host!r} by {protocol}; its log says why")
+        if engine.register_memory(self._base, self._size) != 0:
+            raise ConfigError(f"Mooncake cannot register {self._size} bytes; its log says why (see 'ulimit -l')")
+        return engine
 
     @property
     def address(self) -> str:
@@ -62,19 +76,28 @@ class MooncakeTransport:
 
     def connect(self, address: str) -> MooncakeLink:
         there = read_address(address, MooncakeAddress)
-        self._reach(there.segment)
-        link = MooncakeLink(self._engine, there, self._base, self._size)
+        try:
+            engine = self._spare.pop()
+        except IndexError:
+            try:
+                engine = self._started()
+            except ConfigError as error:
+                raise TransferError(str(error)) from error
+        self._reach(engine, there.segment)
+        link = MooncakeLink(engine, there, self._base, self._size, self._spare)
         self._links.add(link)
         return link
 
-    def _reach(self, segment: str) -> None:
+    def _reach(self, engine: Any, segment: str) -> None:
         """Open another engine's segment.
 
-        That takes a lock that all transfers need, for up to a minute if the engine does not answer. So the engine is
+        That takes a lock that all transfers need, for up to a minute if the other engine does not answer. So it is
         probed first, and both happen in a thread.
+
+        Raises:
+            TransferError: the other engine does not answer.
         """
         opened = threading.Event()
-        engine = self._engine
 
         def reach() -> None:
             if engine.send_probe(segment) == 0:
@@ -84,23 +107,29 @@ class MooncakeTransport:
         thread = threading.Thread(target=reach, name="quire-kv-mooncake", daemon=True)
         thread.start()
         thread.join(CONNECT_SECONDS)
-        if not opened.is_set():
-            raise TransferError(f"no Mooncake engine answers at {segment}")
+        if opened.is_set():
+            return
+        if not thread.is_alive():
+            self._spare.append(engine)
+        raise TransferError(f"no Mooncake engine answers at {segment}")
 
     def close(self) -> None:
         for link in list(self._links):
             link.close()
-        if self._engine is not None:
-            self._engine.unregister_memory(self._base)
-            self._engine = None
+        self._spare.clear()
+        self._engine = None
 
 
 class MooncakeLink(PolledLink):
-    """See `Link`."""
+    """See `Link`.
 
-    def __init__(self, engine: Any, there: MooncakeAddress, base: int, size: int) -> None:
+    Args:
+        engine: of this link alone. spare: where it goes at the end, if nothing has failed.
+    """
+
+    def __init__(self, engine: Any, there: MooncakeAddress, base: int, size: int, spare: list[Any]) -> None:
         super().__init__(there.size, size)
-        self._engine, self._segment, self._bases = engine, there.segment, (there.base, base)
+        self._engine, self._segment, self._bases, self._spare = engine, there.segment, (there.base, base), spare
 
     def _begin(self, ranges: Sequence[Range]) -> Callable[[], bool]:
         """Start one transfer per range: the status of a batch can only be polled for its first transfer."""
@@ -122,6 +151,16 @@ class MooncakeLink(PolledLink):
             return not begun
 
         return done
+
+    def _failed(self) -> None:
+        super()._failed()
+        self._engine = self._left = None  # the last reference: the engine is destroyed
+
+    def close(self) -> None:
+        super().close()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._spare.append(engine)
 
 
 def _library() -> Any:

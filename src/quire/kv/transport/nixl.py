@@ -3,7 +3,7 @@
 UCX opens its own ports on the devices in UCX_NET_DEVICES. Nothing is encrypted, and anyone who can reach them and knows
 a region's address (`NixlTransport.address`, which includes its keys) can read and write the region. That is only the
 host tier, every block of which is verified. Do not expose these ports to other networks. Not fenced: a read that has
-timed out may still be written later.
+timed out may still be written later; NIXL reports when it has ended.
 """
 
 from __future__ import annotations
@@ -128,9 +128,15 @@ class NixlLink(PolledLink):
 
         return done
 
+    def settled(self) -> bool:
+        settled = super().settled()
+        if settled and self._closed:
+            self._forget()  # not before: NIXL does not tell of what still comes from an engine that it has let go of
+        return settled
+
     def close(self) -> None:
         super().close()
-        self._forget()
+        self.settled()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -20,7 +21,8 @@ def address_of(memory: memoryview) -> int:
 
 
 class PolledLink(ABC):
-    """See `Link`. A read continues after `read` has given up: the library may write as long as this process lives.
+    """See `Link`. A read continues after `read` has given up, until the library reports its end or is itself ended
+    (`_failed`).
 
     Args:
         there, here: sizes of the other region and of this engine's.
@@ -30,6 +32,7 @@ class PolledLink(ABC):
         self._there, self._here = there, here
         self._closed = False
         self._reading = threading.Lock()
+        self._left: Callable[[], bool] | None = None  # what was begun, and has not ended yet
 
     @abstractmethod
     def _begin(self, ranges: Sequence[Range]) -> Callable[[], bool]:
@@ -47,14 +50,14 @@ class PolledLink(ABC):
             try:
                 self._read(ranges, seconds)
             except BaseException:
-                self._closed = True
+                self._failed()
                 raise
 
     def _read(self, ranges: Sequence[Range], seconds: float) -> None:
         if self._closed:
             raise TransferError("the link was closed")
         began = time.monotonic()
-        done = self._begin(ranges)
+        self._left = done = self._begin(ranges)
         while not done():
             passed = time.monotonic() - began
             if passed > seconds:
@@ -62,6 +65,18 @@ class PolledLink(ABC):
             if self._closed:
                 raise TransferError("the link was closed")
             time.sleep(max(SHORTEST_PAUSE, min(LONGEST_PAUSE, passed / 10)))
+        self._left = None
+
+    def _failed(self) -> None:
+        """A read has failed: nothing more is read."""
+        self._closed = True
+
+    def settled(self) -> bool:
+        with self._reading, contextlib.suppress(TransferError):  # then it has ended, too
+            if self._left is not None and not self._left():
+                return False
+        self._left = None
+        return True
 
     def close(self) -> None:
         self._closed = True

@@ -102,6 +102,9 @@ class SharedMemoryLink:
         if copied != length:
             raise TransferError("the other engine's memory is shorter than it was")
 
+    def settled(self) -> bool:
+        return True
+
     def close(self) -> None:
         self._closed = True
         with self._reading:

@@ -94,6 +94,7 @@ class Row {
       this.parts[index].style.width = `${(100 * part) / whole}%`;
     });
     this.bar.title = `${count(known)} cached, ${count(parts[1])} of the prompt computed, ${count(output)} of at most ${count(limit)} output tokens`;
+    if (request.origins) this.bar.title = `${request.origins}; ${count(output)} of at most ${count(limit)} output tokens`;
     const fetch = request.status === "awaiting" && (request.fetches || []).at(-1);
     if (fetch) this.bar.title = `waits for ${count(fetch.tokens)} tokens from ${SOURCES[fetch.source] ?? fetch.source}`;
     setText(this.badge, request.status);

@@ -113,7 +113,8 @@ export class FinishedPanel {
     }
     const rows = phases(one);
     const end = Math.max(one.total_seconds, ...rows.map((row) => row.begin + row.seconds), 1e-6);
-    fill(this.detail, ...rows.map((row) => bar(row, end)), summary(one));
+    const origins = one.origins ? [h("p", { class: "fall-note" }, one.origins)] : [];
+    fill(this.detail, ...rows.map((row) => bar(row, end)), ...origins, summary(one));
   }
 }
 
@@ -167,14 +168,17 @@ function phases(one) {
   return rows;
 }
 
-function fetchRow({ source, tokens, begin, seconds }, one) {
+function fetchRow({ source, tokens, begin, seconds, engine }, one) {
   const took = seconds ?? Math.max(0, one.queue_seconds - (begin - one.arrived));
   return {
     name: `From ${SOURCES[source] ?? source}`,
     tone: "cached",
     begin: begin - one.arrived,
     seconds: took,
-    help: seconds === null ? "Not waited for to the end" : `${count(tokens)} tokens of the prompt were fetched`,
+    help:
+      seconds === null
+        ? "Not waited for to the end"
+        : `${count(tokens)} tokens of the prompt were fetched${engine ? ` from ${engine}` : ""}`,
   };
 }
 
