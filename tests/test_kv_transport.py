@@ -27,7 +27,7 @@ from quire.kv.transport.socket import (
 )
 from tests.kv_holders import CONTENT, POISON, SIZE, TIMEOUT, opened, paired, poisoned, untouched
 
-FENCED = ["shared_memory", "socket"]
+FENCED = ["shared_memory", "socket", "mooncake"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -138,6 +138,29 @@ def test_a_holder_that_is_stopped_is_waited_for_until_the_deadline(name: str, re
         assert 0.5 <= time.monotonic() - began < 5.0
         with pytest.raises(TransferError):
             pair.link.read([Range(0, 0, SIZE)], 0.5)
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSPORTS if name != "shared_memory"])
+def test_once_a_link_is_settled_nothing_is_written_of_what_it_failed_to_bring(name: str) -> None:
+    size = 32 << 20
+    region = poisoned(size)
+    with paired(name, region, size) as pair:
+        stopped = threading.Timer(0.01, pair.holder.send_signal, [signal.SIGSTOP])
+        stopped.start()
+        with pytest.raises(TransferError):
+            for _ in range(10_000):
+                pair.link.read([Range(place, place, 1 << 20) for place in range(0, size, 1 << 20)], 1.0)
+        pair.link.close()
+        assert pair.link.settled() is (name in FENCED)
+        region.memory[:] = bytes([POISON]) * size
+        pair.holder.send_signal(signal.SIGCONT)
+        until(pair.link.settled, "it goes on")
+        region.memory[:] = bytes([POISON]) * size
+        time.sleep(0.5)
+        assert untouched(region)
+        with contextlib.closing(pair.transport.connect(pair.address)) as again:
+            again.read([Range(0, 0, SIZE)], TIMEOUT)
+        assert region.memory[:SIZE] != bytes([POISON]) * SIZE
 
 
 def test_shared_memory_is_read_whatever_its_holder_does(region: Region) -> None:

@@ -52,9 +52,8 @@ class MooncakeTransport:
     def __init__(self, region: Region, host: str = "127.0.0.1") -> None:
         self._host, self._base, self._size = host, address_of(region.memory), len(region.memory)
         self._links: weakref.WeakSet[MooncakeLink] = weakref.WeakSet()
-        self._spare: list[Any] = []  # engines of links that were closed
-        self._engine: Any = self._started()  # from which others read
-        self._address = MooncakeAddress(f"{host}:{self._engine.get_rpc_port()}", self._base, self._size)
+        self._spare: list[Any] = [self._started()]  # engines that no link has
+        self._engine: Any = None  # from which others read, once anybody asks where it is
 
     def _started(self) -> Any:
         """An engine of Mooncake that may write into the region.
@@ -72,17 +71,23 @@ class MooncakeTransport:
 
     @property
     def address(self) -> str:
-        return write_address(self._address)
+        if self._engine is None:
+            self._engine = self._taken()
+        return write_address(MooncakeAddress(f"{self._host}:{self._engine.get_rpc_port()}", self._base, self._size))
+
+    def _taken(self) -> Any:
+        """A spare engine, or else a new one."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return self._started()
 
     def connect(self, address: str) -> MooncakeLink:
         there = read_address(address, MooncakeAddress)
         try:
-            engine = self._spare.pop()
-        except IndexError:
-            try:
-                engine = self._started()
-            except ConfigError as error:
-                raise TransferError(str(error)) from error
+            engine = self._taken()
+        except ConfigError as error:
+            raise TransferError(str(error)) from error
         self._reach(engine, there.segment)
         link = MooncakeLink(engine, there, self._base, self._size, self._spare)
         self._links.add(link)
