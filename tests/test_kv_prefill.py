@@ -18,7 +18,6 @@ from quire import LLM
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
-from quire.core.sources import PATIENCE, PEER
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.kv.transport.base import TransferError
