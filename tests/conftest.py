@@ -10,7 +10,8 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -39,6 +40,28 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # some libraries look at exit whether all of theirs is gone
+
+
+@pytest.fixture(scope="session", autouse=True)
+def spawn_beside() -> Iterator[Callable[..., Any]]:
+    """Ranks of engines in this process are forks of one that has torch already, see `tests/forks.py`; the real one."""
+    from quire import child
+
+    def spawn_rank(*given: Any, **more: Any) -> Any:
+        from tests.forks import spawn_rank
+
+        return spawn_rank(*given, **more)
+
+    real = child.spawn_beside
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "spawn_beside", spawn_rank)
+        yield real
+
+
+@pytest.fixture
+def spawned_ranks(spawn_beside: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are processes of their own, as everywhere else."""
+    monkeypatch.setattr("quire.child.spawn_beside", spawn_beside)
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import os
 import sys
 import time
 from pathlib import Path
@@ -18,19 +16,12 @@ from quire.ipc import wire
 from quire.ipc.board import Board
 from quire.ipc.client import EngineClient
 from quire.ipc.engine_process import EngineStart, main
-
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["quire.engine.engine"])
-"""Whose processes have torch already: to import it takes an engine ten times as long as to load a small model."""
+from tests.forks import FORKS, tell
 
 
 def run_engine(start: bytes) -> None:
     """What `python -m quire.ipc.engine_process` does with this on its standard input."""
-    reading, writing = os.pipe()
-    os.write(writing, start)
-    os.close(writing)
-    os.dup2(reading, 0)
-    sys.stdin = open(0)  # noqa: SIM115  # until the process ends
+    tell(start)
     sys.exit(main())
 
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from quire.cli.doctor import Package, machine, memory, missing_packages, slow_in
 from quire.cli.main import main
 from quire.ops import Kernels, KVCache, Product, QuantizedWeight, RaggedBatch, choose_kernels, self_test
 from quire.ops.cpu import library
+from quire.ops.fp8 import Fp8Weight
 from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.ragged import Trees
 
@@ -228,6 +230,27 @@ def test_the_self_test_notices_kernels_that_err(monkeypatch: pytest.MonkeyPatch)
     assert all(check.failures == (check.failures[0],) for check in checks)
     assert all(check.failures[0].endswith("against plain torch") for check in checks)
     assert all(check.passed for check in self_test.run_short(Kernels()))
+
+
+def test_weights_in_fp8_are_tried_where_kernels_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(Kernels):
+        def keeps(self, weight: Mxfp4Weight | Fp8Weight) -> bool:
+            return True
+
+        def pack_fp8(self, parts: Sequence[Fp8Weight], dtype: torch.dtype, *given: Any) -> Product:
+            """Many rows are multiplied with other numbers than few."""
+            right = super().pack_fp8(parts, dtype, *given)
+            wrong = super().pack_fp8([replace(part, scales=part.scales * 1.1) for part in parts], dtype, *given)
+            return cast(Product, SimpleNamespace(matmul=lambda x: (right if len(x) < 70 else wrong).matmul(x)))
+
+    monkeypatch.setattr(self_test, "FP8_ROWS", 80)
+    monkeypatch.setattr(self_test, "QUANTIZATIONS", ())
+    monkeypatch.setattr(self_test, "SHORT_SHAPES", ())
+    names = {kernels: [check.name for check in self_test.run_short(kernels)] for kernels in (Kernels(), Wrong())}
+    assert ["linear fp8" in each for each in names.values()] == [False, True]
+    fp8 = self_test.check_quantized_linear(Wrong(), "fp8")
+    assert len(fp8.failures) == fp8.cases - 1, "all but the whole beside itself"
+    assert fp8.failures[-1] == "against plain torch"
 
 
 def test_the_doctor_tests_the_kernels_that_it_is_told_to(

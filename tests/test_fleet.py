@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import pytest
 from benchmarks import fleet_simulated as simulated
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.core.cache_events import CacheEvent
@@ -108,13 +108,18 @@ def shares(count: int, use: float, seed: int, routers: int, rate: float) -> list
 rates = st.sampled_from([100.0, 1000.0, 50_000.0])
 """Of servers: far from what is believed of one that has computed nothing yet, or not."""
 
+FEW = 30
+"""Examples, each of up to 1,600 requests."""
 
+
+@settings(max_examples=FEW)
 @given(st.integers(2, 8), st.floats(0.1, 1.2), st.integers(0, 2**32), rates)
 def test_equal_servers_share_evenly(count, use, seed, rate):
     given = shares(count, use, seed, 1, rate)
     assert min(given) >= 0.9 * 200 and max(given) <= 1.1 * 200
 
 
+@settings(max_examples=FEW)
 @given(st.integers(2, 8), st.floats(0.1, 1.2), st.integers(0, 2**32), rates)
 def test_routers_that_do_not_talk_share_servers_nearly_as_evenly(count, use, seed, rate):
     given = shares(count, use, seed, 2, rate)

@@ -25,7 +25,8 @@ from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.kv import wire
 from quire.kv.transport import installed
-from tests.engine_server import FORKS, EngineServer, until
+from tests.engine_server import EngineServer, until
+from tests.forks import FORKS
 from tests.http_tools import wait_until
 from tests.networks import Networks, networks
 from tests.test_kv_prefill import Outcome, Prefill, params, prompt

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ from quire.ops.triton.kernels import TritonKernels
 from quire.ops.triton.linear_dense import DenseProduct
 from quire.parallel.group import Gather, Group, OneRank, share
 from quire.parallel.torch_group import TorchGroup
+from tests import rank_on_device
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import VOCAB, save_checkpoint
 from tests.test_parallel_group import all_of, ranks
@@ -198,7 +198,6 @@ def pack(weight: torch.Tensor) -> Any:
 
 @contextmanager
 def engine_on_devices(folder: Path, size: int, **options: Any) -> Iterator[Engine]:
-    program = [sys.executable, "-m", "tests.rank_on_device"]
     config = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 64, "block_size": 16}
     settings = EngineConfig(
         model=str(folder), device="cuda", threads=1, tensor_parallel_size=size, **{**config, **options}
@@ -206,7 +205,7 @@ def engine_on_devices(folder: Path, size: int, **options: Any) -> Iterator[Engin
     with (
         on_device(DelayedDevice(), SpanKernels()),
         mock.patch.object(engine_module, "count_gpus", lambda: size),
-        mock.patch.object(machine.child, "python", lambda module: program),
+        mock.patch.object(machine.child, "python", lambda module: [rank_on_device.__name__]),
     ):
         engine = Engine(settings)
     with contextlib.closing(engine):

@@ -31,9 +31,16 @@ def jobs(count, **more):
     return [{**LONG, "seed": seed, **more} for seed in range(count)]
 
 
-def test_streams_go_on_with_the_same_tokens_when_the_engine_is_killed_twice():
+@pytest.fixture(scope="module")
+def server():
+    """One that survives what befalls it."""
+    with ServeProcess() as process:
+        yield process
+
+
+def test_streams_go_on_with_the_same_tokens_when_the_engine_is_killed_twice(server):
     long = jobs(4, max_tokens=1000)
-    with ServeProcess() as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
         answers = pool.map(lambda job: server.json("/v1/completions", job), long)
         expected = [answer["choices"][0]["text"] for answer in answers]
         streams = [server.stream("/v1/completions", job) for job in long]
@@ -105,14 +112,13 @@ def test_a_rank_that_dies_while_nothing_runs_is_replaced_before_the_next_request
         assert server.post("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
 
 
-def test_killed_tokenizer_and_http_processes_are_replaced():
-    with ServeProcess() as server:
-        server.kill("tokenizer")
-        assert server.post("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
-        old = server.kill("http")
-        wait_until(lambda: server.pids("http") and server.pids("http") != [old] and server.health() == 200)
-        assert server.post("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
-        wait_until(lambda: server.json("/view")["stats"]["held_blocks"] == 0)
+def test_killed_tokenizer_and_http_processes_are_replaced(server):
+    server.kill("tokenizer")
+    assert server.post("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
+    old = server.kill("http")
+    wait_until(lambda: server.pids("http") and server.pids("http") != [old] and server.health() == 200)
+    assert server.post("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
+    wait_until(lambda: server.json("/view")["stats"]["held_blocks"] == 0)
 
 
 def test_sigterm_lets_running_requests_finish_and_leaves_nothing_behind():

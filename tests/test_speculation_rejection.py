@@ -82,7 +82,7 @@ def chi_square(counts: Counter[tuple[int, ...]], shares: dict[tuple[int, ...], f
     return sum((counts[text] - share * total) ** 2 / (share * total) for text, share in shares.items())
 
 
-@pytest.mark.parametrize("rejection", [False, True])
+@pytest.mark.parametrize("rejection", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_distribution_is_the_targets(folders, rejection):
     engine, shares = engine_of(folders, rejection), expected(folders)
     made = Counter(outputs(engine, 1500))

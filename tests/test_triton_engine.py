@@ -25,6 +25,7 @@ from quire.core.step import RequestInfo, Span
 from quire.engine.engine import Engine
 from quire.ops import Kernels, KVCache, self_test, self_test_layers
 from quire.ops.quantized import Quantization
+from quire.ops.triton import linear_fp8
 from quire.ops.triton.kernels import TritonKernels
 from quire.runner import device_forward
 from quire.runner.device import Device
@@ -234,6 +235,8 @@ def test_the_self_test_of_the_doctor_passes(monkeypatch):
     monkeypatch.setattr(self_test, "DTYPES", (torch.float16,))
     monkeypatch.setattr(self_test, "QUANTIZATIONS", (Quantization("int8"),))
     monkeypatch.setattr(self_test, "ROW_COUNTS", (1, 9))
+    monkeypatch.setattr(self_test, "FP8_ROWS", 40)
+    monkeypatch.setattr(linear_fp8, "MANY_ROWS", 32)
     monkeypatch.setattr(self_test, "LINEAR_SHAPES", ((96, 128),))
     monkeypatch.setattr(self_test_layers, "CONTEXT", 40)
     monkeypatch.setattr(self_test, "CHUNKINGS", ((39, 1),))
@@ -242,8 +245,9 @@ def test_the_self_test_of_the_doctor_passes(monkeypatch):
     monkeypatch.setattr(self_test, "LATENT_CACHES", ((torch.float16, "fp8"),))
     monkeypatch.setattr(self_test, "TREE_BASES", (14,))
     monkeypatch.setattr(self_test, "TREE_SIZE", 6)
-    for check in self_test.run(TritonKernels("cpu", deterministic=True)):
-        assert check.passed, check
+    checks = {check.name: check for check in self_test.run(TritonKernels("cpu", deterministic=True))}
+    assert all(check.passed for check in checks.values()), checks
+    assert {"linear fp8", "shares of ranks, fp8", "experts fp8"} <= set(checks)
 
 
 @pytest.mark.slow

@@ -70,15 +70,23 @@ def test_the_table_has_every_module_for_every_gpu_and_two_versions_of_triton() -
 
 
 def main(*modules: str) -> None:
-    others = {key: rows for key, rows in (table() if TABLE.exists() else {}).items() if key[1] in MODULES}
     for module in modules or MODULES:
         for arch in ARCHITECTURES:
-            others[triton.__version__, module, arch] = compiled(module, arch)
+            found = compiled(module, arch)
+            before = table() if TABLE.exists() else {}
+            kept = {key: rows for key, rows in before.items() if key[1] in MODULES}
+            _write(kept | {(triton.__version__, module, arch): found})
             print(triton.__version__, module, arch, flush=True)
-    with TABLE.open("w", encoding="utf-8") as file:
-        for (version, module, arch), rows in sorted(others.items()):
+
+
+def _write(found: dict[tuple[str, str, int], list[Usage]]) -> None:
+    """All at once: whoever is stopped leaves a whole table."""
+    unfinished = TABLE.with_suffix(".unfinished")
+    with unfinished.open("w", encoding="utf-8") as file:
+        for (version, module, arch), rows in sorted(found.items()):
             for row in rows:
                 file.write(json.dumps({"triton": version, "module": module, "arch": arch, **row}) + "\n")
+    unfinished.replace(TABLE)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 
 from quire.ops import self_test_layers
 from quire.ops.experts import Routing
+from quire.ops.fp8 import Fp8Weight
 from quire.ops.kernels import Kernels
 from quire.ops.kv_cache import KVCacheDtype
 from quire.ops.linear import Product
@@ -23,13 +24,15 @@ from quire.ops.mxfp4 import BIAS, GROUP, NUMBERS, Mxfp4Weight
 from quire.ops.quantized import Quantization
 from quire.parallel.group import OneRank, share
 
-Quantized = Quantization | Literal["mxfp4"]
+Quantized = Quantization | Literal["mxfp4", "fp8"]
 Stored = torch.dtype | Quantized
 """How a weight is stored."""
 
 DTYPES = (torch.bfloat16, torch.float32)
 QUANTIZATIONS: tuple[Quantized, ...] = (Quantization("int8"), Quantization("int4", 64), "mxfp4")
 ROW_COUNTS = (1, 2, 3, 5, 7, 8, 9, 16, 31, 33, 64, 65)
+FP8_ROWS, FP8_GROUP = 1100, 128
+"""So many rows that a kernel may restore a weight in fp8 before it multiplies; and inputs that share a scale."""
 LINEAR_SHAPES = ((256, 256), (704, 256), (256, 704), (128, 4096))
 """(outputs, inputs). Long sums show differences that short ones hide."""
 WIDE_SHAPES = ((8448, 320),)
@@ -86,13 +89,14 @@ class Check:
 
 def run(kernels: Kernels) -> Iterator[Check]:
     """All checks, each with one thread and with two, one after the other."""
+    formats = _formats(kernels)
     yield from (check_linear(kernels, dtype) for dtype in DTYPES)
-    yield from (check_quantized_linear(kernels, how) for how in QUANTIZATIONS)
-    yield from (check_shares(kernels, how) for how in (*DTYPES, *QUANTIZATIONS))
+    yield from (check_quantized_linear(kernels, how) for how in formats)
+    yield from (check_shares(kernels, how) for how in (*DTYPES, *formats))
     yield from (check_norm_and_gate(kernels, dtype) for dtype in DTYPES)
     yield from (check_attention(kernels, dtype, cache) for dtype, cache in CACHES)
     yield from (check_routing(kernels, name) for name in ROUTINGS)
-    yield from (check_experts(kernels, how) for how in (*DTYPES, *QUANTIZATIONS))
+    yield from (check_experts(kernels, how) for how in (*DTYPES, *formats))
     yield from (check_latent_attention(kernels, dtype, cache) for dtype, cache in LATENT_CACHES)
     yield from (check_sparse_attention(kernels, dtype) for dtype in DTYPES)
     for name, check in RECURRENT.items():
@@ -105,9 +109,14 @@ def run(kernels: Kernels) -> Iterator[Check]:
 def run_short(kernels: Kernels) -> Iterator[Check]:
     """Small products and a few chunks: what a processor's instructions for matrices are tried with at every start."""
     yield check_linear(kernels, torch.bfloat16, SHORT_SHAPES)
-    yield from (check_quantized_linear(kernels, how) for how in QUANTIZATIONS)
+    yield from (check_quantized_linear(kernels, how) for how in _formats(kernels))
     yield check_attention(kernels, torch.bfloat16, chunkings=CHUNKINGS[:1])
     yield check_latent_attention(kernels, torch.bfloat16, chunkings=CHUNKINGS[:1])
+
+
+def _formats(kernels: Kernels) -> tuple[Quantized, ...]:
+    """Of weights in few bits; fp8 where they stay in it: elsewhere they are dense when they are multiplied."""
+    return (*QUANTIZATIONS, "fp8") if kernels.keeps(_fp8(torch.zeros(1, FP8_GROUP))) else QUANTIZATIONS
 
 
 def check_linear(kernels: Kernels, dtype: torch.dtype, shapes: Sequence[tuple[int, int]] | None = None) -> Check:
@@ -136,7 +145,8 @@ def check_quantized_linear(kernels: Kernels, how: Quantized) -> Check:
     """As `check_linear`, with a weight in 8 or 4 bits."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(320, 704, generator=generator)
-    x = torch.randn(2 * max(ROW_COUNTS), 704, generator=generator).to(torch.bfloat16)
+    rows = FP8_ROWS if how == "fp8" else 2 * max(ROW_COUNTS)
+    x = torch.randn(rows, 704, generator=generator).to(torch.bfloat16)
     product, on_device = _product(kernels, weight, torch.bfloat16, how), x.to(kernels.device)
     failures, cases = _compare_rows(kernels, product.matmul, on_device)
     if not _near(product.matmul(on_device), _product(Kernels(), weight, torch.float32, how).matmul(x.float())):
@@ -252,6 +262,8 @@ def _product(
     """The product with a weight in `dtype`, or quantized; `outputs`: see `Kernels.pack`."""
     if how == "mxfp4":
         return kernels.pack_mxfp4([_mxfp4(weight)])
+    if how == "fp8":
+        return kernels.pack_fp8([_fp8(weight)], dtype, None, outputs)
     if isinstance(how, Quantization):
         return kernels.pack_quantized(kernels.quantize(weight, how), None, outputs)
     return kernels.pack([weight.to(kernels.device, dtype)], None, outputs)
@@ -263,6 +275,14 @@ def _mxfp4(weight: torch.Tensor) -> Mxfp4Weight:
     exponents = groups.abs().amax(-1, keepdim=True).log2().floor() - 2  # the largest numbers are from 4 to 8 then
     codes = (groups.unsqueeze(-1) / exponents.exp2().unsqueeze(-1) - NUMBERS).abs().argmin(-1).to(torch.uint8)
     return Mxfp4Weight(codes[..., ::2] | codes[..., 1::2] << 4, (exponents.squeeze(-1) + BIAS).to(torch.uint8))
+
+
+def _fp8(weight: torch.Tensor) -> Fp8Weight:
+    """The weight [out, in] in fp8: the largest number of a group is its type's largest."""
+    groups = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % FP8_GROUP)).unflatten(1, (-1, FP8_GROUP))
+    scales = groups.abs().amax(-1).clamp_min(1e-6) / torch.finfo(torch.float8_e4m3fn).max
+    codes = (groups / scales.unsqueeze(-1)).flatten(1)[:, : weight.shape[1]].to(torch.float8_e4m3fn)
+    return Fp8Weight(codes.contiguous().view(torch.uint8), scales, FP8_GROUP)
 
 
 def _near(found: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -1,0 +1,99 @@
+"""Processes that have imported torch and Quire when they begin, which takes ten times as long as to load a small model.
+
+They are forked from one that does nothing else, so that they have nothing of what a test has patched in its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import msgspec
+
+from quire import log
+from quire.engine.rank import RankStart
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["quire.engine.engine", "tests.forks"])
+DESCRIPTORS = ("link", "memory", "stage_memory", "store", "bell", "host_memory")
+"""The fields of `RankStart` that name what a rank inherits, under other numbers here."""
+
+
+class Inherited:
+    """A descriptor; where the fork unpickles it, it is the number that the same file has there."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
+        return _arrived, (DupFd(self.number),)
+
+
+def _arrived(sent: Any) -> int:
+    return int(sent.detach())
+
+
+class Rank:
+    """The process of a rank, as `subprocess.Popen` shows one."""
+
+    def __init__(self, module: str, start: RankStart, inherited: Mapping[str, Inherited]) -> None:
+        told = module, msgspec.json.encode(start), inherited, Inherited(2), dict(os.environ)
+        self._process = FORKS.Process(target=_run_rank, args=told, daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def spawn_rank(command: Sequence[str], start: RankStart, *, fds: Sequence[int] = ()) -> Rank:
+    """As `quire.child.spawn_beside` starts one, with a command that ends with a module."""
+    numbers = {name: number for name in DESCRIPTORS if (number := getattr(start, name)) >= 0}
+    assert sorted(numbers.values()) == sorted(fds), "DESCRIPTORS names all fields that have one"
+    return Rank(command[-1], start, {name: Inherited(number) for name, number in numbers.items()})
+
+
+def _run_rank(
+    module: str, start: bytes, inherited: Mapping[str, int], errors: int, environment: Mapping[str, str]
+) -> None:
+    """What `python -m quire.engine.rank` does with this on its standard input."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in (1, 2):
+        os.dup2(errors, number)
+    told = msgspec.structs.replace(msgspec.json.decode(start, type=RankStart), **inherited)
+    tell(msgspec.json.encode(told))
+    code = importlib.import_module(module).main()
+    log.flush()
+    os._exit(code)
+
+
+def tell(start: bytes) -> None:
+    """Have this process find its start message on its standard input."""
+    reading, writing = os.pipe()
+    os.write(writing, start)
+    os.close(writing)
+    os.dup2(reading, 0)
+    sys.stdin = open(0)  # noqa: SIM115  # until the process ends
