@@ -40,6 +40,7 @@ def steps(llm: LLM, count: int) -> None:
         llm.step()
 
 
+@pytest.mark.usefixtures("spawned_ranks")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_rank_that_is_killed_ends_the_step_at_once_and_is_named(overlap: bool) -> None:
     with LLM("demo", tensor_parallel_size=2, threads=1, async_scheduling=overlap) as llm:
@@ -107,6 +108,7 @@ def test_a_rank_of_a_pipeline_that_dies_or_hangs_is_named(
         assert time.monotonic() - begin < 8
 
 
+@pytest.mark.usefixtures("spawned_ranks")
 def test_a_closed_engine_leaves_no_rank_behind() -> None:
     llm = LLM("demo", tensor_parallel_size=2, threads=1)
     llm.generate([PROMPT], SamplingParams(max_tokens=3))
@@ -304,6 +306,7 @@ def test_ranks_that_the_model_cannot_have_are_refused_by_name(tmp_path: Path) ->
         LLM(str(folder), tensor_parallel_size=3)
 
 
+@pytest.mark.usefixtures("spawned_ranks")
 def test_an_engine_that_cannot_start_leaves_no_rank_behind() -> None:
     with pytest.raises(ConfigError) as caught:
         LLM("demo", tensor_parallel_size=2, threads=1, max_model_len=10**6)
