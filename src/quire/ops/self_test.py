@@ -279,7 +279,8 @@ def _mxfp4(weight: torch.Tensor) -> Mxfp4Weight:
 
 def _fp8(weight: torch.Tensor) -> Fp8Weight:
     """The weight [out, in] in fp8: the largest number of a group is its type's largest."""
-    groups = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % FP8_GROUP)).unflatten(1, (-1, FP8_GROUP))
+    padded = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % FP8_GROUP))
+    groups = padded.view(len(weight), -1, FP8_GROUP)
     scales = groups.abs().amax(-1).clamp_min(1e-6) / torch.finfo(torch.float8_e4m3fn).max
     codes = (groups / scales.unsqueeze(-1)).flatten(1)[:, : weight.shape[1]].to(torch.float8_e4m3fn)
     return Fp8Weight(codes.contiguous().view(torch.uint8), scales, FP8_GROUP)
