@@ -74,6 +74,8 @@ def test_every_line_gets_its_answer_or_its_error(server, tmp_path, capfd):
     vllm = ["run-batch", "-i", str(source), "-o", str(target), *command[3:]]
     assert main(command) == main(vllm) == 1 and target.read_bytes() == before  # nothing is done twice
     assert main([*vllm[:3], *vllm[5:]]) == 2 and "a batch needs two files" in capfd.readouterr().err
+    assert main([*command, "--max-num-seqs", "8"]) == 2
+    assert "unknown option --max-num-seqs; " in (said := capfd.readouterr().err) and "'quire serve' go after --" in said
 
 
 def test_it_goes_on_after_an_end_at_any_byte(server, tmp_path):

@@ -460,3 +460,9 @@ def test_a_form_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, capsy
         assert main(["generate", "demo", "Once", *flags]) == 2
         [line] = [line for line in capsys.readouterr().err.splitlines() if says in line]
         assert line.startswith("quire")
+
+
+@pytest.mark.parametrize(("texts", "what"), [(["caf\udcff"], "the prompt is"), (["x", "caf\udcff"], "prompt 1 is")])
+def test_bytes_that_are_not_utf8_are_refused_before_the_model_is_loaded(texts: list[str], what: str) -> None:
+    with pytest.raises(RequestError, match=f"{what} not text in UTF-8, at character 3"):
+        text_jobs(texts, {}, chat=False)

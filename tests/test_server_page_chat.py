@@ -88,7 +88,7 @@ def test_a_turn_that_failed_is_not_part_of_the_conversation(browser: Chromium, s
 
 
 @pytest.mark.parametrize(
-    ("button", "then"), [("Keep what is there", "Hello"), ("Go on from here", "Hello, **world**.")]
+    ("button", "then"), [("Keep the text so far", "Hello"), ("Continue from here", "Hello, **world**.")]
 )
 def test_half_an_answer_can_be_kept_or_written_on(
     browser: Chromium,
@@ -106,7 +106,7 @@ def test_half_an_answer_can_be_kept_or_written_on(
     ask(page, "Two")
     page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 4")
     assert sent(server) == ["One", then, "Two"]
-    assert server.script.bodies[-2][1].get("continue_final_message", False) == (button == "Go on from here")
+    assert server.script.bodies[-2][1].get("continue_final_message", False) == (button == "Continue from here")
 
 
 def test_an_early_turn_is_edited_beside_its_first_version(browser: Chromium, server: StandIn) -> None:
@@ -118,7 +118,7 @@ def test_an_early_turn_is_edited_beside_its_first_version(browser: Chromium, ser
     page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 2")
     assert sent(server) == ["Another one"]
     assert page.text(".message.user .versions") == "2 / 2"
-    press(page, "The version before")
+    press(page, "Previous version")
     assert shown(page)[::2] == ["One", "Two"]
     settle(server, page)
 
@@ -151,7 +151,7 @@ def test_another_answer_in_the_middle_keeps_what_followed_the_first(
     page.click(f"{ANSWER} [title='Another answer']")
     page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 2")
     assert shown(page) == ["One", "Other."]
-    press(page, "The version before")
+    press(page, "Previous version")
     assert shown(page)[::2] == ["One", "Two"]
 
 

@@ -109,7 +109,7 @@ def test_what_is_no_list_of_tools_is_told_and_nothing_is_sent(browser: Chromium,
         '[{"type": "web_search"}]': "tool 1 must be",
         '[{"type": "function", "function": {"parameters": {}}}]': "tool 1 has no name",
         json.dumps([tool("a"), tool("a b")]): 'tool 2 has the name "a b"',
-        json.dumps([tool("a"), tool("a")]): 'tool 2 has the name "a", as one before it',
+        json.dumps([tool("a"), tool("a")]): 'tool 2 has the name "a", which another one has',
     }.items():
         page.type("[data-name=tools]", text)
         assert why in page.text("#setting-tools-help")
@@ -239,7 +239,7 @@ def test_a_question_may_come_in_place_of_a_result(browser: Chromium, server: Sta
     ask(page, "Forget it")
     answered(page, "Never mind.")
     assert [one["role"] for one in sent(server)] == ["user", "assistant", "user"]
-    assert "None was given" in page.text(".tool-result")
+    assert "None given" in page.text(".tool-result")
 
 
 # -- turns ---------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_a_result_can_be_changed_and_sent_beside_the_first(browser: Chromium, se
     press(page, "Send the result")
     answered(page, "It will not.")
     assert [one["content"] for one in sent(server)] == ["Will it rain?", None, "sun"]
-    press(page, "The version before")
+    press(page, "Previous version")
     page.wait(f"[...document.querySelectorAll('{ANSWER}')].at(-1).textContent.includes('It will.')")
     assert page.text(".tool-result pre") == "rain"
     settle(server, page)

@@ -52,6 +52,7 @@ class _FirstBody(msgspec.Struct):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire batch`."""
     parser.usage = "quire batch IN.jsonl OUT.jsonl [--url URL | --model MODEL] [options] [-- options of quire serve]"
+    parser.epilog = "options of 'quire serve' go after --"
     parser.add_argument("words", nargs="*", metavar="FILE", help="the request file and the answer file")
     parser.add_argument("-i", "--input-file", metavar="FILE", help="the request file, as for 'vllm run-batch'")
     parser.add_argument("-o", "--output-file", metavar="FILE", help="the answer file, likewise")

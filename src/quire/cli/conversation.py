@@ -145,7 +145,7 @@ class Chat:
                 self.commands[word](rest.strip())
             else:
                 hint = unknown_option(word, [*self.commands, "/exit"]).replace("option", "command")
-                raise ConfigError(f'{hint}; put a message that begins with / between """ and """')
+                raise ConfigError(f'{hint} (put a message that begins with / between """ and """)')
         except QuireError as error:
             tell(f"error: {error}")
         return True

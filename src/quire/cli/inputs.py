@@ -50,18 +50,24 @@ def text_jobs(texts: Sequence[str], sampling: Mapping[str, Any], chat: bool) -> 
     """One job a text; with `chat`, each is a user's message.
 
     Raises:
-        SamplingParamsError: a sampling parameter is not valid.
+        SamplingParamsError: a sampling parameter is not valid. RequestError: a text is not UTF-8.
     """
-    params = sampling_params(sampling)
-    return [
-        Job(
-            **_as_message(text) if chat else {"prompt": text},
-            params=params,
-            id=index,
-            place=f"prompt {index}" if len(texts) > 1 else "",
-        )
-        for index, text in enumerate(texts)
-    ]
+    params, several = sampling_params(sampling), len(texts) > 1
+    jobs = []
+    for index, text in enumerate(texts):
+        place = f"prompt {index}" if several else ""
+        _check_utf8(text, place or "the prompt")
+        what = _as_message(text) if chat else {"prompt": text}
+        jobs.append(Job(**what, params=params, id=index, place=place))
+    return jobs
+
+
+def _check_utf8(text: str, what: str) -> None:
+    """Refuse bytes that are not UTF-8; Python reads them as surrogates in arguments, and with some locales in files."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{what} is not text in UTF-8, at character {error.start}; convert it to UTF-8") from None
 
 
 def need_stdin() -> None:

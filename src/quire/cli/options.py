@@ -92,7 +92,8 @@ class CommandParser(argparse.ArgumentParser):
         for argument in before:
             flag = argument.partition("=")[0]
             if re.fullmatch(r"--?[a-z][a-z0-9-]*", flag) and flag not in known:
-                raise ConfigError(_unknown_flag(flag, known, self.prog))
+                more = f"; {self.epilog}" if self.epilog else ""
+                raise ConfigError(_unknown_flag(flag, known, self.prog) + more)
         return self.parse_intermixed_args(given)
 
 

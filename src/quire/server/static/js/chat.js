@@ -211,7 +211,7 @@ export class ChatView {
     return h(
       "p",
       { class: "cut" },
-      h("span", {}, "What stands above is not sent to the model any more. "),
+      h("span", {}, "What is above is no longer sent to the model. "),
       h("button", { class: "link", type: "button", onclick: takeBack }, "Send it again"),
     );
   }
@@ -227,7 +227,7 @@ export class ChatView {
     this.welcomeAbout = h("p", { class: "about" });
     const text =
       mode === "chat"
-        ? "It runs on this server alone: nothing that you write goes anywhere else."
+        ? "It runs on this server; nothing that you write is sent anywhere else."
         : "Write the beginning of a text; the model continues it.";
     return h(
       "div",
@@ -291,7 +291,7 @@ export class ChatView {
   contextHint() {
     if (this.generations.has(this.conversation.id)) return this.coarse ? "" : "Escape stops";
     const { stats } = path(this.conversation).at(-1) || {};
-    if (!stats?.prompt) return this.coarse ? "" : "Enter sends, Shift+Enter breaks the line";
+    if (!stats?.prompt) return this.coarse ? "" : "Enter sends, Shift+Enter starts a new line";
     const used = count(stats.prompt + stats.output);
     return this.server.maxModelLength
       ? `${used} of ${count(this.server.maxModelLength)} tokens of context`

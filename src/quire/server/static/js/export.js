@@ -52,6 +52,6 @@ export function importJson(text) {
     // told below
   }
   const found = (Array.isArray(document?.conversations) ? document.conversations : []).map(checkedConversation).filter(Boolean);
-  if (document?.format !== FORMAT || !found.length) throw new Error("This file holds no conversations that were exported here.");
+  if (document?.format !== FORMAT || !found.length) throw new Error("This file has no exported conversations.");
   return found.map((one) => ({ ...one, id: newKey() }));
 }

@@ -98,7 +98,7 @@ function askForKey() {
     h(
       "form",
       { onsubmit: submit },
-      h("h2", {}, wrong ? "The key was not accepted" : "This server asks for a key"),
+      h("h2", {}, wrong ? "The key was not accepted" : "This server requires a key"),
       h(
         "p",
         {},
@@ -124,10 +124,10 @@ const TEXTS = {
   draining: [
     "busy",
     "shutting down",
-    "The server is shutting down: answers that run may finish, new ones are refused.",
+    "The server is shutting down: running answers may finish, new requests are refused.",
   ],
   unreachable: ["bad", "unreachable", "The server cannot be reached. Trying again ...", "bad"],
-  locked: ["busy", "key needed", "This server asks for an API key. Press here to give it."],
+  locked: ["busy", "key needed", "This server requires an API key. Click here to enter it."],
 };
 
 function showState() {

@@ -125,9 +125,9 @@ export class MessageElement {
     return h(
       "span",
       { class: "versions", role: "group", "aria-label": "Versions" },
-      other(-1, "left", "The version before"),
+      other(-1, "left", "Previous version"),
       h("span", {}, `${index + 1} / ${all.length}`),
-      other(1, "right", "The next version"),
+      other(1, "right", "Next version"),
     );
   }
 
@@ -139,9 +139,9 @@ export class MessageElement {
       if (prompt !== null)
         parts.push([
           `${count(prompt)} prompt${cached ? `, ${count(cached)} cached` : ""}`,
-          "Tokens of the prompt, and those of them that were not computed anew",
+          "Prompt tokens, and how many of them were cached",
         ]);
-      parts.push([`${count(output)} ${output === 1 ? "token" : "tokens"}`, "Tokens of the answer"]);
+      parts.push([`${count(output)} ${output === 1 ? "token" : "tokens"}`, "Output tokens"]);
       if (seconds > 0 && output > 1)
         parts.push([`${rate((output - 1) / seconds)} tok/s`, "After the first token, as seen by this page"]);
       if (ttft !== null) parts.push([`${duration(ttft)} to first`, "Time to the first token, as seen by this page"]);
@@ -150,10 +150,10 @@ export class MessageElement {
       if (finish === "length")
         parts.push([
           "reached its length limit",
-          clamped ? "The context has no more room" : "max_tokens, or the context's end",
+          clamped ? "The context is full" : "max_tokens, or the end of the context",
         ]);
-      else if (finish === "stopped" || finish === "abort") parts.push(["stopped", "Stopped before its end"]);
-      else if (finish === "edited") parts.push(["edited", "Changed by hand"]);
+      else if (finish === "stopped" || finish === "abort") parts.push(["stopped", "Stopped early"]);
+      else if (finish === "edited") parts.push(["edited", "Edited"]);
       else if (!finish) parts.push(["interrupted", "The page was closed while this was written"]);
       if (loosened) parts.push(["arguments were any JSON", `Not all of a tool's schema can be enforced. ${loosened}`]);
     }
@@ -174,9 +174,9 @@ export class MessageElement {
         actions.canLeaveOut() &&
         act("Drop the oldest turns and try again", () => actions.leaveOutOldest(message), true),
       field && act(`Change the ${called}`, () => actions.showSetting(field)),
-      message.content && !callsOf(message).length && act("Go on from here", () => actions.goOn(message), true),
+      message.content && !callsOf(message).length && act("Continue from here", () => actions.goOn(message), true),
       act([icon("retry"), "Try again"], () => actions.retry(message)),
-      (message.content || callsOf(message).length > 0) && act("Keep what is there", () => actions.keep(message)),
+      (message.content || callsOf(message).length > 0) && act("Keep the text so far", () => actions.keep(message)),
     ];
     return h(
       "div",

@@ -87,11 +87,11 @@ export class ToolCalls {
   /** What the call resulted in: told, asked for, or why there is none. */
   result(call, isOpen, canEdit, label) {
     if (!callsOf(this.message).includes(call))
-      return h("p", { class: "tool-note" }, "Cut off: this is no call, and the model will not see it.");
+      return h("p", { class: "tool-note" }, "Cut off: this is not a call, and the model will not see it.");
     if (isOpen) return this.field(call, label);
     const told = call.result
       ? h("pre", { tabindex: 0, "aria-label": "Result" }, call.result)
-      : h("p", { class: "tool-note" }, typeof call.result === "string" ? "Empty" : "None was given");
+      : h("p", { class: "tool-note" }, typeof call.result === "string" ? "Empty" : "None given");
     const edit = canEdit && iconButton("edit", "Edit the results", () => this.edit());
     return h("div", { class: "tool-result" }, h("div", { class: "tool-label" }, "Result", edit), told);
   }
@@ -101,7 +101,7 @@ export class ToolCalls {
       class: "field mono",
       rows: 2,
       value: call.draft ?? call.result ?? "",
-      placeholder: "What the model is told; it may be empty",
+      placeholder: "What the model receives; may be empty",
       "aria-label": `Result of ${label.replace(/^Call/, "call")}`,
       spellcheck: "false",
     });

@@ -7,23 +7,23 @@ import { choicesOf, EXAMPLE, toolsOf } from "./tools.js";
 
 const FIELDS = [
   ["temperature", "Temperature", { max: 2, step: 0.05 }, "0 always takes the likeliest token; higher is more varied"],
-  ["top_p", "Top p", { min: 0.01, max: 1, step: 0.01 }, "Keep the likeliest tokens that make up this share"],
-  ["top_k", "Top k", { max: 1000000, slides: 200 }, "Keep this many of the likeliest tokens; 0 keeps all"],
-  ["min_p", "Min p", { max: 1, step: 0.01 }, "Drop tokens less likely than this share of the likeliest"],
-  ["max_tokens", "Longest answer", { min: 1, max: 10000000, slides: 0 }, "In tokens; empty: to the end of the context"],
+  ["top_p", "Top p", { min: 0.01, max: 1, step: 0.01 }, "Keep the most likely tokens whose probabilities add up to this"],
+  ["top_k", "Top k", { max: 1000000, slides: 200 }, "Keep this many of the most likely tokens; 0 keeps all"],
+  ["min_p", "Min p", { max: 1, step: 0.01 }, "Drop tokens below this fraction of the top token's probability"],
+  ["max_tokens", "Longest answer", { min: 1, max: 10000000, slides: 0 }, "In tokens; empty: up to the end of the context"],
   ["seed", "Seed", { max: Number.MAX_SAFE_INTEGER, slides: 0 }, "The same seed gives the same answer"],
 ];
 const PENALTIES = [
-  ["repetition_penalty", "Repetition", { min: 0.1, max: 2, step: 0.05 }, "Above 1: tokens that are there already become less likely"],
-  ["presence_penalty", "Presence", { min: -2, max: 2, step: 0.1 }, "Subtracted once a token is in the answer"],
-  ["frequency_penalty", "Frequency", { min: -2, max: 2, step: 0.1 }, "Subtracted each time that a token is in the answer"],
+  ["repetition_penalty", "Repetition", { min: 0.1, max: 2, step: 0.05 }, "Above 1: tokens that have occurred become less likely"],
+  ["presence_penalty", "Presence", { min: -2, max: 2, step: 0.1 }, "Subtracted from the logits of tokens that have occurred"],
+  ["frequency_penalty", "Frequency", { min: -2, max: 2, step: 0.1 }, "Subtracted once per occurrence"],
 ];
 const EFFORTS = [["", "The model's own"], ["none", "No reasoning"], ["low", "Low"], ["medium", "Medium"], ["high", "High"]];
 const BUDGET = [
   "thinking_token_budget",
   "At most",
   { max: 10000000, slides: 0 },
-  "In tokens; then the model must answer. Empty: as long as it takes",
+  "In tokens; then the model must answer. Empty: no limit",
 ];
 const NEUTRAL = { temperature: 1, top_p: 1, top_k: 0, min_p: 0, repetition_penalty: 1, presence_penalty: 0, frequency_penalty: 0 };
 
@@ -53,12 +53,12 @@ export class SettingsPanel {
     this.shown = []; // functions that show what is set
     this.judges = {}; // by field: says what is wrong with it, or what the server says
     const system = this.text("system", "System message", { rows: 4, placeholder: "None" });
-    const stop = this.text("stop", "Stop at", { rows: 2, placeholder: "None", mono: true }, "One string a line; \\n is a line's end");
+    const stop = this.text("stop", "Stop at", { rows: 2, placeholder: "None", mono: true }, "One string per line; \\n stands for a line break");
     const schema = this.text(
       "schema",
       "JSON schema",
       { rows: 3, placeholder: '{"type": "object", ...}', mono: true },
-      "The answer will be JSON that meets it",
+      "The answer will be JSON that conforms to it",
       (value) => schemaOf(value),
     );
     this.root = h(
@@ -78,7 +78,7 @@ export class SettingsPanel {
         "details",
         { class: "setting-group", open: Boolean(settings.reasoning_effort || settings.thinking_token_budget !== null) },
         h("summary", {}, "Reasoning"),
-        this.choice("reasoning_effort", "Effort", () => EFFORTS, "In a chat, where the model's template knows it"),
+        this.choice("reasoning_effort", "Effort", () => EFFORTS, "For chats, if the model's template supports it"),
         this.number(...BUDGET),
       ),
       h("details", { class: "setting-group" }, h("summary", {}, "Penalties"), ...PENALTIES.map((field) => this.number(...field))),
@@ -126,7 +126,7 @@ export class SettingsPanel {
   /** What may be called, and whether it must be. */
   tools() {
     const place = [() => this.conversation.tools, (value) => this.setOfConversation("tools", value)];
-    const help = "As OpenAI has it: what the model may call in this chat. You give the results";
+    const help = "In OpenAI's format. You enter the results of calls yourself";
     const list = this.text("tools", "List of functions", { rows: 9, placeholder: '[{"type": "function", ...}]', mono: true }, help, toolsOf, place);
     const area = list.querySelector("textarea");
     const insert = () => {
@@ -137,9 +137,9 @@ export class SettingsPanel {
     const example = h("p", { class: "setting-more" }, h("button", { class: "link", type: "button", onclick: insert }, "Insert an example"));
     const choice = this.choice(
       "toolChoice",
-      "Which are called",
+      "Tool choice",
       () => choicesOf(this.conversation.tools, this.conversation.toolChoice),
-      "Of the first answer to a message; the model decides once it has results",
+      "For the first reply to a message; with results, the model decides",
       [() => this.conversation.toolChoice, (value) => this.setOfConversation("toolChoice", value)],
     );
     const showChoice = this.shown.at(-1);

@@ -43,7 +43,7 @@ export function toolsOf(text) {
     if (name === undefined) throw new SyntaxError(`${at} has no name`);
     if (typeof name !== "string" || !NAME.test(name))
       throw new SyntaxError(`${at} has the name ${JSON.stringify(name)}; letters, digits, "_", "-" and "." are allowed, at most 64`);
-    if (names.has(name)) throw new SyntaxError(`${at} has the name "${name}", as one before it`);
+    if (names.has(name)) throw new SyntaxError(`${at} has the name "${name}", which another one has`);
     names.add(name);
   });
   return tools;
@@ -67,7 +67,7 @@ export function toolFields(text, choice, isFirst) {
   if (!tools.length) return {};
   if (choice.startsWith(CHOSEN)) {
     const name = choice.slice(CHOSEN.length);
-    if (!tools.some((tool) => tool.function.name === name)) throw new SyntaxError(`"${name}" must be called, and is not there`);
+    if (!tools.some((tool) => tool.function.name === name)) throw new SyntaxError(`"${name}" must be called, but is not in the list`);
     return { tools, tool_choice: isFirst ? { type: "function", function: { name } } : "auto" };
   }
   return { tools, tool_choice: choice === "required" && !isFirst ? "auto" : choice };

@@ -201,8 +201,8 @@ export class LiveView {
     const values = {
       running: [count(stats.running), `of ${count(last.max_num_seqs)}`],
       waiting: [count(stats.waiting), stats.preemptions ? `${count(stats.preemptions)} preemptions` : ""],
-      output: [rate(rates.output), `${count(stats.output_tokens)} in all`],
-      prefill: [rate(rates.prefill), `${count(stats.prefill_tokens)} in all`],
+      output: [rate(rates.output), `${count(stats.output_tokens)} in total`],
+      prefill: [rate(rates.prefill), `${count(stats.prefill_tokens)} in total`],
       ttft: [duration(this.data.recentTtft()), "median"],
       hits: [percent(stats.cached_tokens, stats.prompt_tokens || looked), `${count(stats.cached_tokens)} tokens`],
       kv: [percent(kv.held, kv.num_blocks), `${count(kv.held)} of ${count(kv.num_blocks)}`],

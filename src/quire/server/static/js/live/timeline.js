@@ -70,7 +70,7 @@ export class TimelinePanel {
     setText(
       this.note,
       last
-        ? `${count(data.last.stats.steps)} so far; the last took ${duration(last.seconds)}, ${duration(last.schedule_seconds)} of scheduling before it`
+        ? `${count(data.last.stats.steps)} so far; the last took ${duration(last.seconds)}, after ${duration(last.schedule_seconds)} of scheduling`
         : "",
     );
     if (!this.timer) this.flow();
