@@ -263,7 +263,7 @@ def test_what_is_exported_can_be_imported_with_all_versions(browser: Chromium, s
     assert page.text(f"{ANSWER} .versions") == "2 / 2"
     for text in ("{", "null", '{"format": "quire.conversations", "conversations": [{"id": 1}]}'):
         page.evaluate(f"document.querySelector('.toast')?.remove(); {give}({json.dumps(text)})")
-        page.wait("document.querySelector('.toast')?.textContent.includes('holds no conversations')")
+        page.wait("document.querySelector('.toast')?.textContent.includes('has no exported conversations')")
     settle(server, page)
 
 

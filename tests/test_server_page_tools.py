@@ -469,4 +469,4 @@ def test_exports_have_tools_calls_and_results(browser: Chromium, server: StandIn
         '```json\n{"city": "Rome"}\n```\n\nResult:\n\n```\nrain\n```\n\n## model\n\nIt will.\n'
     )
     assert texts[1] == json.dumps(TOOLS)
-    assert all("holds no conversations" in text for text in texts[2:])
+    assert all("has no exported conversations" in text for text in texts[2:])

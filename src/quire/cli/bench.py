@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from quire.ops import Quantization
 
 FORCED = {"prefix_cache": "off", "generation_config": "off"}
-"""Options that a cell's definition sets."""
+"""Options whose values the cells' definition requires."""
 
 FRAME_SECONDS = 0.1
-"""Least time between two pictures of the bar, so that drawing costs little of what is measured."""
+"""Least time between updates of the progress bar, so that drawing hardly affects the measurement."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure; 1 if a cell that was asked for by name was refused, or all were."""
+    """Measure; returns 1 if a cell given by name was refused, or all were."""
     given = _given(args)
     from quire.bench.cells import CELLS, parse_cells
 
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """While this lasts, SIGTERM and SIGHUP end the command as Ctrl-C does: a temporary checkpoint is removed."""
+    """Within this context, SIGTERM and SIGHUP act like Ctrl-C, so that a temporary checkpoint is removed."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -133,7 +133,7 @@ def _given(args: argparse.Namespace) -> Given:
 
 @contextmanager
 def json_file(path: str | None) -> Iterator[IO[str] | None]:
-    """Where JSON goes; None where none was asked for. Opened before a run, so that no run is wasted."""
+    """The file for JSON, if requested. Opened before the run, so that no run is wasted."""
     if path is None or path == "-":
         yield None if path is None else sys.stdout
         return
@@ -147,10 +147,10 @@ def json_file(path: str | None) -> Iterator[IO[str] | None]:
 
 @contextmanager
 def _random_checkpoint(shape: str, workdir: str | None, given: Given) -> Iterator[Path]:
-    """A checkpoint of this shape, quantized where the engine is to be.
+    """A checkpoint of this shape with random weights, quantized as the engine asks.
 
     Raises:
-        ConfigError: there is no such shape, or no room for it on the disk or in memory.
+        ConfigError: the shape is unknown, or there is no room for it on the disk or in memory.
     """
     from quire.cli.terminal import loading
 
@@ -172,10 +172,10 @@ def _random_checkpoint(shape: str, workdir: str | None, given: Given) -> Iterato
 
 
 def _check_memory(shape: str, how: Quantization | None, device: str) -> None:
-    """Before minutes of writing what could not be loaded.
+    """Check that the weights fit into memory, before spending minutes on writing them.
 
     Raises:
-        ConfigError: the host's memory does not hold such weights.
+        ConfigError: they do not fit.
     """
     from quire.devices import find_device
     from quire.models.random_checkpoint import model_config, weight_bytes
@@ -222,7 +222,7 @@ def _run_cells(llm: LLM, cells: Sequence[Cell], repeat: int, report: Report) -> 
 
 @contextmanager
 def _progress(cell: Cell, repeat: int) -> Iterator[OnToken | None]:
-    """A bar on standard error while a cell runs, gone afterwards; None where that is no terminal."""
+    """A progress bar on standard error while a cell runs; None if that is not a terminal."""
     from quire.cli.terminal import loading
 
     runs = 2 if cell.output > 1 else 1
@@ -246,7 +246,7 @@ def _progress(cell: Cell, repeat: int) -> Iterator[OnToken | None]:
 
 
 class Report:
-    """Writes results as they come: a table's lines for people, JSON lines for machines."""
+    """Writes results as they come: as lines of a table, or as JSON lines."""
 
     HEADINGS = ("cell", "prefill tok/s", "of ceiling", "decode tok/s", "of ceiling", "bound by", "seconds")
     WIDTHS = (-16, 13, 10, 12, 10, 8, 8)
@@ -263,7 +263,7 @@ class Report:
         }
 
     def machine(self, machine: Machine) -> None:
-        """What the shares are of."""
+        """Print the machine's ceilings, to which the shares refer."""
         read, matrix, int8 = (
             round(rate / 1e9, 1) for rate in (machine.read_rate, machine.matrix_rate, machine.int8_rate)
         )
@@ -279,7 +279,7 @@ class Report:
         self._row(self.HEADINGS)
 
     def cell(self, record: dict[str, Any]) -> None:
-        """A cell that ran."""
+        """Report a cell that ran."""
         decode = record.get("decode_tok_s")
         self._row(
             (
@@ -295,12 +295,12 @@ class Report:
         self._line(record)
 
     def refused(self, shape: dict[str, Any], reason: str) -> None:
-        """A cell that this engine cannot run."""
+        """Report a cell that this engine cannot run."""
         print(f"{shape['cell']:{-self.WIDTHS[0]}} refused: it {reason}", file=self._table, flush=True)
         self._line(shape | {"refused": reason})
 
     def _row(self, texts: Sequence[str]) -> None:
-        """One line of the table. A negative width stands for text flush left."""
+        """One line of the table. A negative width means left-aligned."""
         pairs = zip(texts, self.WIDTHS, strict=True)
         columns = (text.ljust(-width) if width < 0 else text.rjust(width) for text, width in pairs)
         print("  ".join(columns).rstrip(), file=self._table, flush=True)

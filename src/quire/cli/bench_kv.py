@@ -48,10 +48,10 @@ SET_HERE = (
     *("kv_role", "prefill_url", "prefill_min_tokens", "kv_directory"),
     *("kv_transport", "kv_host", "kv_port", "cluster_key_file"),
 )
-"""Options that say how engines work together."""
+"""Options about several engines, which this command sets itself."""
 
 HOST_SHARE = 8
-"""One part in so many of the free memory is for the host tier of each engine, which takes only what is used."""
+"""This fraction of free memory (1/N) is the host tier of each engine, which takes only what is used."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +162,7 @@ def _check_plot(path: str) -> None:
 
 
 def _open(stack: ExitStack, given: Given, sources: Sequence[str]) -> tuple[PrefixTimer, int]:
-    """The engines, and the longest prefix that they have room for."""
+    """Start the engines; returns the longest prefix that they have room for, too."""
     from quire.bench.kv import NEVER, PrefixTimer
     from quire.bench.kv_prefill import prefill_process
     from quire.cli.start import start
@@ -198,7 +198,7 @@ def _open(stack: ExitStack, given: Given, sources: Sequence[str]) -> tuple[Prefi
 
 
 def _check_windows(given: Given) -> None:
-    """Refuse a model whose KV moves to no tier, before it is loaded twice."""
+    """Refuse a model whose KV cannot be moved to a tier, before it is loaded twice."""
     from quire.models.checkpoint import Checkpoint, resolve
     from quire.models.registry import read_config
 
@@ -218,7 +218,7 @@ def _measure(
     to: IO[str],
     lines: IO[str] | None,
 ) -> tuple[list[Row], str]:
-    """Rows as they come, and which prefixes there was no time for."""
+    """Measure; returns the rows, and the prefixes for which there was no time."""
     from quire.bench.kv import Budget
 
     rows: list[Row] = []
@@ -243,7 +243,7 @@ def _measure(
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """What is measured now, on standard error, where that is a terminal."""
+    """Show what is being measured on standard error, if that is a terminal."""
     from quire.cli.terminal import loading
 
     with loading("quire bench kv") as on_load:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 BAR_AFTER = 2.0
 """Seconds before a progress bar appears."""
 FRAME = 0.5
-"""Seconds between its pictures: drawing takes time from what is measured."""
+"""Seconds between its updates, since drawing affects the measurement."""
 
 INTERRUPTED = 130
 
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send the load and report; 1 if nothing succeeded or the server went away, 130 after Ctrl-C."""
+    """Send the load and report; returns 1 if nothing succeeded or the server went away, 130 after Ctrl-C."""
     config = _config(args)
     from quire.bench.serve import plot, summary, table
     from quire.cli.terminal import visible
@@ -106,10 +106,10 @@ def _verdict(found: Summary) -> int:
 
 
 def _config(args: argparse.Namespace) -> LoadConfig:
-    """What to do.
+    """The load to send.
 
     Raises:
-        ConfigError: see LoadConfig; also no URL.
+        ConfigError: see LoadConfig; also if there is no URL.
     """
     if args.details and args.json is None:
         raise ConfigError("--details needs --json, to which it adds every request; add --json")
@@ -134,7 +134,7 @@ def _measure(config: LoadConfig) -> tuple[Driver, dict[str, str]]:
 
 
 async def _drive(config: LoadConfig) -> tuple[Driver, dict[str, str]]:
-    """Send the load; what was sent, and to whom."""
+    """Send the load; returns what was sent, and to whom."""
     from quire.bench.serve.driver import Driver
     from quire.bench.serve.openai_client import OpenAIClient
 
@@ -156,7 +156,7 @@ async def _drive(config: LoadConfig) -> tuple[Driver, dict[str, str]]:
 
 @contextmanager
 def _stopping_on_ctrl_c(driver: Driver) -> Iterator[None]:
-    """The first Ctrl-C ends the run and lets the report be written, a second one ends the command."""
+    """The first Ctrl-C ends the run and still reports, a second one ends the command."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -172,7 +172,7 @@ def _stopping_on_ctrl_c(driver: Driver) -> Iterator[None]:
 
 @asynccontextmanager
 async def _progress(config: LoadConfig, driver: Driver) -> AsyncIterator[None]:
-    """A bar on standard error while the run lasts, gone afterwards; none where that is no terminal."""
+    """A progress bar on standard error during the run, if that is a terminal."""
     from quire.cli.terminal import console
 
     if not console(stderr=True).is_terminal:
@@ -202,7 +202,7 @@ async def _draw(config: LoadConfig, driver: Driver) -> None:
 
 
 def _frame(bar: Progress, config: LoadConfig, driver: Driver) -> None:
-    """One picture: what is done, and how far that is of what was asked for, where an end is known."""
+    """One frame of the bar: what is done, and of how much, if that is known."""
     elapsed = time.perf_counter() - driver.began
     done, failed = len(driver.records), sum(record.error is not None for record in driver.records)
     total = config.warmup if driver.warming else config.limit if config.kind != "multi-turn" else None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HEADINGS = "transport", "block", "one, us", "coalesced, GB/s", "scattered, GB/s"
 WIDTHS = -13, 8, 9, 15, 15
-"""Of columns; a negative one stands for text flush left."""
+"""Widths of columns; a negative one means left-aligned."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; 1 if a transport that was asked for failed, or none did its work."""
+    """Measure and print; returns 1 if a requested transport failed, or none worked."""
     names = _names(args.transport)
     from quire.bench.transfer import devices
     from quire.curve import Address
@@ -79,7 +79,7 @@ def _names(given: str | None) -> list[str]:
 
 
 def _measure(name: str, host: str, to: IO[str], lines: IO[str] | None) -> bool:
-    """One transport's rows; False if it failed, which is said."""
+    """Measure and print one transport; False if it failed, with a message."""
     from quire.bench.transfer import BLOCKS, measure
     from quire.cli.terminal import loading, visible
 
@@ -111,5 +111,5 @@ def _row(texts: Sequence[str]) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes, for people."""
+    """A block size, such as "128 KiB"."""
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """End it; the exit code."""
+    """Stop the cluster; returns the exit code."""
     file = Path(args.file)
     there = end(folder_of(file, read_cluster(file).name or file.stem), args.timeout, args.now)
     note("the cluster has stopped" if there else "this cluster is not running")

@@ -23,13 +23,13 @@ from quire.server.config import ServerConfig, check_place
 from quire.server.processes import host_and_port, scheme_of
 
 PLACE = "host", "port", "uds", "ssl_certfile"
-"""Options that say where a server listens, and what it speaks there."""
+"""Options that determine where a server listens, and its protocol."""
 
 MAX_SECONDS = 10**6
 POLL_SECONDS = 0.5
 MAX_BODY_BYTES = 64 << 10
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Where a server that listens on every address is asked."""
+"""The address to contact for a server that listens on every address."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask, and print what it says; the exit code.
+    """Ask the server and print its answer; returns the exit code.
 
     Raises:
-        RemoteError: it is not well.
+        RemoteError: it does not accept requests.
     """
     place = _place(args)
     if not (0 < args.timeout <= MAX_SECONDS and 0 <= args.wait <= MAX_SECONDS):
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _place(args: argparse.Namespace) -> ServerConfig:
-    """The options that say where: flags win over the file, and the file over the environment, as for the server."""
+    """The server's address: flags win over the file, and the file over the environment, as for the server."""
     from_file = read_config(args.config, [*option_names(), "preset"]) if args.config else {}
     given = from_file | vars(args)
     options: dict[str, Any] = read_environment(PLACE) | {name: given[name] for name in PLACE if name in given}
@@ -93,10 +93,10 @@ def _name(place: ServerConfig) -> str:
 
 
 def _asked(place: ServerConfig, path: str, seconds: float) -> str:
-    """What it says, if that is that all is well.
+    """Its answer, if that is positive.
 
     Raises:
-        RemoteError: it says something else, or nothing in time.
+        RemoteError: the answer is negative, or did not come in time.
     """
     try:
         with _connected(place, seconds) as connection:
@@ -131,7 +131,7 @@ def _connected(place: ServerConfig, seconds: float) -> socket.socket:
 
 
 def _said(body: bytes) -> str | None:
-    """The state that an answer tells, and how far loading is; None: it is not a server's answer."""
+    """The state in an answer, and the progress of loading; None if it is not a server's answer."""
     try:
         told = json.loads(body)
         words = [str(told["status"]), *(str(told[name]) for name in ("phase", "reason") if told.get(name))]

@@ -1,4 +1,4 @@
-"""The command `quire`: finds the subcommand, runs it, and turns errors into one line and an exit code.
+"""The command `quire`: finds and runs the subcommand, and turns errors into one line and an exit code.
 
 Exit codes: 0 done; 1 it failed; 2 the command, an option or a prompt is not valid; 130 Ctrl-C; 141 the reader
 of the output went away. A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`; only the
@@ -44,7 +44,7 @@ SUBCOMMANDS = {
     ("bench", "serve"): "bench_serve",
     ("bench", "transfer"): "bench_transfer",
 }
-"""Commands of two words that have a module and options of their own."""
+"""Commands of two words with their own module and options."""
 
 ALIASES = {"run": "chat", "run-batch": "batch"}
 """`ollama run` and `vllm run-batch`, whose arguments work, too."""
@@ -53,7 +53,7 @@ FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
 
 class Command(Protocol):
-    """What the module of a subcommand offers. Its docstring is the command's help text."""
+    """The interface of a subcommand's module. Its docstring is the command's help text."""
 
     __doc__: str
 
@@ -64,7 +64,7 @@ class Command(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `quire` with these arguments (default: the process's); returns the exit code."""
-    if sys.stderr is None:  # closed by the caller: what is said there is lost, and must not go to another file
+    if sys.stderr is None:  # closed by the caller: messages are lost, and must not go to another file
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.set_inheritable(2, True)  # `dup2` leaves it as it is where the file got this number at once
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _drop_what_cannot_be_written() -> None:
-    """Python flushes these streams once more at exit, and would complain then."""
+    """Replace streams that cannot be written, since Python flushes them at exit and would report an error."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -97,7 +97,7 @@ def _drop_what_cannot_be_written() -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    """The command's exit code, whatever it raises."""
+    """Run the command; returns its exit code, whatever it raises."""
     try:
         return _dispatch(arguments)
     except (ConfigError, RequestError) as error:

@@ -1,9 +1,9 @@
-"""Flags and configuration files, made from the fields of `EngineConfig`, `ServerConfig` and `SamplingParams`.
+"""Flags and configuration files, generated from the fields of `EngineConfig`, `ServerConfig` and `SamplingParams`.
 
-An option exists once, as a field; its flag, its YAML key and its `/set` name follow from it. Flags are written
-`--max-num-seqs` or `--max_num_seqs`; on/off options also `--no-...`. What is given wins in this order: flag, YAML key,
-environment (`QUIRE_MAX_NUM_SEQS`; servers, routers), preset, default. vLLM's names and values are taken as well, and
-are Quire's from here on; so are those names of llama.cpp's and Ollama's that mean the same.
+An option is defined once, as a field; its flag, its YAML key and its `/set` name follow from it. Flags are written
+`--max-num-seqs` or `--max_num_seqs`; on/off options also `--no-...`. The order of precedence is: flag, YAML key,
+environment (`QUIRE_MAX_NUM_SEQS`; servers, routers), preset, default. vLLM's names and values are accepted and
+translated to Quire's here; so are names of llama.cpp and Ollama with the same meaning.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from quire.server.config import ServerConfig
 from quire.vllm_options import VLLM_OPTIONS, translated
 
 MAX_CONFIG_BYTES = 1 << 20
-"""A configuration file larger than this was named by mistake."""
+"""A file larger than this is surely not a configuration file."""
 
 
 CONFIGS = EngineConfig, ServerConfig, RouterConfig
-"""Whose options may be variables of the environment."""
+"""The classes whose options can be environment variables."""
 
 FIELD_GROUPS = "engine options", "server options", "sampling options"
-"""Groups of options that are made from the fields of a class: dozens of them."""
+"""Groups of options generated from a class, which have dozens of options."""
 COMMON_OPTIONS = frozenset(
     {"config", "preset", "max_model_len", "max_num_seqs", "quantization", "kv_cache_dtype", "device", "threads"}
     | {"tensor_parallel_size", "speculative_config", "host", "port", "api_key", "max_tokens", "temperature", "seed"}
 )
-"""Those of them that `--help` shows."""
+"""The options in these groups that `--help` shows."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse with whole names only, nearest names for unknown ones, and errors that are raised."""
+    """argparse with whole names only, suggestions for unknown ones, and errors as exceptions."""
 
     def __init__(self, prog: str, description: str) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
@@ -58,7 +58,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("--help-all", action="store_true", help="show all options and exit")
 
     def help_text(self, all_options: bool) -> str:
-        """The help; unless all are wanted, with the common ones alone of the options that come from dataclasses."""
+        """The help text; unless all options are wanted, only the common ones of the generated options are in it."""
         hidden = [
             (action, action.help)
             for group in self._action_groups
@@ -74,14 +74,14 @@ class CommandParser(argparse.ArgumentParser):
         return text + f"\n{len(hidden)} more options: {self.prog} --help-all\n" if hidden else text
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError in place of printing and leaving."""
+        """Raise ConfigError instead of printing and exiting."""
         raise ConfigError(f"{message}; see '{self.prog} --help'")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """The arguments' values. Flags and other arguments may be mixed freely.
+        """Parse the arguments. Flags and other arguments may be mixed freely.
 
         Raises:
-            ConfigError: a flag does not exist (the message names the nearest one) or has no valid value.
+            ConfigError: a flag is unknown (the message suggests a similar one), or its value is not valid.
         """
         known = list(self._option_string_actions)
         given = _translated([_with_dashes(argument) for argument in arguments], known)
@@ -98,7 +98,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _with_dashes(argument: str) -> str:
-    """`--max_num_seqs=4` as `--max-num-seqs=4`; anything but a flag as it is."""
+    """Turn `--max_num_seqs=4` into `--max-num-seqs=4`; anything but a flag is unchanged."""
     match = re.match(r"--(no[-_])?[a-z][a-z0-9_-]*(?==|$)", argument)
     return match[0].replace("_", "-") + argument[match.end() :] if match else argument
 
@@ -107,9 +107,9 @@ _OTHER_FLAGS = {flag: name for name in OTHER_OPTIONS for flag in flags_of(name)}
 
 
 def _translated(given: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Arguments in which flags of other engines that mean the same have become Quire's, with their values."""
+    """Replace flags of other engines by Quire's flags with the same meaning, and translate their values."""
     result: list[str] = []
-    values: Mapping[str, str] = {}  # of the flag before, whose value stands alone
+    values: Mapping[str, str] = {}  # translations for the previous flag's value
     for index, argument in enumerate(given):
         if argument == "--":
             return [*result, *given[index:]]
@@ -136,8 +136,8 @@ def _unknown_flag(flag: str, known: list[str], prog: str) -> str:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of `EngineConfig`, and `--config` and `--preset`; and, not in the help text, for
-    vLLM's names of these and of what else the parser has.
+    """Add a flag for every field of `EngineConfig`, and `--config` and `--preset`; also, hidden from the help text,
+    vLLM's names of these and of the parser's other flags.
     """
     group = parser.add_argument_group(
         "engine options",
@@ -161,7 +161,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_fields(group: argparse._ArgumentGroup, config: type, names: Sequence[str] | None = None) -> None:
-    """Add a flag for every field of a dataclass of options, or for those of these names."""
+    """Add a flag for every field of a dataclass of options, or for those named."""
     hints = get_type_hints(config)
     for field in dataclasses.fields(config):
         if names is not None and field.name not in names:
@@ -178,7 +178,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     defaults = zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True)
     for name, default in defaults:
         text = docs.get(name, "").replace("None: ", "Default: ").replace("None is ", "default: ")
-        text = text.replace("None ", "by default ")  # on a command line nothing is called None
+        text = text.replace("None ", "by default ")  # there is no None on a command line
         _add_flag(group, name, hints[name], text, default)
 
 
@@ -189,7 +189,7 @@ def _flag(name: str) -> str:
 def _add_flag(
     group: argparse._ArgumentGroup, name: str, hint: Any, text: str, default: Any, short: Sequence[str] = ()
 ) -> None:
-    """One option's flag. It is absent from the namespace unless given, so that defaults stay in one place."""
+    """Add one option's flag. It is absent from the namespace unless given, so that defaults stay in one place."""
     flags = (*short, _flag(name))
     text = text.replace("%", "%%")
     if default is not None:
@@ -219,10 +219,10 @@ def _shown(default: Any) -> str:
 
 
 def parse_value(name: str, hint: Any, text: str) -> Any:
-    """The value that `text` stands for, of an option with this type.
+    """Parse the value of an option of this type.
 
     Lists of numbers are written `1,2,3`, several texts as a JSON list, a bias `ID:BIAS,ID:BIAS`, and `none`
-    unsets what may be None.
+    unsets an option that may be None.
 
     Raises:
         ConfigError: `text` is not of that type.
@@ -287,7 +287,7 @@ def _without_none(hint: Any) -> tuple[bool, Any]:
 
 
 def _kind_name(kind: Any) -> str:
-    """`kind` as a key of `_CONVERTERS`. A Literal is of its choices' type."""
+    """`kind` as a key of `_CONVERTERS`. A Literal has the type of its choices."""
     if get_origin(kind) is Literal:
         return type(get_args(kind)[0]).__name__
     return {Sequence: "list", dict: "dict", Mapping: "mapping"}.get(get_origin(kind), getattr(kind, "__name__", ""))
@@ -307,7 +307,7 @@ def _metavar(hint: Any) -> str:
 
 
 def _attribute_docs(cls: type) -> dict[str, str]:
-    """Field name to text, from the `Attributes:` part of a class's docstring (empty under `python -OO`)."""
+    """Texts of fields, by name, from the `Attributes:` section of a class's docstring (empty under `python -OO`)."""
     text = inspect.getdoc(cls) or ""
     part = re.search(r"^Attributes:\n((?: {4}.*\n?|\n)+)", text, re.MULTILINE)
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", part[1], re.MULTILINE) if part else []
@@ -315,7 +315,7 @@ def _attribute_docs(cls: type) -> dict[str, str]:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """The safe loader of YAML, which also refuses a key that stands twice: one of them would be lost silently."""
+    """YAML's safe loader, which also refuses duplicate keys: one of them would be lost silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -329,7 +329,7 @@ class _OnceLoader(yaml.SafeLoader):
 
 
 def read_config(path: str, known: Sequence[str]) -> dict[str, Any]:
-    """The options in a YAML file.
+    """Read the options in a YAML file.
 
     Raises:
         ConfigError: the file cannot be read, is not a mapping, or has a key that is neither in `known` nor vLLM's.
@@ -361,7 +361,7 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, Any]:
 
 
 def _yaml_value(name: str, value: Any) -> Any:
-    """YAML reads a bare `off` as false; where the option has a choice of that name, it is meant."""
+    """YAML reads a bare `off` as false; if the option has a choice of that name, use it."""
     hint = get_type_hints(EngineConfig).get(name)
     return "off" if value is False and get_origin(hint) is Literal and "off" in get_args(hint) else value
 
@@ -372,7 +372,7 @@ def _reason(error: Exception) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What flags and the configuration file say, checked by name; values are checked by whoever takes them.
+    """The options from flags and the configuration file. Names have been checked; values are checked by their classes.
 
     Attributes:
         origins: where each option came from: "flag", "file", "environment" or "preset".
@@ -386,7 +386,7 @@ class Given:
 
     @property
     def preset_options(self) -> dict[str, Any]:
-        """What the preset sets and nothing overrides."""
+        """The options that the preset sets and nothing overrides."""
         options = PRESETS[self.preset] if self.preset else {}
         return {name: value for name, value in options.items() if name not in self.engine}
 
@@ -428,10 +428,10 @@ def given_options(
 
 
 def read_environment(known: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What variables such as QUIRE_MAX_MODEL_LEN say, for containers; a text is written as it is for a flag.
+    """Read environment variables such as QUIRE_MAX_MODEL_LEN, for containers; values are written as for flags.
 
     Raises:
-        ConfigError: a value is not of its option's type.
+        ConfigError: a value does not have its option's type.
     """
     hints = {name: hint for config in CONFIGS for name, hint in get_type_hints(config).items()}
     found: dict[str, Any] = {}
@@ -454,14 +454,14 @@ def read_environment(known: Sequence[str], environment: Mapping[str, str] = os.e
 
 
 KUBERNETES = re.compile(r"QUIRE_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP)\w*)")
-"""What Kubernetes puts into pods beside a service named quire."""
+"""Variables that Kubernetes sets in pods if there is a service named quire."""
 
 BUILD_VARIABLES = {"QUIRE_KERNELS"}
-"""What `setup.py` reads, and images may still have."""
+"""Variables of `setup.py`, which may still be set in images."""
 
 
 def unknown_variables(known: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What is to be said of variables that look like options and are none; they change nothing."""
+    """Warnings about variables that look like options but are not; they have no effect."""
     variables = {"QUIRE_" + name.upper() for name in known} | BUILD_VARIABLES
     told = []
     for variable in sorted(environment):
@@ -473,15 +473,15 @@ def unknown_variables(known: Sequence[str], environment: Mapping[str, str] = os.
 
 
 def option_names() -> list[str]:
-    """Names of all options of engines, servers and routers."""
+    """The names of all options of engines, servers and routers."""
     return list(dict.fromkeys(field.name for config in CONFIGS for field in dataclasses.fields(config)))
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters from names and values, as JSON, YAML or flags give them.
+    """Make sampling parameters from names and values in JSON, YAML or flags.
 
     Raises:
-        SamplingParamsError: a name is unknown (the message names the nearest one), or a value is not valid.
+        SamplingParamsError: a name is unknown (the message suggests a similar one), or a value is not valid.
     """
     for name in fields:
         if name not in SamplingParams.__struct_fields__:

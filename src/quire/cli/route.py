@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Route until a signal ends it; the exit code."""
+    """Route until a signal ends it; returns the exit code."""
     config = read_options(args)
 
     import uvloop
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_options(args: argparse.Namespace) -> RouterConfig:
-    """What was asked for, checked.
+    """Read and check the options.
 
     Raises:
         ConfigError: an option is not valid.

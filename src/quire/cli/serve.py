@@ -67,11 +67,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_options(args: argparse.Namespace) -> tuple[Given, ServeOptions]:
-    """What was asked for, checked.
+    """Read and check the options.
 
     Raises:
         ConfigError: an option is not valid.
-        CheckpointNotFoundError: the model is no folder, and no name on the hub either.
+        CheckpointNotFoundError: the model is neither a folder nor a name on the Hub.
     """
     if len(args.words) > 1 or (args.words and hasattr(args, "model")):
         named = [*args.words, *([args.model] if hasattr(args, "model") else [])]
@@ -100,10 +100,10 @@ def read_options(args: argparse.Namespace) -> tuple[Given, ServeOptions]:
 
 
 def check_devices(engine: EngineConfig) -> None:
-    """Whether each rank of each replica can have a GPU of its own, where they are to run on GPUs.
+    """Check that each rank of each replica can have its own GPU, if they run on GPUs.
 
     Raises:
-        ConfigError: there are fewer.
+        ConfigError: there are too few.
     """
     needed = engine.replicas * engine.num_ranks
     if engine.replicas > 1 and engine.device == "cuda" and (found := count_gpus()) < needed:

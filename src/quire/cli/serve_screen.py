@@ -1,4 +1,4 @@
-"""What `quire serve` shows of its start: the URL, a bar, one screen of facts; or the same as JSON lines."""
+"""What `quire serve` shows while it starts: the URL, a progress bar, a table of facts; or the same as JSON lines."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ OPEN_TO_ALL = (
 
 
 def make_screen(options: ServeOptions, listener: socket.socket, preset_options: Mapping[str, Any]) -> Screen:
-    """The screen that the log's format asks for; it also says what a preset has set."""
+    """The screen for the log's format; it also shows what a preset has set."""
     kind = JsonScreen if options.server.log_format == "json" else TextScreen
     return kind(options, listener, preset_options)
 
 
 @contextmanager
 def _unless_nobody_reads() -> Iterator[None]:
-    """A server goes on when its terminal or the reader of its standard error has gone: rich would end it."""
+    """Keep serving when the terminal or the reader of standard error is gone, which would make rich raise."""
     with suppress(OSError, SystemExit):
         yield
 
 
 class TextScreen:
-    """For people, on standard error: a bar on a terminal, a line a phase elsewhere."""
+    """For people, on standard error: a progress bar on a terminal, otherwise one line per phase."""
 
     def __init__(self, options: ServeOptions, listener: socket.socket, preset_options: Mapping[str, Any]) -> None:
         self._options, self._listener, self._preset_options = options, listener, preset_options
@@ -85,7 +85,7 @@ class TextScreen:
 
 
 class JsonScreen:
-    """For machines: a JSON object an event."""
+    """For machines: one JSON object per event."""
 
     def __init__(self, options: ServeOptions, listener: socket.socket, preset_options: Mapping[str, Any]) -> None:
         self._options, self._listener, self._preset_options = options, listener, preset_options
@@ -124,14 +124,14 @@ class JsonScreen:
 
 
 def is_open_to_all(options: ServeOptions, listener: socket.socket) -> bool:
-    """Whether who reaches the port needs nothing else."""
+    """Whether anyone who can reach the port can use the server."""
     return not options.server.api_key and not is_loopback(listener)
 
 
 def start_rows(
     options: ServeOptions, listener: socket.socket, info: EngineInfo, seconds: float
 ) -> list[tuple[str, str]]:
-    """The facts of a server that has started."""
+    """The table of facts about a server that has started."""
     server = options.server
     return [
         ("model", options.engine.model),
@@ -154,7 +154,7 @@ def start_rows(
 
 
 def _count(number: int) -> str:
-    """A number of parameters, with the unit that people use."""
+    """A number of parameters with its unit, such as "4 million"."""
     for size, unit in ((10**9, "billion"), (10**6, "million")):
         if number >= size:
             return f"{number / size:.3g} {unit}"

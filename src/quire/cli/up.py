@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Keep the cluster until a signal ends it; the exit code."""
+    """Run the cluster until a signal ends it; returns the exit code."""
     file = Path(args.file)
     cluster = read_cluster(file)
     with ClusterFolder(folder_of(file, cluster.name or file.stem)) as folder:
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(found: Sequence[Member], folder: Path) -> None:
-    """Read every member's command line as the member will, so that what is wrong is said before anything starts.
+    """Parse every member's command line as the member will, so that errors are reported before anything starts.
 
     Raises:
         ConfigError: an option of a member is not valid.
@@ -81,7 +81,7 @@ def check(found: Sequence[Member], folder: Path) -> None:
 async def _keep(
     cluster: ClusterFile, found: Sequence[Member], place: Place, folder: Path, limit: int, drain: float
 ) -> int:
-    """Keep the members until a signal; the exit code."""
+    """Run the members until a signal; returns the exit code."""
     keeper = Keeper(found, place, restart_limit=limit, drain_seconds=drain)
     screen = make_screen(console(stderr=True), f"{cluster.name or 'cluster'} of {cluster.model}", keeper.kept)
     loop = asyncio.get_running_loop()
@@ -103,7 +103,7 @@ def _place(cluster: ClusterFile, folder: Path) -> Place:
 
 
 def _last_words(kept: Kept, folder: Path) -> str:
-    """How a member ended for good, with the last line that it printed."""
+    """Why a member has failed, with the last line that it printed."""
     log = folder / f"{kept.member.name}.log"
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
