@@ -29,7 +29,7 @@ export function rate(value) {
 /** A duration given in seconds: 340 us, 4.2 ms, 180 ms, 3.41 s, 2 min 5 s. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "-";
-  if (seconds < 0.0009995) return `${Math.round(seconds * 1e6)} us`;
+  if (seconds < 0.0009995) return `${Math.round(seconds * 1e6)} µs`;
   if (seconds < 0.00995) return `${(seconds * 1e3).toFixed(1)} ms`;
   if (seconds < 0.9995) return `${Math.round(seconds * 1e3)} ms`;
   if (seconds < 59.95) return `${seconds.toFixed(seconds < 9.995 ? 2 : 1)} s`;

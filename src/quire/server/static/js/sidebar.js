@@ -30,7 +30,7 @@ export class Sidebar {
         { class: "side-foot" },
         iconButton("upload", "Import conversations from a file", () => file.click()),
         iconButton("download", "Export all conversations to a file", () => exportJson(chat.conversations, "conversations")),
-        h("span", {}, "Stored in this browser only"),
+        h("span", {}, "Stored in this browser"),
         file,
       ),
     );
