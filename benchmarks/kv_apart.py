@@ -8,9 +8,11 @@ the one that decodes has the other half; the one engine has all of them, and com
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,19 +22,41 @@ from benchmarks.common import Options, Result, greedy, tell, tokens
 from quire import LLM
 from quire.bench.kv import wait_ready
 from quire.bench.kv_prefill import prefill_process
+from quire.core.request import RequestUpdate
+from quire.core.step import StepPlan, StepResult
 
 STREAMS, PROMPTS, LENGTH, CHUNK = 8, 3, 4096, 256
 BEGIN, OUTPUT = 32, 128
 """Tokens of a stream: its prompt, and what it decodes."""
 
+ALONE, MOVING, BEGIN_OF, LOADS, END_OF = (
+    "decodes alone",
+    "while blocks come",
+    "a prompt's beginning",
+    "loads",
+    "a long prompt's end",
+)
+"""What a step may hold, or have beside it; of several, the last one names it."""
+
+BESIDE = 0.001
+"""Seconds of other threads than the one that computes: they bring blocks."""
+
+
+Gaps = dict[str, list[float]]
+"""By what the step held that ended them, seconds between tokens of one stream."""
+
 
 @dataclass
 class Measured:
-    """Seconds: gaps between tokens of one stream, and times to the first token of the long prompts."""
+    """Gaps, and seconds to the first token of the long prompts."""
 
-    quiet: list[float] = field(default_factory=list)
-    disturbed: list[float] = field(default_factory=list)
+    quiet: Gaps = field(default_factory=lambda: defaultdict(list))
+    disturbed: Gaps = field(default_factory=lambda: defaultdict(list))
     first: list[float] = field(default_factory=list)
+
+
+def all_of(gaps: Gaps) -> list[float]:
+    return [gap for each in gaps.values() for gap in each]
 
 
 def time_apart(result: Result, folder: str, options: Options) -> None:
@@ -41,17 +65,29 @@ def time_apart(result: Result, folder: str, options: Options) -> None:
     threads = options.threads or 2
     ways: list[Measured] = []
     for name, engine in (("together", together), ("apart", apart)):
-        with engine(folder, length, threads) as llm:
+        with engine(folder, length, threads) as llm, without_garbage():
             tell(f"kv: {STREAMS} streams, prefill and decode {name}")
             ways.append(Streams(llm).measure(length, 16 if options.quick else 2 * OUTPUT))
+            for when, gaps in (("undisturbed", ways[-1].quiet), ("while prompts arrive", ways[-1].disturbed)):
+                for what, own in sorted(gaps.items(), key=lambda item: -max(item[1])):
+                    mean, longest = statistics.fmean(own) * 1e3, max(own) * 1e3
+                    tell(f"kv: {name}, {when}, {what}: {len(own)} gaps, mean {mean:.1f} ms, longest {longest:.1f}")
             if name == "apart" and (came := llm.stats.kv_tiers["peer"]["loaded"]) < PROMPTS * ((length - 1) // 16):
                 raise RuntimeError(f"only {came} blocks came from the engine that computes prompts")
     streams, arriving = f"0.6B: {STREAMS} streams", f"while {PROMPTS} prompts of {length:,} tokens arrive"
     kinds = {"longest gap": max, "99 % of gaps": percentile_99, "mean gap": statistics.fmean}
     for what, of in kinds.items():
-        _add(result, f"{streams}, {what}, ms", [of(each.quiet) * 1e3 for each in ways])
-        _add(result, f"{streams} {arriving}, {what}, ms", [of(each.disturbed) * 1e3 for each in ways])
-        _add(result, f"{streams}, {what}: times as long {arriving}", [of(w.disturbed) / of(w.quiet) for w in ways], 2)
+        quiet, disturbed = (
+            [of(all_of(gaps)) for gaps in kind] for kind in zip(*((w.quiet, w.disturbed) for w in ways), strict=True)
+        )
+        _add(result, f"{streams}, {what}, ms", [seconds * 1e3 for seconds in quiet])
+        _add(result, f"{streams} {arriving}, {what}, ms", [seconds * 1e3 for seconds in disturbed])
+        longer = [many / few for many, few in zip(disturbed, quiet, strict=True)]
+        _add(result, f"{streams}, {what}: times as long {arriving}", longer, 2)
+    if alone := ways[1].disturbed[ALONE]:
+        label = f"{streams} {arriving}, mean gap: times as long as where nothing moves then"
+        moving = statistics.fmean(all_of(ways[1].disturbed)) / statistics.fmean(alone)
+        result.add((label, "", f"{moving:.2f}", ""), what=label, apart=moving)
     for what, rank in (("first", min), ("median", statistics.median), ("last", max)):
         _add(result, f"{streams} {arriving}, time to the {what} one's first token, s", [rank(w.first) for w in ways], 2)
 
@@ -60,6 +96,17 @@ def _add(result: Result, label: str, values: list[float], digits: int = 0) -> No
     one, other = values
     row = (label, f"{one:,.{digits}f}", f"{other:,.{digits}f}", f"{other / one:.1%}")
     result.add(row, what=label, together=one, apart=other)
+
+
+@contextmanager
+def without_garbage() -> Iterator[None]:
+    """As in an engine's process: to look through all of torch now and then would take longer than a step."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def percentile_99(values: list[float]) -> float:
@@ -105,41 +152,68 @@ def apart(folder: str, length: int, threads: int) -> Iterator[LLM]:
         yield llm
 
 
+class LastStep:
+    """What a step held, as the engine's observer."""
+
+    def __init__(self) -> None:
+        self.held = ALONE
+
+    def planned(self, plan: StepPlan, begin: float, seconds: float) -> None:
+        many = [
+            span for span in plan.spans if len(span.tokens) > 1 or not span.num_sampled or span.start > BEGIN + OUTPUT
+        ]
+        deep = any(span.start >= BEGIN for span in many)
+        self.held = END_OF if deep else LOADS if plan.loads else BEGIN_OF if many else ALONE
+
+    def committed(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:
+        """Nothing more is known of it than what was planned."""
+
+    def given_up(self) -> None:
+        """The next one is planned anew."""
+
+
 class Streams:
     """Decoding requests, always as many."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm, self._generator, self._begun = llm, random.Random(0), 0
         self._last: dict[str, float] = {}  # when each had its last token
+        self._step_held = LastStep()
+        self._one_thread = llm._engine.threads == 1
+        llm._engine._observers.append(self._step_held)
         for number in range(STREAMS):
             self._begin(OUTPUT * (number + 1) // STREAMS)  # so that they end one after the other
 
     def measure(self, length: int, steps: int) -> Measured:
         """Gaps of so many steps without prompts, and then of those until all the prompts have a first token."""
         found = Measured()
-        for _ in range(OUTPUT // STREAMS):
-            self._step([])
+        for _ in range(OUTPUT):
+            self._step(defaultdict(list))
         for _ in range(steps):
             self._step(found.quiet)
+        prompts = [tokens(self._generator, length) for _ in range(PROMPTS)]
         begin, waiting = time.perf_counter(), set()
-        for number in range(PROMPTS):
-            waiting.add(self._llm.add_request(tokens(self._generator, length), greedy(1), f"prompt-{number}"))
+        for number, prompt in enumerate(prompts):
+            waiting.add(self._llm.add_request(prompt, greedy(1), f"prompt-{number}"))
         while waiting:
             ended = self._step(found.disturbed) & waiting
             found.first += [time.perf_counter() - begin] * len(ended)
             waiting -= ended
         return found
 
-    def _step(self, gaps: list[float]) -> set[str]:
+    def _step(self, gaps: Gaps) -> set[str]:
         """Run a step. Returns what has ended."""
+        beside = time.process_time() - time.thread_time()
         outputs = self._llm.step()
-        now, ended = time.perf_counter(), set()
+        now, ended, held = time.perf_counter(), set(), self._step_held.held
+        if held == ALONE and self._one_thread and time.process_time() - time.thread_time() - beside > BESIDE:
+            held = MOVING
         for output in outputs:
             id = output.request_id
             if any(choice.error for choice in output.outputs):
                 raise RuntimeError(f"{id} failed: {output.outputs[0].error}")
             if id in self._last:
-                gaps.append(now - self._last[id])
+                gaps[held].append(now - self._last[id])
             if output.finished:
                 ended.add(id)
                 if self._last.pop(id, None) is not None:

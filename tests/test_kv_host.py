@@ -262,7 +262,7 @@ def test_memory_is_taken_before_blocks_are_loaded_there_and_what_stands_there_st
     memory = zeros(256 * 2**20, "cpu").view(256, 2**20)
     memory[3] = 7
     before = resident()
-    ahead = MemoryAhead(memory, 40)
+    ahead = MemoryAhead(memory, 10)
     ahead.drain()
     taken = resident() - before
     assert 35 * 2**20 < taken < 60 * 2**20 and memory[3].min() == 7 and not memory[4].any()

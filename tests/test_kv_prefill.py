@@ -4,7 +4,9 @@ it.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.kv.transport.base import TransferError
 from quire.kv.transport.shared import SharedMemoryLink, SharedMemoryTransport
+from quire.ops.threads import ASIDE
 from tests.http_tools import wait_until
 from tests.test_kv_host import MODELS, Outcome, latent, params
 
@@ -184,6 +187,17 @@ def test_a_prompt_leaves_while_it_is_computed_and_streams_go_on_meanwhile(option
     finally:
         engine.close()
         prefill.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux")
+def test_the_thread_that_brings_blocks_leaves_the_cores_to_steps(options: dict[str, Any], prefill: Prefill) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    engine, own = decoder(options, prefill), niceness()
+    [prefiller] = engine.tiers.importer.prefillers
+    assert prefiller._reader.submit(niceness).result() == min(19, own + ASIDE) and niceness() == own
+    engine.close()
 
 
 def test_a_request_may_say_where_its_prompt_is_computed(options: dict[str, Any], prefill: Prefill) -> None:

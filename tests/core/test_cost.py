@@ -86,8 +86,18 @@ def test_a_token_after_many_others_takes_longer_by_what_it_sees_and_its_chunk_by
     computed(costs, 1, 100, 0.05)
     computed(costs, 20, 0, 0.05)
     assert costs.in_tokens(3, 4000) == pytest.approx(4000 / 10_000 * 0.05 / 0.0025 + 6.0)
-    assert [costs.most_tokens(spare, 4000) for spare in (0.9, 1.0, 12.0, 12.1, 18.0, 18.1)] == [0, 1, 2, 2, 5, 5]
-    assert costs.most_tokens(18.0, 0) == 18
+    assert [costs.most_tokens(spare, 4000) for spare in (0.9, 13.9, 14.0, 18.0, 18.1)] == [0, 2, 3, 5, 5]
+    assert [costs.most_tokens(spare, 0) for spare in (1.0, 18.0)] == [1, 18]
+
+
+def test_where_little_time_is_left_a_chunk_takes_as_many_tokens_as_little_more_than_one_takes() -> None:
+    costs = Costs(pair=1 / 4000, read=1 / 10_000)
+    computed(costs, 1, 100, 0.05)
+    computed(costs, 20, 0, 0.05)
+    assert costs.in_tokens(1, 40_000) == pytest.approx(80 + 11)
+    assert costs.most_tokens(1.0, 40_000) == 3, "91 and a quarter of it are enough for three of 11"
+    assert costs.most_tokens(1.0, 4000) == 2
+    assert costs.most_tokens(1.0, 400) == 1, "there is nothing much to read"
 
 
 def test_a_load_is_weighed_against_the_tokens_that_are_computed_in_its_time() -> None:

@@ -196,6 +196,21 @@ def test_the_end_of_a_long_prompt_takes_no_more_of_a_step_than_the_beginning_of_
     assert beside(scheduler, runner, PROMPT[12:]) == [5, 5, 1], "before its last block it takes as many as any"
 
 
+def test_no_prompt_begins_in_a_step_that_has_the_end_of_another_one_which_takes_it_all():
+    scheduler, runner = decoder(min_chunk=6, block_size=16)
+    scheduler.kv.sources.costs = Costs(pair=10.0)
+    scheduler.add(make_request(1, PROMPT[:3], 30))
+    scheduler.commit(plan := scheduler.schedule(0.0), runner.run(plan), 0.0)
+    scheduler.add(make_request(2, PROMPT[12:], 1))
+    scheduler.add(make_request(3, [60, 61, 62, 63], 1))
+    steps = []
+    while {2, 3} & set(scheduler.requests):
+        plan = scheduler.schedule(0.0)
+        steps.append({span.request: len(span.tokens) for span in plan.spans if span.request > 1})
+        scheduler.commit(plan, runner.run(plan), 0.0)
+    assert steps == [{2: 6}, *[{2: 1}] * 5, {3: 4}]
+
+
 def test_what_is_loaded_beside_decodes_is_left_out_of_what_prompts_may_take():
     scheduler, runner = decoder(min_chunk=6)
     fetches = scheduler.kv.fetches

@@ -103,8 +103,13 @@ class Costs:
         return context * reading + count * (1 + self._pair * context)
 
     def most_tokens(self, spare: float, context: int) -> int:
-        """How many tokens after others fit into such a time; at least one, if there is any time left."""
-        return max(1, int((spare - self.in_tokens(0, context)) / (1 + self._pair * context))) if spare >= 1 else 0
+        """How many tokens after others fit into such a time. If there is any time left, at least one, and as many as
+        take little longer: a chunk reads those others once, and each further chunk would read them again.
+        """
+        if spare < 1:
+            return 0
+        spare = max(spare, (1 + BESIDE_DECODES) * self.in_tokens(1, context))
+        return int((spare - self.in_tokens(0, context)) / (1 + self._pair * context))
 
     def tokens_per_load(self, source: str) -> float:
         """Prompt tokens that are computed in the time it takes to load a block; 0 if not known yet."""

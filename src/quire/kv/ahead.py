@@ -7,32 +7,30 @@ step which loads into such blocks would notice.
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
 from quire.ops.memory import populate
+from quire.ops.threads import step_aside
 
-MOST_BYTES = 512 * 2**20
-"""Bytes kept allocated and not used yet."""
+PROMPTS, MOST_BYTES = 4, 2 * 2**30
+"""Long prompts whose memory is kept allocated and not used yet, as several may come at once; and the limit of that."""
 
 
 class MemoryAhead:
-    """Faults in as much of one pool as the next long prompt needs, in a thread of the lowest priority. A pool hands out
-    blocks that were never used in ascending order (`core.block_pool`).
+    """Faults in as much of one pool as the next long prompts need, in a thread of low priority. A pool hands out blocks
+    that were never used in ascending order (`core.block_pool`).
 
     Args:
         memory: [num_blocks, bytes] uint8.
-        blocks: number of unused blocks to keep allocated.
+        blocks: number of blocks of a long prompt.
     """
 
     def __init__(self, memory: Tensor, blocks: int) -> None:
-        self._memory, self._ahead = memory, min(blocks, max(1, MOST_BYTES // memory.stride(0)))
+        self._memory, self._ahead = memory, min(PROMPTS * blocks, max(1, MOST_BYTES // memory.stride(0)))
         self._taken = 0
-        self._thread = ThreadPoolExecutor(1, "quire-memory", _step_aside)
+        self._thread = ThreadPoolExecutor(1, "quire-memory", step_aside)
         self.used(0)
 
     def used(self, block: int) -> None:
@@ -45,8 +43,3 @@ class MemoryAhead:
     def drain(self) -> None:
         """Wait until the memory is allocated."""
         self._thread.submit(int).result()
-
-
-def _step_aside() -> None:
-    if sys.platform == "linux":  # elsewhere only processes have a priority
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

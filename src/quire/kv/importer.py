@@ -31,11 +31,12 @@ from quire.kv.disk import Ended
 from quire.kv.host import HostTier
 from quire.kv.mailbox import Late, Mailbox, Progressed
 from quire.kv.transport.base import Link, Range, TransferError, Transport
+from quire.ops.threads import step_aside
 
 logger = logging.getLogger(__name__)
 
-READ_SECONDS = 20.0
-"""Timeout for reading the blocks of one message."""
+READ_SECONDS = 60.0
+"""Timeout for reading the blocks of one message, which takes long where all cores are busy with other work."""
 
 REST_SECONDS = 1.0
 """After a `Gone`, an engine is not asked for anything for this long."""
@@ -89,6 +90,7 @@ class Prefiller:
     """
 
     what = "prefill engine"
+    steps_aside = True  # a decode engine's streams are to keep their pace while blocks come, which takes others longer
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class Prefiller:
         self._outbox = Mailbox()
         self._stopping = False
         self._link: Link | None = None
-        self._reader = ThreadPoolExecutor(1, "quire-import")
+        self._reader = ThreadPoolExecutor(1, "quire-import", step_aside if self.steps_aside else None)
         self._thread = threading.Thread(target=self._run, name="quire-importer", daemon=True)
         self._thread.start()
 

@@ -23,6 +23,7 @@ class NodeReader(Prefiller):
     """
 
     what = "KV node"
+    steps_aside = False  # its blocks are weighed against computing them
 
     def __init__(self, *args: object) -> None:
         self._wake = threading.Event()

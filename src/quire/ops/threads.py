@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +13,9 @@ from pathlib import Path
 import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
+
+ASIDE = 10
+"""By how much nicer a thread is that works beside steps: where all cores are busy, Linux gives it a tenth of one."""
 
 
 def usable_threads() -> int:
@@ -37,6 +43,13 @@ def cpu_quota(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) ->
         except (OSError, ValueError):
             continue  # the outermost has no such file; "max" is no number
     return min(quotas, default=None)
+
+
+def step_aside() -> None:
+    """From now on the calling thread leaves the cores to others that want them, all but a tenth of one."""
+    if sys.platform == "linux":  # elsewhere that is a matter of whole processes
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + ASIDE))
 
 
 @contextmanager
