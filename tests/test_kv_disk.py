@@ -141,8 +141,9 @@ def test_a_full_disk_is_counted_and_what_comes_later_is_found_again(
         return write(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", torn)
-    store.write(2, 3)
-    assert store.disk.failures == 2 and caplog.text.count("No space left") == 1
+    store.write(2, 3, *range(20, 28))
+    assert store.disk.failures == 10 and caplog.text.count("No space left") == 2, "the first, and the tenth"
+    assert len(list(folder.glob("*.kv"))) == 2, "no new file for each write that fails"
     full[0] = False
     store.write(4)
     assert store.good(1, 2, 3, 4) == [1, 4]
@@ -270,7 +271,7 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a fol
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (_not_a_folder, "File exists"),
+        (_not_a_folder, "is not a folder"),
         (_open_key, "read by others"),
         pytest.param(_anothers, "belongs to user 12345", marks=AS_ROOT),
     ],

@@ -87,6 +87,8 @@ def open_folder(path: str) -> tuple[Path, bytes, int]:
             raise
     except BlockingIOError as error:
         raise DiskTierError(f"{folder} is in use by another engine; give each a folder of its own") from error
+    except FileExistsError as error:
+        raise DiskTierError(f"{folder} is not a folder; name one, which is created if there is none") from error
     except OSError as error:
         raise DiskTierError(f"{folder} cannot be used: {error.strerror or error}") from error
 
@@ -207,7 +209,8 @@ class DiskTier:
             if written != record:
                 raise OSError(f"only {written} of {record} bytes could be written")
         except OSError:
-            self._open = None  # records after a torn one would not be found again, so a new segment begins
+            if offset:  # records after a torn one would not be found again, so a new segment begins, and only one
+                self._open = None
             raise
         self._sizes[segment] = offset + record
         self._names[segment].append(name)
