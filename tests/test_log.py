@@ -334,8 +334,8 @@ def test_importing_it_brings_nothing_heavy() -> None:
 
 
 def test_a_prompts_tokens_are_told_by_where_they_came_from() -> None:
-    def fetch(source: str, tokens: int, seconds: float | None = 0.031, engine: str = "") -> dict[str, object]:
-        return {"source": source, "tokens": tokens, "seconds": seconds, "engine": engine}
+    def fetch(source: str, tokens: int, seconds: float | None = 0.031, **more: object) -> dict[str, object]:
+        return {"source": source, "tokens": tokens, "seconds": seconds, "engine": "", "resumed": False, **more}
 
     apart = [fetch("peer", 2816, engine="http://b:8000"), fetch("host", 2816, 0.002)]
     assert log.prompt_origins(4096, 3840, apart) == (
@@ -344,5 +344,9 @@ def test_a_prompts_tokens_are_told_by_where_they_came_from() -> None:
     swapped = [fetch("disk", 32, 1.5), fetch("host", 64, 0.004), fetch("remote", 48, None)]
     assert log.prompt_origins(100, 64, swapped) == (
         "0 of 100 prompt tokens cached here, 32 from the disk in 1.5 s, 32 from host memory in 4 ms, 36 computed"
+    )
+    swapped = [fetch("host", 144, 0.004, resumed=True)]
+    assert log.prompt_origins(7, 0, swapped) == (
+        "0 of 7 prompt tokens cached here, 7 computed, 144 from host memory in 4 ms after a preemption"
     )
     assert log.prompt_origins(100, 64, []) == log.prompt_origins(100, 64, [fetch("peer", 0)]) == ""

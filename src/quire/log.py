@@ -167,30 +167,34 @@ _SOURCES = {"host": "host memory", "disk": "the disk", "peer": "another engine",
 
 
 def prompt_origins(prompt: int, cached: int, fetches: Sequence[Mapping[str, Any]]) -> str:
-    """Which of a prompt's tokens came from where, for people; "" if nothing was fetched for it.
+    """Where the tokens of a prompt came from, for display; "" if nothing was fetched.
 
-    All that is fetched comes into the pool through host memory; what is said to come from there was there before.
+    All that is fetched enters the pool through host memory, so only the tokens that were there already are said to come
+    from there. What came back after a preemption is stated separately.
 
     Args:
-        prompt, cached: tokens of the prompt, and those that were not computed.
+        prompt: number of tokens. cached: those that were not computed.
         fetches: see `RequestSummary`.
     """
     came = [fetch for fetch in fetches if fetch["tokens"] and fetch["seconds"] is not None]
     if not came:
         return ""
-    loads = [fetch for fetch in came if fetch["source"] == "host"]
-    others = [fetch for fetch in came if fetch["source"] != "host"]
-    loaded, read = (sum(fetch["tokens"] for fetch in each) for each in (loads, others))
+    first, again = ([fetch for fetch in came if fetch["resumed"] is resumed] for resumed in (False, True))
+    loaded = sum(fetch["tokens"] for fetch in first if fetch["source"] == "host")
+    parts = [f"{max(0, cached - loaded):,} of {prompt:,} prompt tokens cached here", *_told_fetches(first)]
+    parts += [f"{prompt - cached:,} computed", *(f"{each} after a preemption" for each in _told_fetches(again))]
+    return ", ".join(parts)
+
+
+def _told_fetches(fetches: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many tokens came from each place."""
+    others = [fetch for fetch in fetches if fetch["source"] != "host"]
     found = [(fetch["engine"] or _SOURCES[fetch["source"]], fetch["tokens"], fetch["seconds"]) for fetch in others]
-    if loaded > read:
-        found.append((_SOURCES["host"], loaded - read, sum(fetch["seconds"] for fetch in loads)))
-    return ", ".join(
-        [
-            f"{max(0, cached - loaded):,} of {prompt:,} prompt tokens cached here",
-            *(f"{tokens:,} from {sanitize(name, None)} in {_duration(seconds)}" for name, tokens, seconds in found),
-            f"{prompt - cached:,} computed",
-        ]
-    )
+    loads = [fetch for fetch in fetches if fetch["source"] == "host"]
+    own = sum(fetch["tokens"] for fetch in loads) - sum(fetch["tokens"] for fetch in others)
+    if own > 0:
+        found.append((_SOURCES["host"], own, sum(fetch["seconds"] for fetch in loads)))
+    return [f"{tokens:,} from {sanitize(name, None)} in {_duration(seconds)}" for name, tokens, seconds in found]
 
 
 def log_request(logger: logging.Logger, summary: RequestSummary) -> None:

@@ -49,6 +49,7 @@ class FetchStats:
         seconds: its duration; None while it is in progress.
         moving: the part of `seconds` in which bytes arrived from another engine, which computed in the rest.
         engine: the other engines that they came from, if known.
+        resumed: it was begun after a preemption, so the tokens are not the prompt's alone.
     """
 
     source: str
@@ -57,6 +58,7 @@ class FetchStats:
     seconds: float | None = None
     moving: float = 0.0
     engine: str = ""
+    resumed: bool = False
 
 
 @dataclass(slots=True)
@@ -86,8 +88,9 @@ class RequestStats:
 
     def fetching(self, source: str, tokens: int, now: float) -> None:
         """A fetch has begun; consecutive ones from the same source are counted as one."""
-        if not self.fetches or self.fetches[-1].source != source:
-            self.fetches.append(FetchStats(source, tokens, now))
+        resumed = self.preemptions > 0
+        if not self.fetches or (self.fetches[-1].source, self.fetches[-1].resumed) != (source, resumed):
+            self.fetches.append(FetchStats(source, tokens, now, resumed=resumed))
 
     def fetched(self, tokens: int, seconds: float, moving: float = 0.0, engine: str = "") -> None:
         """The last fetch has ended."""
