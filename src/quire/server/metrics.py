@@ -107,29 +107,35 @@ _PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 _SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 _LAYOUT = Layout(
-    Family("vllm:request_success", "Requests that ended, by choice.", labels={"finished_reason": FINISH_REASONS}),
-    Family("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=_FIRST_TOKEN),
-    Family("vllm:inter_token_latency_seconds", "Between two tokens of a choice.", buckets=_TOKEN),
-    Family("vllm:request_time_per_output_token_seconds", "Decoding time a token, by request.", buckets=_TOKEN),
-    Family("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.", buckets=_REQUEST),
-    Family("vllm:request_queue_time_seconds", "From a request's arrival to its first step.", buckets=_REQUEST),
-    Family("vllm:request_prefill_time_seconds", "In steps that computed the prompt.", buckets=_REQUEST),
-    Family("vllm:request_decode_time_seconds", "In steps that computed the output.", buckets=_REQUEST),
-    Family("vllm:request_prompt_tokens", "Tokens of the prompt, by request.", buckets=_COUNT),
-    Family("vllm:request_generation_tokens", "Tokens of the output, by request.", buckets=_COUNT),
-    Family("vllm:request_max_num_generation_tokens", "Tokens of the longest choice, by request.", buckets=_COUNT),
-    Family("vllm:request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", buckets=_COUNT),
-    Family("vllm:request_params_n", "The parameter n.", buckets=_CHOICES),
-    Family("vllm:request_params_max_tokens", "The parameter max_tokens, where it is given.", buckets=_COUNT),
-    Family("vllm:request_num_preemptions", "How often a request lost its blocks.", buckets=_PREEMPTIONS),
-    Family("quire:tokenize_seconds", "Rendering and tokenizing a request's prompts.", buckets=_SHORT),
-    Family("quire:detokenize_seconds", "Turning a request's tokens into text.", buckets=_SHORT),
+    Family(
+        "vllm:request_success", "Finished choices of requests, by reason.", labels={"finished_reason": FINISH_REASONS}
+    ),
+    Family(
+        "vllm:time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", buckets=_FIRST_TOKEN
+    ),
+    Family("vllm:inter_token_latency_seconds", "Seconds between two tokens of a choice.", buckets=_TOKEN),
+    Family("vllm:request_time_per_output_token_seconds", "A request's decoding seconds per token.", buckets=_TOKEN),
+    Family("vllm:e2e_request_latency_seconds", "Seconds from a request's arrival to its end.", buckets=_REQUEST),
+    Family("vllm:request_queue_time_seconds", "Seconds from a request's arrival to its first step.", buckets=_REQUEST),
+    Family("vllm:request_prefill_time_seconds", "Seconds in steps that computed a request's prompt.", buckets=_REQUEST),
+    Family("vllm:request_decode_time_seconds", "Seconds in steps that computed a request's output.", buckets=_REQUEST),
+    Family("vllm:request_prompt_tokens", "Prompt tokens of a request.", buckets=_COUNT),
+    Family("vllm:request_generation_tokens", "Output tokens of a request.", buckets=_COUNT),
+    Family("vllm:request_max_num_generation_tokens", "Output tokens of a request's longest choice.", buckets=_COUNT),
+    Family(
+        "vllm:request_prefill_kv_computed_tokens", "A request's prompt tokens not found in the cache.", buckets=_COUNT
+    ),
+    Family("vllm:request_params_n", "A request's parameter n.", buckets=_CHOICES),
+    Family("vllm:request_params_max_tokens", "A request's parameter max_tokens, if given.", buckets=_COUNT),
+    Family("vllm:request_num_preemptions", "How often a request was preempted.", buckets=_PREEMPTIONS),
+    Family("quire:tokenize_seconds", "Seconds to render and tokenize a request's prompts.", buckets=_SHORT),
+    Family("quire:detokenize_seconds", "Seconds to detokenize a request's tokens.", buckets=_SHORT),
     Family("quire:http_requests", "Answers.", labels={"route": ROUTES, "status": STATUSES}, sparse=True),
-    Family("quire:http_requests_in_progress", "HTTP requests not answered to their end yet.", kind="gauge"),
+    Family("quire:http_requests_in_progress", "HTTP requests in progress.", kind="gauge"),
     Family("quire:requests_rejected", "Requests refused before they ran.", labels={"reason": REJECTIONS}),
-    Family("quire:disconnects", "Clients that went away before their answer had ended."),
-    Family("quire:queued_requests", "Requests before their first token, as the queue bound counts.", kind="gauge"),
-    Family("quire:queued_tokens", "Tokens of those, as the queue bound counts.", kind="gauge"),
+    Family("quire:disconnects", "Clients that disconnected before their response was complete."),
+    Family("quire:queued_requests", "Requests without a first token, as counted by the queue limit.", kind="gauge"),
+    Family("quire:queued_tokens", "Their tokens, as counted by the queue limit.", kind="gauge"),
 )
 
 
@@ -152,7 +158,7 @@ class Metrics:
     # -- HTTP ------------------------------------------------------------------------------------------------
 
     def request_received(self) -> None:
-        """A request's head is here. Each call is followed by one of `request_done`."""
+        """A request's headers have been received. Each call is followed by one of `request_done`."""
         self._in_progress[0] += 1
 
     def request_done(self, route: str, status: int) -> None:
@@ -166,7 +172,7 @@ class Metrics:
         self._values.count("quire:requests_rejected", reason)
 
     def disconnected(self) -> None:
-        """A client went away before its answer had ended."""
+        """A client disconnected before its response was complete."""
         self._values.count("quire:disconnects")
 
     def queue(self, requests: int, tokens: int) -> None:
@@ -292,44 +298,44 @@ def _of_each(engines: Sequence[EngineReading], model_name: str) -> Iterator[Metr
 
 
 _ENGINE_GAUGES = {
-    "vllm:num_requests_running": ("running", "Requests that hold blocks and take part in steps."),
-    "vllm:num_requests_waiting": ("waiting", "Requests that wait for their first step, or to come back."),
+    "vllm:num_requests_running": ("running", "Running requests: they hold blocks and take part in steps."),
+    "vllm:num_requests_waiting": ("waiting", "Requests that wait for their first step, or were preempted."),
 }
 _ENGINE_COUNTERS = {
-    "vllm:prefix_cache_queries": ("prompt_tokens", "Prompt tokens that were looked up in the prefix cache."),
-    "vllm:prefix_cache_hits": ("cached_tokens", "Prompt tokens that were found in the prefix cache."),
-    "vllm:num_preemptions": ("preemptions", "How often a request lost its blocks to another one."),
-    "vllm:prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
-    "vllm:prompt_tokens_cached": ("cached_tokens", "Tokens of prompts that were found in the prefix cache."),
+    "vllm:prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked up in the prefix cache."),
+    "vllm:prefix_cache_hits": ("cached_tokens", "Prompt tokens found in the prefix cache."),
+    "vllm:num_preemptions": ("preemptions", "Preemptions of requests."),
+    "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens."),
+    "vllm:prompt_tokens_cached": ("cached_tokens", "Prompt tokens found in the prefix cache."),
     "vllm:generation_tokens": ("output_tokens", "Tokens sampled."),
     "quire:engine_steps": ("steps", "Steps run."),
-    "quire:prefill_step_tokens": ("prefill_tokens", "Tokens computed in steps that held prompt tokens."),
-    "quire:prefill_step_seconds": ("prefill_seconds", "Time in steps that held prompt tokens."),
+    "quire:prefill_step_tokens": ("prefill_tokens", "Tokens computed in steps with prompt tokens."),
+    "quire:prefill_step_seconds": ("prefill_seconds", "Seconds in steps with prompt tokens."),
     "quire:decode_step_tokens": ("decode_tokens", "Tokens sampled in steps that only decoded."),
-    "quire:decode_step_seconds": ("decode_seconds", "Time in steps that only decoded."),
+    "quire:decode_step_seconds": ("decode_seconds", "Seconds in steps that only decoded."),
 }
 
 _RANK_GAUGES = {
     "quire:ranks": ("ranks", "Processes that share the model."),
-    "quire:rank_imbalance": ("rank_imbalance", "What the busiest rank's experts have to do lately, over the mean."),
+    "quire:rank_imbalance": ("rank_imbalance", "Recent load of the busiest rank's experts, over the mean."),
     "quire:rank_imbalance_before_move": (
         "imbalance_before",
-        "The same of a layer, before its experts were moved last.",
+        "The same for one layer, before its experts were last moved.",
     ),
-    "quire:rank_imbalance_after_move": ("imbalance_after", "The same as it was expected after that."),
+    "quire:rank_imbalance_after_move": ("imbalance_after", "The same as expected after that move."),
     "quire:expert_move_seconds": (
         "expert_move_seconds",
-        "How long the last move of experts took, while steps went on.",
+        "Seconds that the last move of experts took, beside running steps.",
     ),
 }
 _RANK_COUNTERS = {
-    "quire:gathers": ("gathers", "How often the ranks brought together what each had computed."),
-    "quire:gathered_bytes": ("gathered_bytes", "Bytes that the first rank received of others in these."),
-    "quire:all_reduces": ("all_reduces", "How often the ranks added up what each had computed."),
-    "quire:all_reduced_bytes": ("all_reduced_bytes", "Bytes of what they added up."),
+    "quire:gathers": ("gathers", "Number of all-gathers between ranks."),
+    "quire:gathered_bytes": ("gathered_bytes", "Bytes that the first rank received in them."),
+    "quire:all_reduces": ("all_reduces", "Number of all-reduces between ranks."),
+    "quire:all_reduced_bytes": ("all_reduced_bytes", "Bytes that they summed."),
     "quire:expert_moves": ("expert_moves", "Layers whose experts were moved between ranks."),
-    "quire:experts_moved": ("experts_moved", "Experts that ranks read for that."),
-    "quire:expert_bytes_moved": ("expert_bytes_moved", "Bytes of these, before they are quantized."),
+    "quire:experts_moved": ("experts_moved", "Experts that ranks read for these moves."),
+    "quire:expert_bytes_moved": ("expert_bytes_moved", "Bytes of these experts, before quantization."),
 }
 """Of engines with several ranks."""
 
@@ -371,7 +377,7 @@ def _engine_families(stats: Mapping[str, Any], vllm_labels: Mapping[str, str]) -
 
 def _accepted_family(counts: Sequence[int], depth: int, vllm_labels: Mapping[str, str]) -> Metric:
     name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-    help = "Draft tokens that were accepted, by their place among the drafts."
+    help = "Accepted draft tokens, by their position among the drafts."
     family = CounterMetricFamily(name, help, labels=[*_VLLM, "position"])
     for position, count in enumerate([*counts, *[0] * (depth - len(counts))]):
         family.add_metric([*_own(name, vllm_labels), str(position)], count)
@@ -380,9 +386,9 @@ def _accepted_family(counts: Sequence[int], depth: int, vllm_labels: Mapping[str
 
 def _tier_families(tiers: Mapping[str, Mapping[str, int]], sizes: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
     """What moved between the pool and its tiers, in blocks and in bytes."""
-    help = "KV blocks: stored in a tier, loaded from it, and loaded with other bytes than stored (bad); see docs/kv.md."
+    help = "KV blocks stored in a tier, loaded from it, and found corrupt when loaded (bad); see docs/kv.md."
     blocks = CounterMetricFamily("quire:kv_tier_blocks", help, labels=["tier", "event"])
-    help = "Bytes that were stored in a tier, and loaded from it."
+    help = "Bytes stored in a tier, and loaded from it."
     moved = CounterMetricFamily("quire:kv_tier_bytes", help, labels=["tier", "event"])
     for tier, counts in tiers.items():
         for event, count in counts.items():
@@ -393,7 +399,7 @@ def _tier_families(tiers: Mapping[str, Mapping[str, int]], sizes: Mapping[str, M
 
 
 def _slot_family(slots: Mapping[str, int]) -> Metric:
-    help = "Slots of the host tier: free, filling, kept, and in quarantine, where something may still be written late."
+    help = "Slots of the host tier: free, filling, kept, and in quarantine (a late write may still arrive)."
     family = GaugeMetricFamily("quire:kv_host_slots", help, labels=["state"])
     for state, count in slots.items():
         family.add_metric([state], count)
@@ -401,7 +407,7 @@ def _slot_family(slots: Mapping[str, int]) -> Metric:
 
 
 def _stage_family(shares: Sequence[float]) -> Metric:
-    help = "Of each stage of a pipeline, the share of the time of all steps that it has computed, not waited."
+    help = "The share of all steps' time in which a pipeline stage computed rather than waited."
     family = GaugeMetricFamily("quire:stage_busy", help, labels=["stage"])
     for stage, share in enumerate(shares):
         family.add_metric([str(stage)], share)
@@ -409,7 +415,7 @@ def _stage_family(shares: Sequence[float]) -> Metric:
 
 
 def _expert_tokens(loads: Mapping[str, Sequence[int]]) -> Metric:
-    help = "Tokens that were sent to each expert of each layer."
+    help = "Tokens routed to each expert of each layer."
     family = CounterMetricFamily("quire:expert_tokens", help, labels=["layer", "expert"])
     for layer, load in loads.items():
         for expert, tokens in enumerate(load):
@@ -418,7 +424,7 @@ def _expert_tokens(loads: Mapping[str, Sequence[int]]) -> Metric:
 
 
 def _expert_family(balances: Mapping[str, float]) -> Metric:
-    help = "Tokens of the busiest expert over the mean, of all layers together and of each that has experts."
+    help = "Tokens of the busiest expert over the mean, for all layers together and for each layer with experts."
     family = GaugeMetricFamily("quire:expert_load_balance", help, labels=["layer"])
     for layer, balance in balances.items():
         family.add_metric([layer], balance)
@@ -426,7 +432,7 @@ def _expert_family(balances: Mapping[str, float]) -> Metric:
 
 
 def _block_family(stats: Mapping[str, Any]) -> Metric:
-    help = "KV blocks: held by requests, cached without a holder, free."
+    help = "KV blocks held by requests, cached without a holder, and free."
     family = GaugeMetricFamily("quire:kv_blocks", help, labels=["state"])
     held, free = stats["held_blocks"], stats["free_blocks"]
     for state, value in (("held", held), ("cached", stats["num_blocks"] - held - free), ("free", free)):
@@ -453,7 +459,7 @@ def _state_families(state: str, restarts: int) -> Iterator[Metric]:
     for one in STATES:
         family.add_metric([one], float(one == state))
     yield family
-    yield CounterMetricFamily("quire:engine_restarts", "How often the engine was started again.", value=restarts)
+    yield CounterMetricFamily("quire:engine_restarts", "Restarts of the engine.", value=restarts)
 
 
 def _memory_families(pids: Sequence[int], engines: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI knows of the routes, with our bodies, our errors and our keys."""
+"""The OpenAPI document: FastAPI's, with our bodies, errors and API keys added."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ERROR_SCHEMA = {
             "required": ["message", "type", "param", "code"],
             "properties": {
                 "message": {"type": "string", "description": "What was wrong, what was found, and what is allowed."},
-                "type": {"type": "string", "description": "The kind of error, as OpenAI names them."},
-                "param": {"type": ["string", "null"], "description": "The field that it is about, if it is about one."},
-                "code": {"type": ["string", "null"], "description": "A stable name for this very error."},
+                "type": {"type": "string", "description": "The kind of error, by OpenAI's names."},
+                "param": {"type": ["string", "null"], "description": "The field in question, if any."},
+                "code": {"type": ["string", "null"], "description": "A stable code for this particular error."},
             },
         }
     },
@@ -68,11 +68,11 @@ def openapi_document(app: FastAPI, keys: bool, root_path: str | None = None) -> 
     return app.openapi_schema
 
 
-_ABOUT = "An LLM inference server with OpenAI's interface. Errors have the shape of the schema `Error`."
+_ABOUT = "An LLM inference server with an OpenAI-compatible API. Errors have the format of the schema `Error`."
 
 
 def _complete(path: str, operation: dict[str, Any], keys: bool) -> None:
-    """The errors that this operation may answer with, and whether it needs a key."""
+    """The errors that this operation may return, and whether it needs a key."""
     responses = operation["responses"]
     responses.pop("422", None)
     shape = "AnthropicError" if path.startswith(ANTHROPIC) else "Error"
@@ -85,7 +85,7 @@ def _complete(path: str, operation: dict[str, Any], keys: bool) -> None:
 
 
 def _add_bodies(document: dict[str, Any]) -> None:
-    """Schemas of the bodies that are read and written by hand."""
+    """The schemas of bodies that are parsed and written without FastAPI."""
     from quire.server.schemas import openapi_bodies
 
     bodies = copy.deepcopy(openapi_bodies())

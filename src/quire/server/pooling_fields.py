@@ -11,7 +11,7 @@ from quire.server.fields import TOKEN_ID, Schema
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 LABELS = ("yes", "no")
-"""What documents are judged by unless a request says so: Qwen3-Reranker's."""
+"""The default instruction for judging documents: Qwen3-Reranker's."""
 
 
 def _text(help: str, **more: Any) -> Schema:
@@ -20,25 +20,25 @@ def _text(help: str, **more: Any) -> Schema:
 
 _TEXTS: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
 _COMMON: dict[str, Schema] = {
-    "model": _text("One of the names in /v1/models; the first if not given."),
-    "user": _text("A label; it changes nothing."),
-    "priority": {"type": ["integer", "null"], "description": "Lower runs first, where the server orders so."},
-    "cache_salt": _text("Cached prompts are shared only between requests of the same salt.", minLength=1),
+    "model": _text("One of the names in /v1/models. Default: the first."),
+    "user": _text("A label; it has no effect."),
+    "priority": {"type": ["integer", "null"], "description": "Lower values run first, if the server uses priorities."},
+    "cache_salt": _text("Cached prefixes are shared only between requests with the same salt.", minLength=1),
 }
 _PAIRED: dict[str, Schema] = {
-    "instruction": _text("What a chat model is to judge by.", default=INSTRUCTION),
+    "instruction": _text("The instruction by which a chat model judges.", default=INSTRUCTION),
     "labels": {
         "type": ["array", "null"],
         "items": {"type": "string", "minLength": 1},
         "minItems": 2,
         "maxItems": 2,
         "default": LABELS,
-        "description": "A chat model's words for what fits and what does not, a token each.",
+        "description": "A chat model's words for relevant and irrelevant, one token each.",
     },
 }
 EMBEDDING: dict[str, Schema] = {
     "input": {
-        "description": "One or more prompts, as text or as token ids.",
+        "description": "One or more prompts, as text or token ids.",
         "anyOf": [
             *_TEXTS["anyOf"],
             {"type": "array", "items": TOKEN_ID, "minItems": 1},
@@ -46,16 +46,24 @@ EMBEDDING: dict[str, Schema] = {
         ],
     },
     "encoding_format": _text("base64: 32-bit little-endian numbers.", enum=["float", "base64", None], default="float"),
-    "dimensions": {"type": ["integer", "null"], "minimum": 1, "description": "Cut embeddings to so many numbers."},
-    "add_special_tokens": {"type": ["boolean", "null"], "default": True, "description": "How to tokenize texts."},
-    "prompt_name": _text("Which of the checkpoint's prompts stands before each text; its default one if not given."),
+    "dimensions": {
+        "type": ["integer", "null"],
+        "minimum": 1,
+        "description": "Truncate embeddings to this many dimensions.",
+    },
+    "add_special_tokens": {
+        "type": ["boolean", "null"],
+        "default": True,
+        "description": "Add the special tokens that the model expects around a text.",
+    },
+    "prompt_name": _text("Which of the checkpoint's prompts to put before each text. Default: its default one."),
     **_COMMON,
 }
 SCORE: dict[str, Schema] = {
-    "text_1": {**_TEXTS, "description": "What to compare: one text with each of text_2, or as many."},
-    "text_2": {**_TEXTS, "description": "With what."},
-    "queries": {**_TEXTS, "description": "The same as text_1."},
-    "documents": {**_TEXTS, "description": "The same as text_2."},
+    "text_1": {**_TEXTS, "description": "One text, which is compared with each of text_2, or as many as those."},
+    "text_2": {**_TEXTS, "description": "The texts to compare with."},
+    "queries": {**_TEXTS, "description": "Same as text_1."},
+    "documents": {**_TEXTS, "description": "Same as text_2."},
     **_PAIRED,
     **_COMMON,
 }
@@ -63,7 +71,7 @@ _DOCUMENT: Schema = {"type": "object", "required": ["text"], "properties": {"tex
 RERANK: dict[str, Schema] = {
     "query": {"type": "string"},
     "documents": {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, _DOCUMENT]}},
-    "top_n": {"type": ["integer", "null"], "minimum": 0, "description": "So many of the best; 0 is all."},
+    "top_n": {"type": ["integer", "null"], "minimum": 0, "description": "Return this many of the best; 0 means all."},
     "return_documents": {"type": ["boolean", "null"], "default": True},
     **_PAIRED,
     **_COMMON,

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of bodies that are read and written by hand."""
+"""OpenAPI schemas of the bodies that are parsed and written without FastAPI."""
 
 from __future__ import annotations
 
@@ -85,18 +85,21 @@ _NUMBER: Schema = {"type": "number"}
 _IDS = _list(_INTEGER)
 _REASON: Schema = {
     "enum": ["stop", "length", "abort", None],
-    "description": "A natural end or a stop string, `max_tokens` or the context, or POST /abort. null: it goes on.",
+    "description": "stop: end of text or a stop string; length: `max_tokens` or context; abort: POST /abort. null: running",
 }
 _STOP_REASON: Schema = {"type": ["string", "integer", "null"], "description": "The stop string or token, if any."}
 _PROMPT_LOGPROBS = _or_null(_list({"type": ["object", "null"]})) | {
-    "description": "One object a prompt token, by token id: logprob, rank, decoded_token. null for the first token."
+    "description": "One object per prompt token, by token id: logprob, rank, decoded_token. null for the first token."
 }
 _HEAD: dict[str, Schema] = {
     "id": _STRING,
     "created": {"type": "integer", "description": "Unix time."},
     "model": _STRING,
-    "system_fingerprint": {"type": "string", "description": "Names all that tokens depend on beside the request."},
-    "seed": {"type": "integer", "description": "What the noise was keyed with: asked for, or drawn."},
+    "system_fingerprint": {
+        "type": "string",
+        "description": "Identifies everything that tokens depend on besides the request.",
+    },
+    "seed": {"type": "integer", "description": "The seed of sampling: the request's, or a random one."},
     "usage": _or_null(_ref("Usage")),
 }
 _CHAT_CHOICE: dict[str, Schema] = {
@@ -112,7 +115,7 @@ _MESSAGE = _object(
 )
 _LOGPROB: dict[str, Schema] = {
     "token": _STRING,
-    "logprob": {"type": "number", "description": "Natural logarithm; -9999 is as good as impossible."},
+    "logprob": {"type": "number", "description": "Natural logarithm; -9999 stands for (almost) impossible."},
     "bytes": _IDS,
 }
 
@@ -219,7 +222,9 @@ _RESPONSES: dict[str, Schema] = {
         },
         ["id", "type", "role", "model", "content", "stop_reason", "usage"],
     ),
-    "MessagesEvent": _object({"type": {"type": "string", "description": "Of Anthropic's stream events."}}, ["type"]),
+    "MessagesEvent": _object(
+        {"type": {"type": "string", "description": "The type of an event in Anthropic's stream."}}, ["type"]
+    ),
     "MessagesCount": _object({"input_tokens": _INTEGER}, ["input_tokens"]),
     "Embeddings": _object(
         {
