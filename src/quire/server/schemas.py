@@ -85,7 +85,7 @@ _NUMBER: Schema = {"type": "number"}
 _IDS = _list(_INTEGER)
 _REASON: Schema = {
     "enum": ["stop", "length", "abort", None],
-    "description": "stop: end of text or a stop string; length: `max_tokens` or context; abort: POST /abort. null: running",
+    "description": "stop: end or stop string; length: `max_tokens` or context; abort: POST /abort. null: running.",
 }
 _STOP_REASON: Schema = {"type": ["string", "integer", "null"], "description": "The stop string or token, if any."}
 _PROMPT_LOGPROBS = _or_null(_list({"type": ["object", "null"]})) | {
