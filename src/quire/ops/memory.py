@@ -37,7 +37,7 @@ class Scratch:
         """The address of `size` bytes, aligned to a cache line. They belong to the caller until the next call."""
         if size + 64 > len(self._buffer):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one is freed before
-            self._buffer = torch.empty(self.room(size), dtype=torch.uint8)
+            self._buffer = huge(self.room(size))
         address: int = self._buffer.data_ptr()
         return address + -address % 64
 

@@ -26,7 +26,7 @@ class InstructionSet(NamedTuple):
     """Likewise, where it is new enough to know them: they make the kernels faster, and change no bit."""
 
 
-_AVX2 = InstructionSet("x86_64", frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c"))
+_AVX2 = InstructionSet("x86_64", frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c", "-mprfchw"))
 _AVX512 = InstructionSet(
     "x86_64",
     _AVX2.needs | {"avx512f", "avx512bw", "avx512vl", "avx512dq"},

@@ -12,13 +12,13 @@
 #include "team.h"
 #include "linear_amx.h"
 #include "linear_mxfp4.h"
+#include "linear_quantized.h"
 
 namespace quire {
 namespace {
 
 constexpr int FEW_ROWS = 4;     // that tiles would not do faster
 constexpr int64_t PREPARED = 4096;  // numbers that a thread lays out, at least
-constexpr float TINY = 1e-36f;  // a block whose numbers are all below this counts as zeros
 #if defined(__AVX512F__)
 constexpr int MAX_ROWS = 12;
 #elif defined(__AVX2__) || defined(__aarch64__)
@@ -31,38 +31,6 @@ constexpr bool PAIRS = true;  // the machine multiplies pairs of bf16
 #else
 constexpr bool PAIRS = false;  // activations are widened to fp32 first
 #endif
-
-INLINE u32x16 splat_word(const void* p) { return splat(load_as<uint32_t>(p)); }
-
-// acc[i] += the dot product of four unsigned bytes of a and four signed ones of b, exactly.
-INLINE i32x16 dot4(i32x16 acc, u32x16 a, u32x16 b) {
-#if defined(__AVX512VNNI__)
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
-#elif defined(__AVX512BW__)  // bytes 0 and 2, then 1 and 3, as 16-bit numbers: sums of two fit 32 bits
-    const __m512i x = (__m512i)a, y = (__m512i)b, x0 = _mm512_and_si512(x, _mm512_set1_epi16(0x00ff));
-    const __m512i y0 = _mm512_srai_epi16(_mm512_slli_epi16(y, 8), 8), y1 = _mm512_srai_epi16(y, 8);
-    return acc + (i32x16)_mm512_madd_epi16(x0, y0) + (i32x16)_mm512_madd_epi16(_mm512_srli_epi16(x, 8), y1);
-#elif defined(__AVX2__)
-    struct halves {
-        __m256i part[2];
-    };
-    auto s = bits_of<halves>(acc), x = bits_of<halves>(a), y = bits_of<halves>(b);
-    const __m256i even = _mm256_set1_epi16(0x00ff);
-    for (int i = 0; i < 2; i++) {  // as above
-        __m256i x0 = _mm256_and_si256(x.part[i], even), x1 = _mm256_srli_epi16(x.part[i], 8);
-        __m256i y0 = _mm256_srai_epi16(_mm256_slli_epi16(y.part[i], 8), 8), y1 = _mm256_srai_epi16(y.part[i], 8);
-        __m256i dot = _mm256_add_epi32(_mm256_madd_epi16(x0, y0), _mm256_madd_epi16(x1, y1));
-        s.part[i] = _mm256_add_epi32(s.part[i], dot);
-    }
-    return bits_of<i32x16>(s);
-#else
-    for (int byte = 0; byte < 4; byte++) {
-        i32x16 x = bits_of<i32x16>((a >> (8 * byte)) & 0xffu), y = bits_of<i32x16>(b << (24 - 8 * byte)) >> 24;
-        acc += x * y;
-    }
-    return acc;
-#endif
-}
 
 // -- a panel times some rows: sums[row][half] are the panel's 32 outputs -----------------------------------------
 //
@@ -130,86 +98,16 @@ INLINE void times_single(const T* w, const uint32_t* x, int64_t in, Sums<ROWS>& 
     }
 }
 
-// int8 and int4: codes of the weight are unsigned (128 or 8 added) and those of activations signed, so each sum begins
-// with minus 128 or 8 times that of the activations' codes: `starts` [group][row]. `scales` [BLOCK of inputs][row] are
-// the activations'. Integers of a group (int8: block) are summed exactly, and then added in ascending order.
-template <int ROWS>
-INLINE void times_int8(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* scales,
-                       const int32_t* starts, Later later, Sums<ROWS>& sums) {
-    const int64_t blocks = blocks_a_row(w);
-    for (int64_t b = 0; b < blocks; b++) {
-        i32x16 acc[ROWS][2];
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = splat(starts[b * ROWS + r]);
-        const int64_t end = std::min(w.in, (b + 1) * BLOCK);
-        for (int64_t j = b * BLOCK; j < end; j += 4, data += 128, x += ROWS) {
-            fetch(data), later.fetch();
-            const u32x16 w0 = load_as<u32x16>(data) ^ 0x80808080u, w1 = load_as<u32x16>(data + 64) ^ 0x80808080u;
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++) {
-                const u32x16 quad = splat_word(x + r);
-                acc[r][0] = dot4(acc[r][0], w0, quad);
-                acc[r][1] = dot4(acc[r][1], w1, quad);
-            }
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) {
-            const f32x16 scale = splat(scales[b * ROWS + r]);
-            sums[r][0] = fma(__builtin_convertvector(acc[r][0], f32x16), scale, sums[r][0]);
-            sums[r][1] = fma(__builtin_convertvector(acc[r][1], f32x16), scale, sums[r][1]);
-        }
-    }
-    const float* outputs = (const float*)w.scales + panel * PANEL;
-    const f32x16 s0 = load(outputs), s1 = load(outputs + LANES);
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) sums[r][0] *= s0, sums[r][1] *= s1;
-}
-
-template <int ROWS>
-INLINE void times_int4(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* scales,
-                       const int32_t* starts, Later later, Sums<ROWS>& sums) {
-    const int64_t groups = w.in / w.group, groups_a_block = BLOCK / w.group;
-    const f16* group_scales = (const f16*)w.scales + panel * groups * PANEL;
-    for (int64_t g = 0; g < groups; scales += ROWS) {
-        Sums<ROWS> block = {};
-        for (const int64_t end = std::min(groups, g + groups_a_block); g < end; g++, group_scales += PANEL) {
-            i32x16 acc[ROWS][2];
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = splat(*starts++);
-            for (int64_t j = 0; j < w.group; j += 8, data += 128, x += 2 * ROWS) {
-                fetch(data), later.fetch();
-                const u32x16 b0 = load_as<u32x16>(data), b1 = load_as<u32x16>(data + 64);
-                const u32x16 low0 = b0 & 0x0f0f0f0fu, low1 = b1 & 0x0f0f0f0fu;
-                const u32x16 high0 = (b0 >> 4) & 0x0f0f0f0fu, high1 = (b1 >> 4) & 0x0f0f0f0fu;
-#pragma GCC unroll 16
-                for (int r = 0; r < ROWS; r++) {
-                    const u32x16 first = splat_word(x + r), second = splat_word(x + ROWS + r);
-                    acc[r][0] = dot4(dot4(acc[r][0], low0, first), high0, second);
-                    acc[r][1] = dot4(dot4(acc[r][1], low1, first), high1, second);
-                }
-            }
-            const f32x16 s0 = load(group_scales), s1 = load(group_scales + LANES);
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++) {
-                block[r][0] = fma(__builtin_convertvector(acc[r][0], f32x16), s0, block[r][0]);
-                block[r][1] = fma(__builtin_convertvector(acc[r][1], f32x16), s1, block[r][1]);
-            }
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) {
-            const f32x16 scale = splat(scales[r]);
-            sums[r][0] = fma(block[r][0], scale, sums[r][0]);
-            sums[r][1] = fma(block[r][1], scale, sums[r][1]);
-        }
-    }
-}
-
 // -- all of a product ---------------------------------------------------------------------------------------------
+
+// The sums of a group of int4, and of a block of them, are kept apart: more rows find no registers.
+constexpr int most_rows(int32_t format) { return format == INT4 ? std::min(MAX_ROWS, 8) : MAX_ROWS; }
 
 // Rows in blocks of nearly equal size.
 struct Blocks {
     int64_t rows, count;
-    explicit Blocks(int64_t rows) : rows(rows), count((rows + MAX_ROWS - 1) / MAX_ROWS) {}
+    Blocks(const Weight& w, int64_t rows)
+        : rows(rows), count((rows + most_rows(w.format) - 1) / most_rows(w.format)) {}
     int64_t begin(int64_t block) const { return block * rows / count; }
 };
 
@@ -243,6 +141,16 @@ struct Results {
     Out* y;
     int64_t stride;
 };
+
+// Asks for the lines where a panel's outputs of some rows will go: stores that wait for them hold up all that follow.
+template <class Out>
+INLINE void fetch_results(int64_t panel, int64_t rows, int64_t row, Results<Out> to) {
+    for (int64_t r = row; r < row + rows; r++) {
+        const Out* at = to.y + r * to.stride + panel * PANEL;
+        __builtin_prefetch(at, 1);
+        __builtin_prefetch(at + PANEL - 1, 1);
+    }
+}
 
 // Adds the bias and stores a panel's outputs of some rows.
 template <class Out>
@@ -293,7 +201,7 @@ void multiply(const Weight& w, int64_t panel, const Activations& x, int64_t row,
         case DENSE_BF16: return multiply_as<DENSE_BF16, ROWS>(w, panel, x, row, later, out);
         case DENSE_F16: return multiply_as<DENSE_F16, ROWS>(w, panel, x, row, later, out);
         case INT8: return multiply_as<INT8, ROWS>(w, panel, x, row, later, out);
-        case INT4: return multiply_as<INT4, ROWS>(w, panel, x, row, later, out);
+        case INT4: return multiply_as<INT4, std::min(ROWS, most_rows(INT4))>(w, panel, x, row, later, out);
         case MXFP4: return multiply_as<MXFP4, ROWS>(w, panel, x, row, later, out);
     }
 }
@@ -306,56 +214,6 @@ void multiply(int64_t rows, const Weight& w, int64_t panel, const Activations& x
 }
 
 // -- activations ----------------------------------------------------------------------------------------------------
-
-// A BLOCK of a row as int8: number = code * scale. One that is not finite has the scale NaN, and so outputs of NaN.
-struct BlockScale {
-    float scale, inverse;
-};
-
-template <class T>
-BlockScale scale_of(const T* x, int64_t count) {
-    i32x16 top{};  // bits of magnitudes, which are in their order; those of what is not finite are the highest
-    for (int64_t j = 0; j < count; j += LANES) {
-        top = max(top, bits_of<i32x16>(load_some(x + j, count - j)) & 0x7fffffff);
-    }
-    const int32_t highest = max_of(top);
-    if (highest >= 0x7f800000) return {std::numeric_limits<float>::quiet_NaN(), 0.0f};
-    const float largest = bits_of<float>(highest);
-    return largest < TINY ? BlockScale{0.0f, 0.0f} : BlockScale{largest / 127.0f, 127.0f / largest};
-}
-
-// 16 codes, rounded half to even.
-INLINE i32x16 codes_of(f32x16 v, const BlockScale& block) {
-    const f32x16 shifted = v * block.inverse + 12582912.0f;  // 1.5 * 2^23: the low bits hold the rounded integer
-    return bits_of<i32x16>(block.scale == block.scale ? shifted : splat(12582912.0f)) - 0x4b400000;
-}
-
-// What is added to a weight's codes to make them unsigned, and the inputs that are summed apart.
-struct Grouping {
-    int32_t offset;
-    int64_t group;
-    explicit Grouping(const Weight& w) : offset(w.format == INT4 ? 8 : 128), group(w.format == INT4 ? w.group : BLOCK) {}
-};
-
-// BLOCK numbers, or fewer, of one row to words of four codes each; their scale, and `starts`, if wanted. Words, and
-// starts, lie `stride` apart.
-template <class T>
-void quantize(const T* x, int64_t count, uint32_t* to, int64_t stride, float* scale, Grouping how, int32_t* starts) {
-    using i8x16 = int8_t __attribute__((vector_size(16)));
-    using u32x4 = uint32_t __attribute__((vector_size(16)));
-    const BlockScale block = scale_of(x, count);
-    *scale = block.scale;
-    for (int64_t j = 0; j < count;) {
-        i32x16 total{};
-        for (const int64_t end = std::min(count, j + how.group); j < end; j += LANES) {
-            const i32x16 codes = codes_of(load_some(x + j, count - j), block);
-            const u32x4 quads = bits_of<u32x4>(__builtin_convertvector(codes, i8x16));
-            for (int64_t i = 0; i < LANES / 4 && j + 4 * i < count; i++, to += stride) *to = quads[i];
-            total += codes;
-        }
-        if (starts) *starts = -how.offset * sum(total), starts += stride;
-    }
-}
 
 // Of n rows of bf16, `stride` apart: `in` numbers to words [in / 2][n] of two numbers each.
 INLINE void to_pairs(const bf16* x, int64_t stride, int64_t in, int64_t n, uint32_t* to) {
@@ -387,9 +245,7 @@ void prepare(const Weight& w, const T* x, const Blocks& blocks, int64_t block, i
         const Grouping how(w);
         float* scales = to.scales + begin * blocks_a_row(w) + piece * n;
         int32_t* starts = to.starts + begin * starts_a_row(w) + first / how.group * n;
-        for (int64_t r = 0; r < n; r++)
-            quantize(from + r * w.in, in, at + first / 4 * n + r, n, scales + r, how, starts + r);
-        return;
+        return quantize_rows(from, w.in, in, n, at + first / 4 * n, scales, how, starts);
     }
     if constexpr (PAIRS && std::is_same_v<T, bf16>)
         if (w.format == DENSE_BF16 || w.format == MXFP4) return to_pairs(from, w.in, in, n, at + first / 2 * n);
@@ -422,6 +278,7 @@ INLINE void times_blocks(const Weight& w, int64_t panel, const Activations& x, c
     Later later{once ? panel_data(w, panel) : next, 128 / (last - first)};
     for (int64_t b = first; b < last; b++) {
         const int64_t row = blocks.begin(b), count = blocks.begin(b + 1) - row;
+        fetch_results(panel, count, row, to);
         f32x16 sums[MAX_ROWS][2];
         multiply(count, w, panel, x, row, later, sums);
         later.at += panel_bytes(w) / 128 * later.step;
@@ -431,20 +288,20 @@ INLINE void times_blocks(const Weight& w, int64_t panel, const Activations& x, c
 
 template <class T, class Out>
 void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, void* scratch) {
-    const Blocks blocks(rows);
+    const Blocks blocks(w, rows);
     Activations input = lay_out(w, dtype, rows, scratch);
     const bool is_ready = ready(w, dtype, rows);
     if (is_ready) input.words = (uint32_t*)x;
-    const int64_t parts = parts_of_panel(w, blocks.count);
-    const int64_t count = pieces(w), least = PREPARED / (BLOCK * std::min<int64_t>(rows, MAX_ROWS));
-    if (!is_ready)
-        parallel_each(blocks.count * count, {least},
-                      [&](int64_t i) { prepare(w, x, blocks, i / count, i % count, input); });
-    parallel_each(panels(w) * parts, {}, [&](int64_t item) {
-        const int64_t panel = item / parts, part = item % parts;
-        const int64_t first = part * blocks.count / parts, last = (part + 1) * blocks.count / parts;
-        const char* next = panel_data(w, std::min(panel + 1, panels(w) - 1));
-        times_blocks(w, panel, input, blocks, first, last, next, Results<Out>{y, w.out});
+    const int64_t parts = parts_of_panel(w, blocks.count), count = pieces(w);
+    Before preparation(is_ready ? 0 : blocks.count * count, PREPARED / (BLOCK * std::min<int64_t>(rows, MAX_ROWS)));
+    parallel(panels(w) * parts, {}, threads(), [&](int64_t begin, int64_t end, int) {
+        preparation.finish([&](int64_t i) { prepare(w, x, blocks, i / count, i % count, input); });
+        for (int64_t item = begin; item < end; item++) {
+            const int64_t panel = item / parts, part = item % parts;
+            const int64_t first = part * blocks.count / parts, last = (part + 1) * blocks.count / parts;
+            const char* next = panel_data(w, std::min(panel + 1, panels(w) - 1));
+            times_blocks(w, panel, input, blocks, first, last, next, Results<Out>{y, w.out});
+        }
     });
 }
 
@@ -560,8 +417,9 @@ void tiled_linear(const Weight& w, const T* x, int64_t rows, Out* y, void* scrat
     if (is_ready) input.words = (uint32_t*)x;
     const int64_t blocks = (tiles.count + 1) / 2, parts = parts_of_panel(w, blocks);
     const TileShapes shapes = tile_shapes(w, tiles.height);
-    if (!is_ready) parallel_each(rows, {TILED_ROWS}, [&](int64_t row) { prepare_tiled_row(w, x, row, input); });
+    Before preparation(is_ready ? 0 : rows, TILED_ROWS);
     parallel(panels(w) * parts, {}, threads(), [&](int64_t begin, int64_t end, int) {
+        preparation.finish([&](int64_t row) { prepare_tiled_row(w, x, row, input); });
         configure_tiles(shapes);
         for (int64_t item = begin; item < end; item++) {
             const int64_t panel = item / parts, part = item % parts;
@@ -599,7 +457,7 @@ void prepare_all(const Task& t, const T* x) {
                 prepare_tiled_row(w, x, row, to);
             return;
         }
-    const Blocks blocks(t.rows);
+    const Blocks blocks(w, t.rows);
     for (int64_t i = 0; i < blocks.count * pieces(w) && !ready(w, t.dtype, t.rows); i++)
         prepare(w, x, blocks, i / pieces(w), i % pieces(w), to);
 }
@@ -618,7 +476,7 @@ void multiply_panels(const Task& t, int64_t first, int64_t last, const char* nex
                 times_tiled_blocks(w, panel, input, tiles, 0, (tiles.count + 1) / 2, to);
             return release_tiles();
         }
-    const Blocks blocks(t.rows);
+    const Blocks blocks(w, t.rows);
     if (ready(w, t.dtype, t.rows)) input.words = (uint32_t*)x;
     for (int64_t panel = first; panel < last; panel++) {
         const char* after = panel + 1 < last ? panel_data(w, panel + 1) : next;

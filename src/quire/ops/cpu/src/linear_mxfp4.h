@@ -13,8 +13,6 @@ namespace quire {
 constexpr int MXFP4_GROUP = 32;  // inputs that share a scale
 constexpr uint32_t MXFP4_LARGEST = 252;  // exponent of such a scale; it is at least 2, or all that it scales is 0
 
-INLINE u32x16 splat_bits(const void* p) { return splat(load_as<uint32_t>(p)); }
-
 // Scales of 16 outputs, in the low bits.
 INLINE u32x16 mxfp4_scales(const uint8_t* scales) {
     using u8x16 = uint8_t __attribute__((vector_size(16)));
@@ -60,7 +58,7 @@ INLINE void times_mxfp4(const Weight& w, int64_t panel, const char* data, const 
                 const f32x16 v0 = mxfp4_numbers(c0 >> shift) * s0, v1 = mxfp4_numbers(c1 >> shift) * s1;
 #pragma GCC unroll 16
                 for (int r = 0; r < ROWS; r++) {
-                    const f32x16 value = bits_of<f32x16>(splat_bits(x + r));
+                    const f32x16 value = bits_of<f32x16>(splat_word(x + r));
                     sums[r][0] = fma(v0, value, sums[r][0]);
                     sums[r][1] = fma(v1, value, sums[r][1]);
                 }
@@ -100,7 +98,7 @@ INLINE void times_mxfp4_pairs(const Weight& w, int64_t panel, const char* data, 
                 const u32x16 w1 = mxfp4_pairs(_mm512_srli_epi16(c1, 4 * step), less[1]);
 #pragma GCC unroll 16
                 for (int r = 0; r < ROWS; r++) {
-                    const u32x16 pair = splat_bits(x + r);
+                    const u32x16 pair = splat_word(x + r);
                     sums[r][0] = dot2(sums[r][0], w0, pair);
                     sums[r][1] = dot2(sums[r][1], w1, pair);
                 }

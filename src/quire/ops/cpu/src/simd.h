@@ -30,6 +30,7 @@ using i32x16 = int32_t __attribute__((vector_size(64)));
 using u32x16 = uint32_t __attribute__((vector_size(64)));
 using u16x16 = uint16_t __attribute__((vector_size(32)));
 using u8x64 = uint8_t __attribute__((vector_size(64)));
+using u32x4 = uint32_t __attribute__((vector_size(16)));
 using i8x64 = int8_t __attribute__((vector_size(64)));
 constexpr int LANES = 16;
 
@@ -353,6 +354,66 @@ INLINE f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) {
 #else
     acc = fma(bits_of<f32x16>(a << 16), bits_of<f32x16>(b << 16), acc);
     return fma(bits_of<f32x16>(a & 0xffff0000u), bits_of<f32x16>(b & 0xffff0000u), acc);
+#endif
+}
+
+// acc[i] += the dot product of four unsigned bytes of a and four signed ones of b, exactly.
+INLINE i32x16 dot4(i32x16 acc, u32x16 a, u32x16 b) {
+#if defined(__AVX512VNNI__)
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)  // bytes 0 and 2, then 1 and 3, as 16-bit numbers: sums of two fit 32 bits
+    const __m512i x = (__m512i)a, y = (__m512i)b, x0 = _mm512_and_si512(x, _mm512_set1_epi16(0x00ff));
+    const __m512i y0 = _mm512_srai_epi16(_mm512_slli_epi16(y, 8), 8), y1 = _mm512_srai_epi16(y, 8);
+    return acc + (i32x16)_mm512_madd_epi16(x0, y0) + (i32x16)_mm512_madd_epi16(_mm512_srli_epi16(x, 8), y1);
+#elif defined(__AVX2__)
+    struct halves {
+        __m256i part[2];
+    };
+    auto s = bits_of<halves>(acc), x = bits_of<halves>(a), y = bits_of<halves>(b);
+    const __m256i even = _mm256_set1_epi16(0x00ff);
+    for (int i = 0; i < 2; i++) {  // as above
+        __m256i x0 = _mm256_and_si256(x.part[i], even), x1 = _mm256_srli_epi16(x.part[i], 8);
+        __m256i y0 = _mm256_srai_epi16(_mm256_slli_epi16(y.part[i], 8), 8), y1 = _mm256_srai_epi16(y.part[i], 8);
+        __m256i dot = _mm256_add_epi32(_mm256_madd_epi16(x0, y0), _mm256_madd_epi16(x1, y1));
+        s.part[i] = _mm256_add_epi32(s.part[i], dot);
+    }
+    return bits_of<i32x16>(s);
+#else
+    for (int byte = 0; byte < 4; byte++) {
+        i32x16 x = bits_of<i32x16>((a >> (8 * byte)) & 0xffu), y = bits_of<i32x16>(b << (24 - 8 * byte)) >> 24;
+        acc += x * y;
+    }
+    return acc;
+#endif
+}
+
+// The bytes of four vectors of whole numbers that fit one: [four lanes][vector], four bytes each.
+INLINE u32x16 quads_of(i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
+#if defined(__AVX512BW__)
+    const __m512i ab = _mm512_packs_epi32((__m512i)a, (__m512i)b), cd = _mm512_packs_epi32((__m512i)c, (__m512i)d);
+    return (u32x16)_mm512_packs_epi16(ab, cd);
+#elif defined(__x86_64__)
+    auto w = bits_of<Parts<int32_t>>(a), x = bits_of<Parts<int32_t>>(b);
+    auto y = bits_of<Parts<int32_t>>(c), z = bits_of<Parts<int32_t>>(d);
+    for (int i = 0; i < 64 / WIDTH; i++) {
+#if defined(__AVX2__)
+        const __m256i first = _mm256_packs_epi32((__m256i)w.part[i], (__m256i)x.part[i]);
+        const __m256i second = _mm256_packs_epi32((__m256i)y.part[i], (__m256i)z.part[i]);
+        w.part[i] = (Parts<int32_t>::Part)_mm256_packs_epi16(first, second);
+#else
+        const __m128i first = _mm_packs_epi32((__m128i)w.part[i], (__m128i)x.part[i]);
+        const __m128i second = _mm_packs_epi32((__m128i)y.part[i], (__m128i)z.part[i]);
+        w.part[i] = (Parts<int32_t>::Part)_mm_packs_epi16(first, second);
+#endif
+    }
+    return bits_of<u32x16>(w);
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(16)));
+    const i32x16 lanes = (a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24;  // four lanes: a square of bytes
+    auto w = bits_of<Parts<uint8_t>>(lanes);
+    const Bytes turned = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    for (auto& part : w.part) part = __builtin_shuffle(part, turned);
+    return bits_of<u32x16>(w);
 #endif
 }
 

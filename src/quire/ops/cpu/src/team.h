@@ -6,7 +6,10 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+
+#include "waiting.h"
 
 namespace quire {
 
@@ -42,5 +45,32 @@ void parallel_each(int64_t items, Runs runs, const Body& body) {
         for (int64_t item = first; item < last; item++) body(item);
     });
 }
+
+// Work that comes before a loop's items: who takes an item finishes it first, together with the others who did. So no loop
+// of its own has to end, and nobody waits for a thread that has not begun a part of it.
+class Before {
+  public:
+    // `at_once`: pieces that a thread takes at a time, at least one.
+    Before(int64_t pieces, int64_t at_once)
+        : pieces_(pieces), at_once_(std::max<int64_t>(at_once, 1)), undone_(pieces) {}
+
+    // body(piece) for each of 0 .. pieces - 1; returns when all are done.
+    template <class Body>
+    void finish(const Body& body) {
+        if (is_done()) return;
+        for (int64_t first; (first = taken_.fetch_add(at_once_, std::memory_order_relaxed)) < pieces_;) {
+            const int64_t last = std::min(pieces_, first + at_once_);
+            for (int64_t piece = first; piece < last; piece++) body(piece);
+            undone_.fetch_sub(last - first, std::memory_order_acq_rel);
+        }
+        wait_until([this] { return is_done(); });
+    }
+
+  private:
+    const int64_t pieces_, at_once_;
+    std::atomic<int64_t> taken_{0}, undone_;
+
+    bool is_done() const { return undone_.load(std::memory_order_acquire) == 0; }
+};
 
 }  // namespace quire

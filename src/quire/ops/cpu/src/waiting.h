@@ -1,6 +1,7 @@
 // What those need who wait for another thread, or process, by looking again and again.
 #pragma once
 
+#include <sched.h>
 #include <time.h>
 
 #include <cstdint>
@@ -23,6 +24,16 @@ inline void pause() {
 #elif defined(__aarch64__)
     asm volatile("isb");  // about as long as x86's pause; yield takes no time at all
 #endif
+}
+
+// Looks until `done()`; from the second round on, another thread may run between two of them.
+template <class Done>
+void wait_until(const Done& done) {
+    for (int64_t looks = 1; !done(); looks++)
+        if (looks % LOOKS)
+            pause();
+        else
+            sched_yield();
 }
 
 }  // namespace quire

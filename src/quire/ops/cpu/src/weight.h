@@ -18,7 +18,7 @@ struct Weight {
 
 constexpr int PANEL = 32;
 constexpr int64_t BLOCK = 256;  // inputs of a row that are quantized with one scale (int8, int4)
-constexpr int AHEAD = 4096;  // bytes that are asked for before they are needed
+constexpr int AHEAD = 8192;  // bytes that are asked for before they are needed
 
 inline int64_t panels(const Weight& w) { return (w.out + PANEL - 1) / PANEL; }
 
@@ -46,6 +46,8 @@ INLINE V load_as(const void* p) {
     std::memcpy(&v, p, sizeof v);
     return v;
 }
+
+INLINE u32x16 splat_word(const void* p) { return splat(load_as<uint32_t>(p)); }
 
 // Asks for the two lines that 32 outputs of a panel take.
 INLINE void fetch(const char* p) {
