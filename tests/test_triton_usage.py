@@ -32,9 +32,9 @@ SLACK = 64
 Usage = dict[str, Any]
 
 
-def compiled(module: str, arch: int) -> list[Usage]:
+def compiled(module: str, arch: int, seconds: float = 280.0) -> list[Usage]:
     """What each kernel of the module's launches takes."""
-    return [{name: use[name] for name in KEPT} for use in compile_all(f"tests.test_triton_{module}", arch)]
+    return [{name: use[name] for name in KEPT} for use in compile_all(f"tests.test_triton_{module}", arch, seconds)]
 
 
 def table() -> dict[tuple[str, str, int], list[Usage]]:
@@ -69,10 +69,17 @@ def test_the_table_has_every_module_for_every_gpu_and_two_versions_of_triton() -
     }
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_the_versions_of_triton_have_the_same_kernels_in_the_table(module: str) -> None:
+    """Otherwise one of them was not compiled again when a launch came or went."""
+    names = {key: [use["kernel"] for use in uses] for key, uses in table().items() if key[1] == module}
+    assert len({tuple(each) for each in names.values()}) == 1, {key: len(each) for key, each in names.items()}
+
+
 def main(*modules: str) -> None:
     for module in modules or MODULES:
         for arch in ARCHITECTURES:
-            found = compiled(module, arch)
+            found = compiled(module, arch, 3600.0)
             before = table() if TABLE.exists() else {}
             kept = {key: rows for key, rows in before.items() if key[1] in MODULES}
             _write(kept | {(triton.__version__, module, arch): found})

@@ -44,15 +44,19 @@ class NoDevice:
         return 0
 
 
-def compile_all(module: str, arch: int) -> list[dict[str, Any]]:
-    """What each compiled kernel uses; runs in a process of its own. Raises AssertionError with what it printed."""
+def compile_all(module: str, arch: int, seconds: float = 280.0) -> list[dict[str, Any]]:
+    """What each compiled kernel uses; runs in a process of its own, so many seconds at most.
+
+    Raises:
+        AssertionError: it fails; with what it printed.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.triton_compile", module, str(arch)],
         capture_output=True,
         text=True,
         env=environment,
-        timeout=280,
+        timeout=seconds,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
