@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import sys
 import threading
@@ -448,13 +449,13 @@ def test_a_prefill_engine_whose_tier_is_full_says_so_and_the_rest_is_computed_he
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "block size": ({"block_size": 32}, "block_size is 16 where prompts are computed, and 32 where"),
     "kernels": ({"cpu_kernels": "torch"}, "kernels is"),
-    "instruction set": ({"cpu_kernels": "avx2"}, "kernels is"),
+    "instruction set": ({"cpu_kernels": "sse2"}, "(give both the same --cpu-kernels)"),
     "precision": ({"dtype": "float32"}, "precision is"),
-    "model": ({"model": "deepseek_v3"}, "checkpoint is"),
+    "model": ({"model": "deepseek_v3"}, "(give both the same model)"),
     "cache": ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is auto where prompts are computed, and int8 where"),
     "drafter": (
         {"speculative_config": {"method": "eagle", "model": "demo-eagle", "num_speculative_tokens": 3}},
-        "KV is",
+        "(give both the same --speculative-config)",
     ),
     "key": ({"cluster_key_file": "another"}, "it does not accept this cluster key"),
 }
@@ -465,6 +466,8 @@ def test_engines_that_do_not_fit_are_told_why_and_serve_alone(
     what: str, options: dict[str, Any], prefill: Prefill, tmp_path: Path, latent: Path
 ) -> None:
     more, why = WRONG[what]
+    if what == "instruction set" and platform.machine() != "x86_64":
+        pytest.skip("another kind of machine")
     if "model" in more:
         more = {"model": str(latent)}
     if "cluster_key_file" in more:

@@ -128,12 +128,24 @@ def curve(cluster_key: bytes) -> Curve:
     return Curve(cluster_key, "quire 2026 KV blocks between engines")
 
 
+LAYOUT = "layout of the KV"
+"""What else differs explains why this does."""
+
+ADVICE = {
+    "checkpoint": "give both the same model",
+    "precision": "give both the same --dtype and --quantization",
+    "kv_cache_dtype": "give both the same --kv-cache-dtype",
+    "kernels": "give both the same --cpu-kernels",
+    "block_size": "give both the same --block-size",
+    "drafting model": "give both the same --speculative-config",
+}
+
+
 def difference(exporter: dict[str, str], importer: dict[str, str]) -> str | None:
-    """Why one engine cannot use the other's blocks, as part of a sentence; None if it can."""
-    for name in {**exporter, **importer}:
-        if exporter.get(name) != importer.get(name):
-            return (
-                f"{name} is {exporter.get(name, 'unknown')} where prompts are computed, and "
-                f"{importer.get(name, 'unknown')} where they are decoded"
-            )
+    """Why one engine cannot use the other's blocks, and what to do, as part of a sentence; None if it can."""
+    names = [name for name in {**exporter, **importer} if exporter.get(name) != importer.get(name)]
+    for name in sorted(names, key=lambda name: name == LAYOUT):
+        there, here = exporter.get(name, "unknown"), importer.get(name, "unknown")
+        advice = f" ({ADVICE[name]})" if name in ADVICE else ""
+        return f"{name} is {there} where prompts are computed, and {here} where they are decoded{advice}"
     return None
