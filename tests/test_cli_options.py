@@ -418,6 +418,8 @@ def test_help_and_version_need_no_torch() -> None:
     ("arguments", "code", "message"),
     [
         (["generte"], 2, "unknown command 'generte'; did you mean 'generate'?"),
+        (["trace", "a", "--max-tokens", "x"], 2, "argument --max-tokens: 'x' is not a whole number"),
+        (["down", "f.yaml", "--timeout", "x"], 2, "argument --timeout: 'x' is not a number"),
         (["generate", "demo", "x", "--temperature", "-1"], 2, "temperature is -1.0; it must be"),
         (["generate", "demo", "x", "--min-chunk", "5000"], 2, "max_num_batched_tokens=2048 is below"),
         (["generate", "/no/such/folder", "x"], 1, "/no/such/folder"),

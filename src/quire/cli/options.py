@@ -75,6 +75,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of printing and exiting."""
+        message = re.sub(r"invalid int value: (.*)", r"\1 is not a whole number", message)
+        message = re.sub(r"invalid float value: (.*)", r"\1 is not a number", message)
         raise ConfigError(f"{message}; see '{self.prog} --help'")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
