@@ -20,7 +20,7 @@ from quire.layers import latent
 from quire.models.layer_groups import layer_groups
 from quire.models.model import Model
 from quire.models.registry import load_model
-from quire.ops import Kernels, KVShape, choose_kernels, kv_cache, sparse
+from quire.ops import Kernels, KVShape, choose_kernels, kv_cache, memory, sparse
 from quire.ops.cpu import sparse as sparse_in_cpp
 from quire.ops.memory import give_back
 from quire.runner import kv_pools, memory_plan, start
@@ -340,7 +340,8 @@ class Largest:
 def test_the_largest_steps_take_no_more_than_is_planned_for_activations(
     architecture: str, deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_cache, "huge", lambda size: torch.empty(size, dtype=torch.uint8))  # seen by the profiler
+    for module in (kv_cache, memory):
+        monkeypatch.setattr(module, "huge", lambda size: torch.empty(size, dtype=torch.uint8))  # seen by the profiler
     monkeypatch.setattr(latent, "RESTORED_BYTES", 2**20)
     monkeypatch.setattr(memory_plan, "RESTORED_BYTES", 2**20)
     for module in (sparse, sparse_in_cpp):
