@@ -62,7 +62,7 @@ struct Scratch {
         take(tile.values, tile.dims / LANES * Packed<L>::COLUMNS);
         take(tile.key_scales, KEY_TILE);
         take(tile.value_scales, KEY_TILE);
-        take(tile.zeros, kv.row_bytes());
+        take(tile.apart, LANES * kv.row_bytes());
         take(q, states * tile.depth);
         take(scores, m * KEY_TILE);
         take(weights, m * KEY_TILE / L::NUMBERS);
@@ -199,29 +199,29 @@ struct Item {
     // The same for at most R rows.
     template <int R>
     void attend_few(const TileSource& source, int64_t state, Ahead& ahead) {
-        const int64_t tile = source.start / KEY_TILE;
+        const int64_t tile = source.start / KEY_TILE, stride = step.kv.row_bytes();
         const Groups seen = groups(tile, 0, rows());
+        const int64_t count = seen.end - seen.first, position = source.start + seen.first * LANES;
         const Packed<L>& p = scratch.tile;
-        const char *at[KEY_TILE], *next_keys[GROUPS], *next_values[GROUPS];
-        for (int64_t g = seen.first; g < seen.end; g++) next_keys[g] = ahead.next();
-        for (int64_t g = seen.first; g < seen.end; g++) next_values[g] = ahead.next();
-        for (int64_t g = seen.first; g < seen.end; g++) {
-            const int64_t position = source.start + g * LANES;
-            source.rows(position, KEYS, p.zeros, at + g * LANES);
-            if constexpr (is_code<S>) {
-                source.scales(position, KEYS, p.key_scales + g * LANES);
-                source.scales(position, VALUES, p.value_scales + g * LANES);
-            }
+        const char *at[GROUPS], *next_keys[GROUPS], *next_values[GROUPS];
+        auto find = [&](int64_t which) {  // what lies apart goes where keys are packed otherwise
+            for (int64_t g = 0; g < count; g++)
+                at[g] = source.group(position + g * LANES, which, (char*)(p.keys + g * p.panel));
+        };
+        for (int64_t g = 0; g < count; g++) next_keys[g] = ahead.next();
+        for (int64_t g = 0; g < count; g++) next_values[g] = ahead.next();
+        find(KEYS);
+        for (int64_t g = seen.first; is_code<S> && g < seen.end; g++) {
+            source.scales(source.start + g * LANES, KEYS, p.key_scales + g * LANES);
+            source.scales(source.start + g * LANES, VALUES, p.value_scales + g * LANES);
         }
-        score_keys<L, S, R>(at, seen, step.kv.head_dim, scratch.q + state * p.depth, p.depth, rows(), scratch.scores,
-                            next_keys);
+        score_keys<L, S, R>({at, next_keys, stride}, count, step.kv.head_dim, scratch.q + state * p.depth, p.depth, rows(),
+                            scratch.scores + seen.first * LANES);
         for (int64_t r = 0; r < rows(); r++) softmax(tile, r, state + r, seen);
-        for (int64_t g = seen.first; g < seen.end; g++)
-            source.rows(source.start + g * LANES, VALUES, p.zeros, at + g * LANES);
+        find(VALUES);
         constexpr int64_t LENGTH = KEY_TILE / L::NUMBERS, STEP = LANES / L::NUMBERS;
-        add_values<L, S, R>(at + seen.first * LANES, (seen.end - seen.first) * LANES, step.kv.head_dim,
-                            scratch.weights + seen.first * STEP, LENGTH, scratch.shrink, rows(),
-                            scratch.out + state * p.dims, p.dims, next_values + seen.first);
+        add_values<L, S, R>({at, next_values, stride}, count, step.kv.head_dim, scratch.weights + seen.first * STEP, LENGTH,
+                            scratch.shrink, rows(), scratch.out + state * p.dims, p.dims);
     }
 
     // The scores of `VECTORS` groups of keys from `first` on.
@@ -291,7 +291,6 @@ void attend(const AttentionStep& step, int64_t layer, const T* q, int64_t q_stri
     parallel(step.items, {1, even ? Ahead::MOST : 1}, step.threads, [&](int64_t first, int64_t last, int thread) {
         Scratch<L> scratch;
         scratch.lay_out(step.scratch + thread * step.scratch_bytes, step.most_rows, step.kv);
-        std::memset(scratch.tile.zeros, 0, step.kv.row_bytes());
         auto item = [&](int64_t i) {
             const int64_t* of = step.item + i * 7;
             return Item<T, L, S>{step, scratch, of[0], of[1], of[2], of[3], of[4], of[5], of[6], layer, sinks};

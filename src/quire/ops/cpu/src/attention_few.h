@@ -13,46 +13,61 @@ constexpr int64_t FEW_ROWS = 8;
 template <class L>
 constexpr bool FEW_APART = WIDTH == 64 && !IN_TILES<L>;
 
-// Scores of R rows, of which n are there, and G groups of 16 keys, whose rows of the cache are given: a lane is a key.
-// Meanwhile it asks for as many rows that are needed later: see `Ahead`.
-template <class L, class S, int R, int G>
-void score_groups(const char* const* keys, int64_t size, const typename L::lane* q, int64_t depth, int64_t n,
-                  float* scores, const char* const* next) {
-    constexpr int64_t WIDE = LANES * L::NUMBERS;
+// Groups of 16 rows of the cache: where each begins, and how far apart its rows are. Meanwhile those at `next`, which are
+// needed later, are asked for: see `Ahead`.
+struct RowGroups {
+    const char* const* at;
+    const char* const* next;
+    int64_t stride;
+};
+
+// Scores of R rows, of which n are there, and G groups of keys: a lane is a key. WHOLE: `size` is so many squares.
+template <class L, class S, int R, int G, bool WHOLE>
+void score_groups(const RowGroups& keys, int64_t size, const typename L::lane* q, int64_t depth, int64_t n,
+                  float* scores) {
+    constexpr int SQUARE = L::template SQUARE<S>, EACH = L::template EACH<S>;
+    constexpr int LINES = SQUARE * sizeof(S) * LANES / 64 / LANES;  // of a square, for each of its vectors
     const typename L::lane* row[R];
     for (int r = 0; r < R; r++) row[r] = q + std::min<int64_t>(r, n - 1) * depth;
     f32x16 sum[G][R] = {};
-    auto chunk = [&](int64_t i, auto numbers) __attribute__((always_inline)) {
-        const int lanes = (int(numbers) + L::NUMBERS - 1) / L::NUMBERS;
-        for (int g = 0; g < G; g++) {
-            for (int64_t line = 0; line < int64_t(LANES * int(numbers) * sizeof(S)); line += 64)
-                __builtin_prefetch(next[g] + i * LANES * sizeof(S) + line);
-            typename L::vector square[LANES];
-#pragma GCC unroll 16
-            for (int k = 0; k < LANES; k++)
-                square[k] = L::of_row((const S*)keys[g * LANES + k] + i, int(numbers));
-            transpose(square);
-#pragma GCC unroll 16
-            for (int d = 0; d < lanes; d++)
-                for (int r = 0; r < R; r++)
-                    sum[g][r] = L::dot(sum[g][r], typename L::part{} + row[r][i / L::NUMBERS + d],
-                                       bits_of<typename L::part>(square[d]));
+    for (int64_t i = 0; i < size; i += SQUARE) {
+        const int numbers = WHOLE ? SQUARE : int(std::min<int64_t>(size - i, SQUARE));
+        const int lanes = (numbers + L::NUMBERS - 1) / L::NUMBERS;
+        typename L::vector turned[G][LANES];
+#pragma GCC unroll 2
+        for (int g = 0; g < G; g++)
+            L::template of_square<S>(keys.at[g] + i * sizeof(S), keys.stride, numbers, turned[g]);
+#pragma GCC unroll 2
+        for (int d = 0; d < LANES && (WHOLE || d * EACH < lanes); d++) {
+            typename L::vector part[G][EACH];
+#pragma GCC unroll 2
+            for (int g = 0; g < G; g++) {
+                for (int line = 0; line < LINES; line++)
+                    __builtin_prefetch(keys.next[g] + i * LANES * sizeof(S) + (d * LINES + line) * 64);
+                L::template of_stored<S>(turned[g][d], part[g]);
+            }
+#pragma GCC unroll 2
+            for (int p = 0; p < EACH && (WHOLE || d * EACH + p < lanes); p++)
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    const typename L::part of_q = L::spread(row[r] + i / L::NUMBERS + d * EACH + p);
+#pragma GCC unroll 2
+                    for (int g = 0; g < G; g++)
+                        sum[g][r] = L::dot(sum[g][r], of_q, bits_of<typename L::part>(part[g][p]));
+                }
         }
-    };
-    int64_t i = 0;
-    for (; i + WIDE <= size; i += WIDE) chunk(i, std::integral_constant<int, WIDE>{});
-    if (i < size) chunk(i, int(size - i));
+    }
     for (int r = 0; r < R; r++)
-        if (r < n)
-            for (int g = 0; g < G; g++) store(scores + r * KEY_TILE + g * LANES, sum[g][r]);
+        for (int g = 0; g < G; g++)
+            if (const f32x16 score = sum[g][r]; r < n) store(scores + r * KEY_TILE + g * LANES, score);
 }
 
-// Adds the values of some keys, a multiple of 16, to R rows, of which n are there: to numbers `column` to `column` +
-// 16 * V - 1 of each, which it first multiplies by its factor.
-template <class L, class S, int R, int V>
-void add_columns(const char* const* values, int64_t keys, int64_t column, int64_t size, const typename L::lane* weights,
-                 int64_t weights_stride, const float* factor, int64_t n, float* out, int64_t dims,
-                 const char* const* next) {
+// Adds the values of some groups to R rows, of which n are there: to numbers `column` to `column` + 16 * V - 1 of each,
+// which it first multiplies by its factor. WHOLE: a row of values has all of these.
+template <class L, class S, int R, int V, bool WHOLE>
+void add_columns(const RowGroups& values, int64_t groups, int64_t column, int64_t size,
+                 const typename L::lane* weights, int64_t weights_stride, const float* factor, int64_t n, float* out,
+                 int64_t dims) {
     constexpr int N = L::NUMBERS;
     static_assert(V % N == 0);
     const typename L::lane* weight[R];
@@ -62,52 +77,56 @@ void add_columns(const char* const* values, int64_t keys, int64_t column, int64_
         weight[r] = weights + of * weights_stride;
         for (int v = 0; v < V; v++) sum[r][v] = load(out + of * dims + column + v * LANES) * factor[of];
     }
-    auto add = [&](auto whole) __attribute__((always_inline)) {
-        for (int64_t key = 0; key < keys; key += N) {
-            const char* at_next = next[key / LANES] + (key % LANES * size + N * column) * sizeof(S);
+    const int64_t stride = values.stride;
+    for (int64_t g = 0; g < groups; g++) {
+        const char *rows = values.at[g] + column * sizeof(S), *next = values.next[g] + N * column * sizeof(S);
+        for (int key = 0; key < LANES; key += N, rows += N * stride, next += N * stride) {
 #pragma GCC unroll 16
-            for (int64_t line = 0; line < int64_t(N * V * LANES * sizeof(S)); line += 64)
-                __builtin_prefetch(at_next + line);
+            for (int line = 0; line < int(N * V * LANES * sizeof(S)); line += 64) __builtin_prefetch(next + line);
+            typename L::part by[R];
+            for (int r = 0; r < R; r++) by[r] = L::spread(weight[r] + key / N);
+#pragma GCC unroll 8
             for (int v = 0; v < V; v += N) {
-                const int64_t at = column + v * LANES;
                 typename L::vector columns[N];
-                const int there = decltype(whole)::value ? LANES * N : int(std::min<int64_t>(size - at, LANES * N));
-                L::template of_columns<S>(values + key, at, there, columns);
+                const int64_t at = v * LANES;
+                const int there = WHOLE ? LANES * N : int(std::min<int64_t>(size - column - at, LANES * N));
+                L::template of_columns<S>(rows + at * sizeof(S), stride, there, columns);
                 for (int p = 0; p < N; p++)
                     for (int r = 0; r < R; r++)
-                        sum[r][v + p] = L::dot(sum[r][v + p], typename L::part{} + weight[r][key / N],
-                                               bits_of<typename L::part>(columns[p]));
+                        sum[r][v + p] = L::dot(sum[r][v + p], by[r], bits_of<typename L::part>(columns[p]));
             }
         }
-    };
-    column + V * LANES <= size ? add(std::true_type{}) : add(std::false_type{});
+        for (int r = 0; r < R; r++) weight[r] += LANES / N;
+    }
     for (int r = 0; r < R; r++)
-        if (r < n)
-            for (int v = 0; v < V; v++) store(out + r * dims + column + v * LANES, sum[r][v]);
+        for (int v = 0; v < V; v++)
+            if (const f32x16 total = sum[r][v]; r < n) store(out + r * dims + column + v * LANES, total);
 }
 
-// The same for all groups from `first` on, and for all numbers of a row.
+// The same for all groups, and for all numbers of a row.
 template <class L, class S, int R>
-void score_keys(const char* const* keys, Groups groups, int64_t size, const typename L::lane* q, int64_t depth,
-                int64_t n, float* scores, const char* const* next) {
+void score_keys(const RowGroups& keys, int64_t groups, int64_t size, const typename L::lane* q, int64_t depth, int64_t n,
+                float* scores) {
     constexpr int G = R < 8 ? 2 : 1;
-    int64_t g = groups.first;
-    for (; g + G <= groups.end; g += G)
-        score_groups<L, S, R, G>(keys + g * LANES, size, q, depth, n, scores + g * LANES, next + g);
-    for (; G > 1 && g < groups.end; g++)
-        score_groups<L, S, R, 1>(keys + g * LANES, size, q, depth, n, scores + g * LANES, next + g);
+    int64_t g = 0;
+    auto from = [&] { return RowGroups{keys.at + g, keys.next + g, keys.stride}; };
+    auto all = [&](auto whole) {
+        constexpr bool WHOLE = decltype(whole)::value;
+        for (; g + G <= groups; g += G) score_groups<L, S, R, G, WHOLE>(from(), size, q, depth, n, scores + g * LANES);
+        for (; G > 1 && g < groups; g++) score_groups<L, S, R, 1, WHOLE>(from(), size, q, depth, n, scores + g * LANES);
+    };
+    size % L::template SQUARE<S> ? all(std::false_type{}) : all(std::true_type{});
 }
 
 template <class L, class S, int R>
-void add_values(const char* const* values, int64_t keys, int64_t size, const typename L::lane* weights,
-                int64_t weights_stride, const float* factor, int64_t n, float* out, int64_t dims,
-                const char* const* next) {
+void add_values(const RowGroups& values, int64_t groups, int64_t size, const typename L::lane* weights,
+                int64_t weights_stride, const float* factor, int64_t n, float* out, int64_t dims) {
     constexpr int N = L::NUMBERS, V = R == 8 ? 2 : R == 4 ? 4 : 8;
     int64_t column = 0;
-    for (; column + V * LANES <= dims; column += V * LANES)
-        add_columns<L, S, R, V>(values, keys, column, size, weights, weights_stride, factor, n, out, dims, next);
-    for (; V > N && column < dims; column += N * LANES)
-        add_columns<L, S, R, N>(values, keys, column, size, weights, weights_stride, factor, n, out, dims, next);
+    for (; column + V * LANES <= size; column += V * LANES)
+        add_columns<L, S, R, V, true>(values, groups, column, size, weights, weights_stride, factor, n, out, dims);
+    for (; column < size; column += N * LANES)
+        add_columns<L, S, R, N, false>(values, groups, column, size, weights, weights_stride, factor, n, out, dims);
 }
 
 }  // namespace quire

@@ -56,10 +56,9 @@ void product(const Operands<typename L::lane>& o) {
     Sum sum[R][V * PARTS];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V * PARTS; v++) {
-            sum[r][v] = Sum{};
-            if (!MERGE) continue;
-            std::memcpy(&sum[r][v], o.c + r * o.c_stride + v * SIZE, sizeof(Sum));
-            sum[r][v] *= o.factor[r];
+            Sum so_far = {};  // by value: of an array that is copied to GCC keeps a second one in memory
+            if (MERGE) std::memcpy(&so_far, o.c + r * o.c_stride + v * SIZE, sizeof so_far), so_far *= o.factor[r];
+            sum[r][v] = so_far;
         }
     for (int64_t d = 0; d < o.depth; d++) {
         typename L::part b[V * PARTS];
@@ -71,7 +70,10 @@ void product(const Operands<typename L::lane>& o) {
         }
     }
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V * PARTS; v++) std::memcpy(o.c + r * o.c_stride + v * SIZE, &sum[r][v], sizeof(Sum));
+        for (int v = 0; v < V * PARTS; v++) {
+            const Sum total = sum[r][v];
+            std::memcpy(o.c + r * o.c_stride + v * SIZE, &total, sizeof total);
+        }
 }
 
 // The product for a number of rows and vectors known only now, at most R (in tiles: two of them) and V.

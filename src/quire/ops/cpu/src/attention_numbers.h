@@ -4,6 +4,8 @@
 // multiply such pairs, in vectors or in tiles. Which one it is follows from the data type and the instruction set alone.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 namespace quire {
@@ -60,119 +62,6 @@ INLINE f32x16 load(const fp8* p) {  // exact: exponent and mantissa in place, th
     return bits_of<f32x16>(bits_of<u32x16>(magnitude) | ((w & 0x80u) << 24));
 }
 
-struct FloatLanes {
-    using lane = float;
-    using vector = f32x16;
-    static constexpr int NUMBERS = 1;  // a lane
-
-    // The products work on vectors of the machine's width: GCC would keep wider ones in memory.
-    typedef float part __attribute__((vector_size(WIDTH)));
-    INLINE part dot(part sum, part a, part b) {
-#if defined(__AVX512F__)
-        return (part)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
-#elif defined(__FMA__)
-        return (part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
-#elif defined(__aarch64__)
-        return (part)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
-#else
-        return a * b + sum;
-#endif
-    }
-
-    // 16 lanes of a row, of which n numbers are there; the rest is 0.
-    template <class S>
-    INLINE vector of_row(const S* row, int n) {
-        return n >= LANES ? load(row) : load_some(row, n);
-    }
-    // 16 * NUMBERS columns, of which n are there, of NUMBERS rows: NUMBERS vectors in which a lane is a column.
-    template <class S>
-    INLINE void of_columns(const char* const* rows, int64_t column, int n, vector* to) {
-        to[0] = of_row((const S*)rows[0] + column, n);
-    }
-    INLINE void store_weights(lane* to, f32x16 weights) { store(to, weights); }
-    // The same columns of NUMBERS rows that hold lanes, from lane `at` on.
-    INLINE void side_by_side(const lane* const* rows, int64_t at, part* to) { std::memcpy(to, rows[0] + at, 64); }
-    // 16 lanes, each of a number out of every vector.
-    INLINE void store_side_by_side(lane* to, const f32x16* numbers) { store(to, numbers[0]); }
-};
-
-#if defined(__AVX512BF16__) || defined(QUIRE_EMULATE_AMX)
-#define QUIRE_PAIR_LANES
-struct PairLanes {
-    using lane = uint32_t;
-    using vector = u32x16;
-    using u16x32 = uint16_t __attribute__((vector_size(64)));
-    static constexpr int NUMBERS = 2;
-
-    using part = vector;
-    INLINE f32x16 dot(f32x16 sum, part a, part b) { return dot2(sum, a, b); }
-
-    // 32 numbers in bf16: codes are exact in it.
-    INLINE vector wide(const bf16* row) {
-        vector v;
-        std::memcpy(&v, row, sizeof v);
-        return v;
-    }
-    INLINE vector wide(const int8* row) { return join(load(row), load(row + LANES)); }
-    INLINE vector wide(const fp8* row) {
-#if defined(__AVX512BF16__)
-        const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)row));
-        const __m512i magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
-        // Exponent and mantissa in place, with bf16's bias; multiples of 2^-9, which have no exponent, from a table.
-        constexpr u16x32 small = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
-        const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(0x3c00));
-        const __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
-        const __m512i number = _mm512_mask_permutexvar_epi16(normal, is_small, magnitude, (__m512i)small);
-        const __m512i sign = _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), code), 8);
-        return (vector)_mm512_or_si512(number, sign);
-#else
-        return join(load(row), load(row + LANES));
-#endif
-    }
-    INLINE vector join(f32x16 low, f32x16 high) {
-#if defined(__AVX512BF16__)
-        return (vector)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-#else
-        const struct {
-            u16x16 low, high;
-        } halves = {to_bf16(low), to_bf16(high)};
-        return bits_of<vector>(halves);
-#endif
-    }
-    template <class S>
-    INLINE vector of_row(const S* row, int n) {
-        if (n >= 2 * LANES) return wide(row);
-        S part[2 * LANES] = {};
-        std::memcpy(part, row, n * sizeof(S));
-        return wide(part);
-    }
-    template <class S>
-    INLINE void of_columns(const char* const* rows, int64_t column, int n, vector* to) {
-        interleave(of_row((const S*)rows[0] + column, n), of_row((const S*)rows[1] + column, n), to);
-    }
-    INLINE void interleave(vector first, vector second, vector* to) {
-        const u16x32 even = (u16x32)first, odd = (u16x32)second;
-        constexpr u16x32 low = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-        to[0] = (vector)__builtin_shuffle(even, odd, low);
-        to[1] = (vector)__builtin_shuffle(even, odd, low + 16);
-    }
-    INLINE void store_weights(lane* to, f32x16 weights) {
-        const u16x16 narrow = to_bf16(weights);
-        std::memcpy(to, &narrow, sizeof narrow);
-    }
-    INLINE void side_by_side(const lane* const* rows, int64_t at, vector* to) {
-        interleave(wide((const bf16*)(rows[0] + at)), wide((const bf16*)(rows[1] + at)), to);
-    }
-    INLINE void store_side_by_side(lane* to, const f32x16* numbers) {
-        constexpr u16x32 in_turns = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-        const u16x32 pairs = __builtin_shuffle((u16x32)join(numbers[0], numbers[1]), in_turns);
-        std::memcpy(to, &pairs, sizeof pairs);
-    }
-};
-#endif
-
 // -- transposing ------------------------------------------------------------------------------------------------
 
 #if defined(__AVX512F__)
@@ -226,6 +115,238 @@ INLINE void transpose(V (&rows)[LANES]) {
         }
     std::memcpy(rows, out, sizeof out);
 }
+#endif
+
+// -- lanes ------------------------------------------------------------------------------------------------------
+
+struct FloatLanes {
+    using lane = float;
+    using vector = f32x16;
+    static constexpr int NUMBERS = 1;  // a lane
+
+    // The products work on vectors of the machine's width: GCC would keep wider ones in memory.
+    typedef float part __attribute__((vector_size(WIDTH)));
+    INLINE part dot(part sum, part a, part b) {
+#if defined(__AVX512F__)
+        return (part)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+        return (part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+        return (part)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
+        return a * b + sum;
+#endif
+    }
+
+    INLINE part spread(const lane* p) { return part{} + *p; }  // in all lanes
+
+    // 16 lanes of a row, of which n numbers are there; the rest is 0.
+    template <class S>
+    INLINE vector of_row(const S* row, int n) {
+        return n >= LANES ? load(row) : load_some(row, n);
+    }
+    // Of 16 rows, `stride` bytes apart, SQUARE numbers each, of which n are there: a lane is a row. A vector of what is
+    // stored becomes EACH vectors of lanes.
+    template <class S>
+    static constexpr int SQUARE = LANES;
+    template <class S>
+    static constexpr int EACH = 1;
+    template <class S>
+    INLINE void of_square(const char* rows, int64_t stride, int n, vector (&to)[LANES]) {
+        for (int i = 0; i < LANES; i++) to[i] = of_row((const S*)(rows + i * stride), n);
+        transpose(to);
+    }
+    template <class S>
+    INLINE void of_stored(vector stored, vector (&to)[1]) { to[0] = stored; }
+    // 16 * NUMBERS columns, of which n are there, of NUMBERS rows: NUMBERS vectors in which a lane is a column.
+    template <class S>
+    INLINE void of_columns(const char* rows, int64_t, int n, vector* to) {
+        to[0] = of_row((const S*)rows, n);
+    }
+    INLINE void store_weights(lane* to, f32x16 weights) { store(to, weights); }
+    // The same columns of NUMBERS rows that hold lanes, from lane `at` on.
+    INLINE void side_by_side(const lane* const* rows, int64_t at, part* to) { std::memcpy(to, rows[0] + at, 64); }
+    // 16 lanes, each of a number out of every vector.
+    INLINE void store_side_by_side(lane* to, const f32x16* numbers) { store(to, numbers[0]); }
+};
+
+#if defined(__AVX512BF16__) || defined(QUIRE_EMULATE_AMX)
+#define QUIRE_PAIR_LANES
+struct PairLanes {
+    using lane = uint32_t;
+    using vector = u32x16;
+    using u16x32 = uint16_t __attribute__((vector_size(64)));
+    static constexpr int NUMBERS = 2;
+
+    using part = vector;
+    INLINE f32x16 dot(f32x16 sum, part a, part b) { return dot2(sum, a, b); }
+    INLINE part spread(const lane* p) {
+#if defined(__AVX512F__)
+        return (part)_mm512_broadcastd_epi32(_mm_loadu_si32(p));  // of the other form GCC makes a load and a move
+#else
+        return part{} + *p;
+#endif
+    }
+
+    // 32 numbers in bf16: codes are exact in it.
+    INLINE vector wide(const bf16* row) {
+        vector v;
+        std::memcpy(&v, row, sizeof v);
+        return v;
+    }
+    INLINE vector wide(const int8* row) { return join(load(row), load(row + LANES)); }
+    INLINE vector wide(const fp8* row) {
+#if defined(__AVX512BF16__)
+        const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)row));
+        const __m512i magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
+        // Exponent and mantissa in place, with bf16's bias; multiples of 2^-9, which have no exponent, from a table.
+        constexpr u16x32 small = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+        const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(0x3c00));
+        const __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+        const __m512i number = _mm512_mask_permutexvar_epi16(normal, is_small, magnitude, (__m512i)small);
+        const __m512i sign = _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), code), 8);
+        return (vector)_mm512_or_si512(number, sign);
+#else
+        return join(load(row), load(row + LANES));
+#endif
+    }
+    INLINE vector join(f32x16 low, f32x16 high) {
+#if defined(__AVX512BF16__)
+        return (vector)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+        const struct {
+            u16x16 low, high;
+        } halves = {to_bf16(low), to_bf16(high)};
+        return bits_of<vector>(halves);
+#endif
+    }
+    template <class S>
+    INLINE vector of_row(const S* row, int n) {
+#if defined(__AVX512BF16__)
+        if (std::is_same<S, bf16>::value) return (vector)_mm512_maskz_loadu_epi16(first_of(n), row);
+#endif
+        if (n >= 2 * LANES) return wide(row);
+        S part[2 * LANES] = {};
+        std::memcpy(part, row, n * sizeof(S));
+        return wide(part);
+    }
+#if defined(__AVX512BF16__)
+    // Codes are turned, or put side by side, before they become numbers of twice the size.
+    template <class S>
+    static constexpr int EACH = sizeof(S) == 1 ? 2 : 1;
+    template <class S>
+    static constexpr int SQUARE = EACH<S> * LANES * NUMBERS;
+    template <class S>
+    INLINE void of_square(const char* rows, int64_t stride, int n, vector (&to)[LANES]) {
+        for (int i = 0; i < LANES; i++) {
+            const char* row = rows + i * stride;
+            to[i] = (vector)(sizeof(S) == 1 ? _mm512_maskz_loadu_epi8(~__mmask64{} >> (64 - n), row)
+                                            : _mm512_maskz_loadu_epi16(first_of(n), row));
+        }
+        transpose(to);
+    }
+    template <class S>
+    INLINE void of_stored(vector stored, vector (&to)[EACH<S>]) {
+        if constexpr (sizeof(S) == 1) {
+            to[0] = expanded<0, 1, 4, S>((__m512i)stored);
+            to[1] = expanded<2, 3, 4, S>((__m512i)stored);
+        } else {
+            to[0] = stored;
+        }
+    }
+    template <class S>
+    INLINE void of_columns(const char* rows, int64_t stride, int n, vector* to) {
+        if constexpr (sizeof(S) == 1) {
+            const __mmask32 there = first_of(n);
+            const __m256i first = _mm256_maskz_loadu_epi8(there, rows);
+            const __m256i second = _mm256_maskz_loadu_epi8(there, rows + stride);
+            const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+            // A part of 128 bits has four columns of the first half, four of the second half, for each of the two rows.
+            const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            const __m512i parts = _mm512_permutexvar_epi32(order, both);
+            to[0] = expanded<0, 8, 1, S>(parts);
+            to[1] = expanded<4, 12, 1, S>(parts);
+        } else {
+            interleave(of_row((const S*)rows, n), of_row((const S*)(rows + stride), n), to);
+        }
+    }
+    INLINE __mmask32 first_of(int n) { return n >= 2 * LANES ? ~__mmask32{} : (__mmask32{1} << n) - 1; }
+
+    // In each 128 bits of bytes four lanes: with the code at LOW + i * STEP below, the one at HIGH + i * STEP above.
+    template <int LOW, int HIGH, int STEP, class S>
+    INLINE vector expanded(__m512i codes) {
+        constexpr int NO = -1;  // a byte of zeros
+        auto bytes = [](auto of) __attribute__((always_inline)) {
+            return _mm512_broadcast_i32x4(_mm_setr_epi8(of(0, 0), of(0, 1), of(0, 2), of(0, 3), of(1, 0), of(1, 1),
+                                                        of(1, 2), of(1, 3), of(2, 0), of(2, 1), of(2, 2), of(2, 3),
+                                                        of(3, 0), of(3, 1), of(3, 2), of(3, 3)));
+        };
+        if constexpr (std::is_same<S, int8>::value) {
+            // 2^23 and the code above -128 in fp32, exactly; bf16 holds what is left of that.
+            const __m512i above = _mm512_xor_si512(codes, _mm512_set1_epi8(-128)), large = _mm512_set1_epi32(0x4b000000);
+            auto number = [&](auto where) __attribute__((always_inline)) {
+                const auto at = bytes([=](int lane, int) { return char(where + lane * STEP); });
+                const __m512i placed = _mm512_mask_shuffle_epi8(large, 0x1111111111111111, above, at);
+                return (__m512i)((__m512)placed - _mm512_set1_ps(0x1p23f + 128));
+            };
+            const __m512i low = number(std::integral_constant<int, LOW>{}), high = number(std::integral_constant<int, HIGH>{});
+            const auto upper = bytes([](int lane, int byte) { return char(4 * lane + 2 + byte % 2); });
+            return (vector)_mm512_mask_shuffle_epi8(high, 0x3333333333333333, low, upper);
+        } else {
+            auto placed = [&](auto odd) __attribute__((always_inline)) {
+                return _mm512_shuffle_epi8(codes, bytes([=](int lane, int byte) {
+                    return char(byte % 2 != odd ? NO : (byte < 2 ? LOW : HIGH) + lane * STEP);
+                }));
+            };
+            const __m512i above = placed(std::integral_constant<int, 1>{}), below = placed(std::integral_constant<int, 0>{});
+            // Exponent and mantissa in place, with bf16's bias; multiples of 2^-9, which have no exponent, from a table.
+            constexpr u16x32 small = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+            const __m512i magnitude = _mm512_and_si512(_mm512_srli_epi16(above, 4), _mm512_set1_epi16(0x7f0));
+            const __m512i normal = _mm512_add_epi16(magnitude, _mm512_set1_epi16(0x3c00));
+            const __mmask32 is_small = _mm512_testn_epi16_mask(below, _mm512_set1_epi16(0x78));
+            const __m512i number = _mm512_mask_permutexvar_epi16(normal, is_small, below, (__m512i)small);
+            constexpr int A_OR_B_AND_C = 0xf8;
+            return (vector)_mm512_ternarylogic_epi32(number, above, _mm512_set1_epi16(-0x8000), A_OR_B_AND_C);
+        }
+    }
+#else
+    template <class S>
+    static constexpr int SQUARE = 2 * LANES;
+    template <class S>
+    static constexpr int EACH = 1;
+    template <class S>
+    INLINE void of_stored(vector stored, vector (&to)[1]) { to[0] = stored; }
+    template <class S>
+    INLINE void of_square(const char* rows, int64_t stride, int n, vector (&to)[LANES]) {
+        for (int i = 0; i < LANES; i++) to[i] = of_row((const S*)(rows + i * stride), n);
+        transpose(to);
+    }
+    template <class S>
+    INLINE void of_columns(const char* rows, int64_t stride, int n, vector* to) {
+        interleave(of_row((const S*)rows, n), of_row((const S*)(rows + stride), n), to);
+    }
+#endif
+    INLINE void interleave(vector first, vector second, vector* to) {
+        const u16x32 even = (u16x32)first, odd = (u16x32)second;
+        constexpr u16x32 low = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+        to[0] = (vector)__builtin_shuffle(even, odd, low);
+        to[1] = (vector)__builtin_shuffle(even, odd, low + 16);
+    }
+    INLINE void store_weights(lane* to, f32x16 weights) {
+        const u16x16 narrow = to_bf16(weights);
+        std::memcpy(to, &narrow, sizeof narrow);
+    }
+    INLINE void side_by_side(const lane* const* rows, int64_t at, vector* to) {
+        interleave(wide((const bf16*)(rows[0] + at)), wide((const bf16*)(rows[1] + at)), to);
+    }
+    INLINE void store_side_by_side(lane* to, const f32x16* numbers) {
+        constexpr u16x32 in_turns = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+        const u16x32 pairs = __builtin_shuffle((u16x32)join(numbers[0], numbers[1]), in_turns);
+        std::memcpy(to, &pairs, sizeof pairs);
+    }
+};
 #endif
 
 // -- 2^x --------------------------------------------------------------------------------------------------------

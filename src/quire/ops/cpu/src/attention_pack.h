@@ -45,7 +45,7 @@ struct Packed {
     lane* values;   // for each 16 columns: [keys / NUMBERS, 16], and a line more
     static constexpr int64_t COLUMNS = (KEY_TILE / L::NUMBERS + 1) * LANES;  // lanes of 16 columns
     float *key_scales, *value_scales;  // of a quantized cache, [keys]
-    char* zeros;                       // a row of the cache: all zeros
+    char* apart;                       // 16 rows of the cache: see `TileSource::group`
 };
 
 // Where a tile's keys and values lie. Keys outside first .. end - 1 are taken as zeros: no one has written them, or
@@ -68,7 +68,23 @@ struct TileSource {
     // Where the path has a position.
     int64_t place(int64_t position) const { return position < base ? position : base + path[position - base]; }
 
-    // 16 rows of a plane from `position` on, which is a multiple of 16.
+    // 16 rows of a plane from `position` on, which is a multiple of 16: one behind the other, in the cache, or in `apart`
+    // where not all of them are there and in order.
+    const char* group(int64_t position, int64_t which, char* apart) const {
+        const int64_t size = kv.row_bytes();
+        if (whole(position)) return plane(position, which) + position % kv.block_size * size;
+        const char* of[LANES];
+        rows(position, which, nullptr, of);
+        for (int64_t i = 0; i < LANES; i++)
+            of[i] ? std::memcpy(apart + i * size, of[i], size) : std::memset(apart + i * size, 0, size);
+        return apart;
+    }
+
+    bool whole(int64_t position) const {
+        return position >= first && position + LANES <= end && position + LANES <= base;
+    }
+
+    // Such a group's rows one by one; `zeros` stands for those that are not there.
     void rows(int64_t position, int64_t which, const char* zeros, const char** rows) const {
         if (position + LANES > base) return rows_of_path(position, which, zeros, rows);
         const char* at = plane(position, which) + position % kv.block_size * kv.row_bytes();
@@ -84,9 +100,8 @@ struct TileSource {
 
     // The same 16 rows' scales.
     void scales(int64_t position, int64_t which, float* to) const {
-        if (position + LANES > base) return scales_of_path(position, which, to);
-        const float* at = kv.scales(plane(position, which)) + position % kv.block_size;
-        for (int64_t i = 0; i < LANES; i++) to[i] = there(position + i) ? at[i] : 0.0f;
+        if (!whole(position)) return scales_of_path(position, which, to);
+        std::memcpy(to, kv.scales(plane(position, which)) + position % kv.block_size, LANES * sizeof(float));
     }
 
     void scales_of_path(int64_t position, int64_t which, float* to) const {
@@ -177,25 +192,29 @@ INLINE void pack_query(const T* row, int64_t size, int64_t depth, typename L::la
 // below one another.
 template <class L, class S>
 void pack_keys(const TileSource& source, Ahead& ahead, int64_t first, int64_t end, const Packed<L>& to) {
-    const int64_t size = source.kv.head_dim;
-    constexpr int64_t WIDTH = LANES * L::NUMBERS;
+    constexpr int64_t SQUARE = L::template SQUARE<S>, EACH = L::template EACH<S>;
+    const int64_t size = source.kv.head_dim, stride = source.kv.row_bytes();
     for (int64_t group = first; group < end; group++) {
-        const char *rows[LANES], *next = ahead.next();
+        const char* next = ahead.next();
         const int64_t position = source.start + group * LANES;
-        source.rows(position, KEYS, to.zeros, rows);
+        const char* rows = source.group(position, KEYS, to.apart);
         if constexpr (is_code<S>) {
             source.scales(position, KEYS, to.key_scales + group * LANES);
             source.scales(position, VALUES, to.value_scales + group * LANES);
         }
-        for (int64_t i = 0; i < size; i += WIDTH) {
-            const int64_t bytes = LANES * source.kv.number_bytes();  // of a column of the square
-            for (int64_t line = i * bytes; line < std::min(size, i + WIDTH) * bytes; line += 64)
+        typename L::lane* at = to.keys + group * to.panel;
+        for (int64_t i = 0; i < size; i += SQUARE) {
+            const int64_t n = std::min(size - i, SQUARE);
+            for (int64_t line = i * LANES * sizeof(S); line < int64_t((i + n) * LANES * sizeof(S)); line += 64)
                 __builtin_prefetch(next + line);
             typename L::vector square[LANES];
-            const int n = int(std::min(size - i, WIDTH));
-            for (int key = 0; key < LANES; key++) square[key] = L::of_row((const S*)rows[key] + i, n);
-            transpose(square);
-            std::memcpy(to.keys + group * to.panel + i / L::NUMBERS * LANES, square, sizeof square);
+            L::template of_square<S>(rows + i * sizeof(S), stride, int(n), square);
+            const int64_t left = to.panel / LANES - 1 - i / L::NUMBERS;  // lanes, a multiple of 16
+            for (int64_t d = 0; d < std::min<int64_t>(LANES, left / EACH); d++) {
+                typename L::vector lanes[EACH];
+                L::template of_stored<S>(square[d], lanes);
+                std::memcpy(at + (i / L::NUMBERS + d * EACH) * LANES, lanes, sizeof lanes);
+            }
         }
     }
 }
@@ -203,19 +222,19 @@ void pack_keys(const TileSource& source, Ahead& ahead, int64_t first, int64_t en
 // Groups first .. end - 1 of 16 values each: head dimensions side by side, the values below one another.
 template <class L, class S>
 void pack_values(const TileSource& source, Ahead& ahead, int64_t first, int64_t end, const Packed<L>& to) {
-    const int64_t size = source.kv.head_dim;
-    constexpr int64_t WIDTH = LANES * L::NUMBERS;
+    constexpr int64_t COLUMNS = LANES * L::NUMBERS;
+    const int64_t size = source.kv.head_dim, stride = source.kv.row_bytes();
     for (int64_t group = first; group < end; group++) {
-        const char *rows[LANES], *next = ahead.next();
-        source.rows(source.start + group * LANES, VALUES, to.zeros, rows);
+        const char* next = ahead.next();
+        const char* rows = source.group(source.start + group * LANES, VALUES, to.apart);
         for (int64_t key = 0; key < LANES; key += L::NUMBERS) {
-            const int64_t bytes = source.kv.row_bytes();
-            for (int64_t line = key * bytes; line < (key + L::NUMBERS) * bytes; line += 64)
+            for (int64_t line = key * stride; line < (key + L::NUMBERS) * stride; line += 64)
                 __builtin_prefetch(next + line);
             typename L::lane* at = to.values + (group * LANES + key) / L::NUMBERS * LANES;
-            for (int64_t i = 0; i < size; i += WIDTH) {
+            for (int64_t i = 0; i < size; i += COLUMNS) {
                 typename L::vector columns[L::NUMBERS];
-                L::template of_columns<S>(rows + key, i, int(std::min(size - i, WIDTH)), columns);
+                L::template of_columns<S>(rows + key * stride + i * sizeof(S), stride, int(std::min(size - i, COLUMNS)),
+                                          columns);
                 for (int64_t p = 0; p < L::NUMBERS; p++)
                     std::memcpy(at + (i / LANES + p) * Packed<L>::COLUMNS, &columns[p], sizeof columns[p]);
             }
