@@ -20,8 +20,11 @@ PROTOTYPES: dict[str, Prototype] = {
 KV_FORMATS = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
 """How the C++ side names what the cache holds (`KvFormat` in kv_store.h)."""
 
-ROW_TILE = 128
-"""Most rows (tokens times the query heads that share a KV head) of an item of work. Does not change bits."""
+ROW_TILES = (384, 128)
+"""Most rows (tokens times the query heads that share a KV head) of an item of work. All of them share the packing of a
+key tile, so the first is taken where it leaves each thread `TILES_A_THREAD` items. Does not change bits."""
+
+TILES_A_THREAD = 8
 
 ITEMS_A_THREAD = 2
 """At least so many items a thread, as far as there are heads: then the last to end keeps the others waiting briefly."""
@@ -89,8 +92,8 @@ class Step:
     ) -> None:
         if heads % kv.kv_heads or dtype != kv.dtype:
             raise ValueError(f"{heads} heads in {dtype} do not fit a cache of {kv.kv_heads} KV heads and {kv.dtype}")
-        tile_rows = max(1, ROW_TILE * kv.kv_heads // heads)
         threads = lib.threads()
+        tile_rows = rows_of_tile(batch.row_starts, heads // kv.kv_heads, kv.kv_heads, threads)
         self.trees = host_trees(batch)
         ahead = 0 if causal else (window or max(batch.context_lens)) - 1
         spans = batch.row_starts, batch.context_lens
@@ -190,6 +193,16 @@ def prepare(
     """
     key = ("attend", heads, dtype, scale, window, id(kv), causal)
     return batch.once(key, lambda: Step(lib, heads, dtype, scale, window, kv, batch, causal))
+
+
+def rows_of_tile(row_starts: list[int], group: int, kv_heads: int, threads: int) -> int:
+    """Most tokens of an item, of which each has `group` rows."""
+    lengths = np.diff(row_starts)
+    for rows in ROW_TILES:
+        tokens = max(1, rows // group)
+        if int((-(-lengths // tokens)).sum()) * kv_heads >= TILES_A_THREAD * threads:
+            break
+    return min(tokens, int(lengths.max()))
 
 
 def plan_items(

@@ -37,7 +37,6 @@ void score_groups(const RowGroups& keys, int64_t size, const typename L::lane* q
 #pragma GCC unroll 2
         for (int g = 0; g < G; g++)
             L::template of_square<S>(keys.at[g] + i * sizeof(S), keys.stride, numbers, turned[g]);
-#pragma GCC unroll 2
         for (int d = 0; d < LANES && (WHOLE || d * EACH < lanes); d++) {
             typename L::vector part[G][EACH];
 #pragma GCC unroll 2
@@ -46,7 +45,6 @@ void score_groups(const RowGroups& keys, int64_t size, const typename L::lane* q
                     __builtin_prefetch(keys.next[g] + i * LANES * sizeof(S) + (d * LINES + line) * 64);
                 L::template of_stored<S>(turned[g][d], part[g]);
             }
-#pragma GCC unroll 2
             for (int p = 0; p < EACH && (WHOLE || d * EACH + p < lanes); p++)
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {

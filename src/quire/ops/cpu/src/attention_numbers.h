@@ -283,13 +283,15 @@ struct PairLanes {
         };
         if constexpr (std::is_same<S, int8>::value) {
             // 2^23 and the code above -128 in fp32, exactly; bf16 holds what is left of that.
-            const __m512i above = _mm512_xor_si512(codes, _mm512_set1_epi8(-128)), large = _mm512_set1_epi32(0x4b000000);
+            const __m512i above = _mm512_xor_si512(codes, _mm512_set1_epi8(-128));
+            const __m512i large = _mm512_set1_epi32(0x4b000000);
             auto number = [&](auto where) __attribute__((always_inline)) {
                 const auto at = bytes([=](int lane, int) { return char(where + lane * STEP); });
                 const __m512i placed = _mm512_mask_shuffle_epi8(large, 0x1111111111111111, above, at);
                 return (__m512i)((__m512)placed - _mm512_set1_ps(0x1p23f + 128));
             };
-            const __m512i low = number(std::integral_constant<int, LOW>{}), high = number(std::integral_constant<int, HIGH>{});
+            const __m512i low = number(std::integral_constant<int, LOW>{});
+            const __m512i high = number(std::integral_constant<int, HIGH>{});
             const auto upper = bytes([](int lane, int byte) { return char(4 * lane + 2 + byte % 2); });
             return (vector)_mm512_mask_shuffle_epi8(high, 0x3333333333333333, low, upper);
         } else {
@@ -298,7 +300,8 @@ struct PairLanes {
                     return char(byte % 2 != odd ? NO : (byte < 2 ? LOW : HIGH) + lane * STEP);
                 }));
             };
-            const __m512i above = placed(std::integral_constant<int, 1>{}), below = placed(std::integral_constant<int, 0>{});
+            const __m512i above = placed(std::integral_constant<int, 1>{});
+            const __m512i below = placed(std::integral_constant<int, 0>{});
             // Exponent and mantissa in place, with bf16's bias; multiples of 2^-9, which have no exponent, from a table.
             constexpr u16x32 small = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
             const __m512i magnitude = _mm512_and_si512(_mm512_srli_epi16(above, 4), _mm512_set1_epi16(0x7f0));
