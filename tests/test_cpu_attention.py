@@ -155,6 +155,19 @@ def test_bits_depend_on_the_request_alone(
         assert torch.equal(out, whole), f"blocks of {size}, chunks {lengths}"
 
 
+@pytest.mark.parametrize("stored", ["int8", "fp8"])
+def test_every_code_is_read_as_its_number(kernels: CpuKernels, stored: KVCacheDtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[127, 255]] = 0  # NaN in fp8
+    kv = poisoned_cache(2, (2, 1, 256), 16, torch.bfloat16, stored)
+    assert kv.scales is not None
+    kv.numbers.view(torch.uint8)[1, LAYER, 0, :, 0] = codes  # the only key, and its value
+    kv.scales[1, LAYER, 0, :, 0] = 1.0
+    q = torch.zeros(1, 2, 256, dtype=torch.bfloat16)
+    out = kernels.attend(q, kv, batch_of([(0, 1)], [torch.tensor([1])], 16), LAYER, 1.0, None).view(2, 256)
+    assert torch.equal(out, kv.numbers[1, LAYER, 0, 1, 0].to(torch.bfloat16).expand(2, 256))
+
+
 @pytest.mark.parametrize("stored", ["auto", "int8", "fp8"])
 def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(kernels: CpuKernels, stored: KVCacheDtype) -> None:
     shape = (2, 1, 16)
@@ -193,6 +206,14 @@ def test_items_cover_every_row_and_head_once() -> None:
             assert rows <= 64
             assert contexts[span] - position == starts[span + 1] - row
             assert end == position + rows
+
+
+def test_a_tile_has_many_rows_where_enough_items_are_left() -> None:
+    few, many = sorted(attention.ROW_TILES)
+    assert attention.rows_of_tile([0, 2048], 2, 8, 2) == many // 2
+    assert attention.rows_of_tile([0, 2048], 2, 8, 64) == few // 2
+    assert attention.rows_of_tile([0, 1, 31], 2, 8, 2) == 30, "no more than a span has"
+    assert attention.rows_of_tile([0, 4], 2 * many, 1, 1) == 1
 
 
 def test_what_does_not_fit_is_refused() -> None:
