@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -100,11 +101,21 @@ def test_an_engine_that_does_not_start_says_why() -> None:
         pass
 
 
-def test_models_with_windows_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    window = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 64, "num_hidden_layers": 2}
-    folder = save_checkpoint(tmp_path, "qwen2", **window)
-    assert main(["bench", "kv", str(folder)]) == 2
-    assert f"{folder} has layers with a sliding window" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 64, "num_hidden_layers": 2}),
+        ("qwen3_next", {}),
+    ],
+)
+def test_of_models_with_windows_or_states_what_a_prefix_needs_comes_from_everywhere(
+    architecture: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_checkpoint(tmp_path / "model", architecture, **config)
+    tiers = {"host_kv_memory": "64MiB", "disk_kv_path": str(tmp_path / "kv")}
+    with LLM(str(folder), threads=1, num_kv_blocks=64, max_model_len=512, **tiers) as llm:
+        row = PrefixTimer(llm).measure(160, ["pool", "host", "disk"], 2, lambda what: None)
+    assert all(row.seconds[source] for source in ("computed", "pool", "host", "disk")), row
 
 
 def test_a_token_that_is_not_the_computed_one_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from quire.config import EngineConfig
+from quire.core import holders, sources
 from quire.core.request import Request
 from quire.core.step import Move
 from quire.engine.engine import Engine
@@ -31,9 +32,13 @@ from quire.ops.recurrent import RecurrentCache
 from quire.ops.states import StateCache
 from quire.parallel.group import OneRank
 from quire.parallel.group import share as own_part
+from tests.http_tools import wait_until
 from tests.oracle import save_checkpoint
 from tests.test_kv_host import Outcome, emptied, hosted, is_mapped, params, prompts, run
+from tests.test_kv_pool import FaultyStore, Pool, PoolNode, store
 from tests.test_kv_prefill import Prefill, alone, decoder, failing, peer, prompt
+
+__all__ = ["store"]  # a fixture
 
 # -- layout --------------------------------------------------------------------------------------------------------
 
@@ -499,3 +504,28 @@ def test_a_read_that_fails_for_two_replicas_is_computed_by_both(
         assert run(engine, texts, most=8) == expected and not peer(engine)
     engine.close()
     prefill.close()
+
+
+@pytest.mark.slow
+def test_nodes_of_a_pool_may_be_replicas(
+    sharing_engines: dict[str, Any], store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holders, "LOOKUP_SECONDS", 30.0)
+    monkeypatch.setattr(sources, "LEAST_PATIENCE", 30.0)
+    texts = [prompt(100, first) for first in range(3)]
+    expected = alone(sharing_engines, texts)
+    pool = Pool({**sharing_engines, "kv_directory": "redis://nowhere"})
+    first, second = pool.node(**DP), pool.node(**DP)
+
+    def told(node: PoolNode) -> bool:
+        published = node.engine.scheduler.kvs[0].sources.published
+        return node.agent._held == published.blocks and not node.agent._changed
+
+    for node in (first, second):
+        for number in [node.begin(text, seed=seed) for seed, text in enumerate(texts)]:
+            assert node.rest(number) == expected[number]
+        wait_until(lambda: told(first))
+    assert all(kv.cache._by_hash for kv in first.engine.scheduler.kvs), "each replica has computed some"
+    assert second.loaded == 18 and not second.counts["bad"] and not first.loaded
+    for node in pool.nodes:
+        node.close()

@@ -20,9 +20,10 @@ from tests.test_kv_groups import windows
 from tests.test_kv_host import Outcome, emptied, hosted, make, params, prompts, run
 from tests.test_kv_pool import FaultyStore, Pool, store
 from tests.test_kv_prefill import Prefill, decoder, peer
+from tests.test_kv_store import Shared, shared
 from tests.test_models_eagle import eagle_tensors, write
 
-__all__ = ["store"]  # a fixture
+__all__ = ["shared", "store"]  # fixtures
 
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "some windows": ("qwen2", {"num_hidden_layers": 3, **windows()}, {}),
@@ -291,3 +292,24 @@ def test_where_a_node_lacks_a_part_that_it_published_the_request_begins_where_it
         store.blocks = held  # as if it had not been told
     assert second.ask(head) == expected
     assert second.counts["stale"] and not second.counts["bad"]
+
+
+def test_a_store_has_the_blocks_of_every_group(
+    pool: Pool, options: dict[str, Any], kind: str, shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holders, "LOOKUP_SECONDS", 30.0)
+    monkeypatch.setattr(sources, "LEAST_PATIENCE", 30.0)
+    head = prompts(2)[1]
+    texts = [head, [*head, 5, 6, 7]]
+    expected = cold_each(options, texts, 8)
+    pool.options["kv_directory"] = "mooncake://127.0.0.1:1"
+    first = pool.node()
+    assert first.ask(texts[0]) == expected[0]
+    published = first.engine.scheduler.kv.sources.published
+    assert published is not None
+    wait_until(lambda: shared.values.keys() >= published.blocks)
+    pool.close(first)
+    second = pool.node()
+    assert second.ask(texts[1]) == expected[1]
+    assert second.engine.stats.cached_tokens == 80 - again(options)
+    assert second.loaded == PARTS[kind] and not second.counts["bad"]

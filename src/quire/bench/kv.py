@@ -102,7 +102,7 @@ class PrefixTimer:
         """The longest prefix that fits: the pool must hold it twice, so that it is loaded in a few pieces, and pending
         writes to the disk may take at most half of the host tier."""
         usable = self._llm.memory_plan.num_usable
-        blocks = min((usable - 2) // 2, self._tier.num_slots // 2)
+        blocks = min((usable - 2) // 2, self._tier.room(0) // 2)
         return min(blocks * self._block_size, self._llm.max_model_len - 2)
 
     @property

@@ -169,7 +169,6 @@ def _open(stack: ExitStack, given: Given, sources: Sequence[str]) -> tuple[Prefi
     from quire.cli.terminal import loading
     from quire.runner.memory_plan import free_memory
 
-    _check_windows(given)
     options: dict[str, Any] = {"max_num_seqs": 2, "host_kv_memory": str(free_memory() // HOST_SHARE)} | given.engine
     transports = [each for each in ENGINES if each in sources]
     most = None
@@ -195,19 +194,6 @@ def _open(stack: ExitStack, given: Given, sources: Sequence[str]) -> tuple[Prefi
         raise ConfigError(next(note for note in llm.notes if note.startswith("disk_kv_path")))
     timer = PrefixTimer(llm, transports)
     return timer, min(timer.most_tokens, most or timer.most_tokens)
-
-
-def _check_windows(given: Given) -> None:
-    """Refuse a model whose KV cannot be moved to a tier, before it is loaded twice."""
-    from quire.models.checkpoint import Checkpoint, resolve
-    from quire.models.registry import read_config
-
-    checkpoint = Checkpoint(resolve(given.engine["model"], given.engine.get("revision")))
-    if any(read_config(checkpoint.config, checkpoint.generation).windows):
-        raise ConfigError(
-            f"{given.engine['model']} has layers with a sliding window, whose KV cannot be moved to a tier yet; choose "
-            "another model"
-        )
 
 
 def _measure(
