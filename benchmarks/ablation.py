@@ -91,7 +91,7 @@ def _learn_one(self: DraftState, accepted: int, proposed: int, tree_mode: bool) 
     trials, successes = (1, accepted) if tree_mode else (min(proposed, accepted + 1), accepted)
     self.first.learn(trials, successes, draft_length._FORGET)
     self.pool.first.learn(trials, successes, draft_length._POOL_FORGET)
-    self.rate()
+    self.pool.later = self.pool.first
 
 
 def _explore_only_where_drafts_pay(whole: Any) -> Callable[..., list[int]]:
@@ -109,11 +109,11 @@ WITHOUT: dict[str, Sequence[Patch]] = {
         (DraftLengths, "start", lambda self, state, greedy, n, w=DraftLengths.start: w(self, state, True, n))
     ],
     "what a request has shown itself": [
-        after(DraftState, "learn", lambda self, *_: (setattr(self, "first", Average(weight=0.0)), self.rate()))
+        after(DraftState, "learn", lambda self, *_: setattr(self, "first", Average(weight=0.0)))
     ],
-    "later drafts apart from first ones": [
-        (DraftState, "learn", _learn_one),
-        after(DraftState, "rate", lambda self: setattr(self, "chances", (self.chances[0],) * 2)),
+    "later drafts apart from first ones": [(DraftState, "learn", _learn_one)],
+    "how often there are drafts": [
+        after(DraftState, "learn", lambda self, *_: setattr(self.pool, "there", (Average(1.0), Average(1.0))))
     ],
     "forgetting": [constant("_FORGET", 1.0), constant("_POOL_FORGET", 1.0)],
     "unseen rows may be free": [
@@ -125,14 +125,11 @@ WITHOUT: dict[str, Sequence[Patch]] = {
     "the gap before a step": [before(DraftLengths, "observe_step", _setting("_ended", math.inf))],
     "exploring where drafts pay": [constant("_EXPLORE", 10**9)],
     "exploring where they do not": [(DraftLengths, "_explore", _explore_only_where_drafts_pay(DraftLengths._explore))],
-    "exploring that succeeds goes on": [after(DraftLengths, "accepted", _setting("_again", False))],
-    "who is followed to see is drafted at once": [after(DraftLengths, "start", _setting("_trial", False))],
-    "who had nothing proposed waits": [
-        after(DraftLengths, "accepted", lambda self, state, *_: setattr(state, "empty", False))
-    ],
+    "the benefit of the doubt": [constant("_hoped", lambda chances: (0, 0, 0))],
     "the account": [(DraftLengths, "account", lambda self, seconds, lost: None)],
-    "the account's most": [constant("_MOST_CREDIT", 1e9)],
-    "following that is cheap goes on": [(DraftLengths, "_cheap", False)],
+    "what has been gained": [constant("_MOST_CREDIT", 3.0)],
+    "gains below 6 % are none": [constant("_WORTH", 1.0)],
+    "following that is cheap goes on": [(DraftLengths, "_overdrawn", property(lambda self: self._credit < 0))],
     "drop_drafting": [(DraftLengths, "drop_drafting", lambda self, states: None)],
     "drafting_enabled, of new requests": [
         after(DraftLengths, "start", lambda self, state, *_: setattr(state, "drafting_enabled", True))

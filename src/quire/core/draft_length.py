@@ -1,13 +1,14 @@
 """How many tokens to draft for each decoding request: the number that gives the most tokens per second.
 
-A draft costs a row in the step that verifies it, and the time to propose it. Both are measured as steps go by, and so
-is how often a request's drafts are accepted. What has not been measured is assumed to be cheap, so that it is tried.
+A draft costs its row of the step that verifies it, and its own making. What both take is measured as steps go by; how
+often drafts are accepted, too. What has not been measured is taken to be cheap, so that it is tried and then known.
 Nothing here changes a token, only the time it takes.
 
-Two things cost time without a direct gain: following a request that gets no drafts, so that it can be drafted later;
-and exploring, now and then, a choice that is not the best known one. Both are paid from a budget, to which a share of
-all time is credited. When it is overdrawn, there is no exploration, requests without drafts are no longer followed, and
-new ones are followed only if drafts are expected to pay off.
+Acceptance comes in bursts, and one text is not like the next, so that what was seen last says too little of whether
+drafts pay. Therefore there is an account of what drafting has gained and lost, in seconds. As long as it is not
+overdrawn, drafts that do not seem to pay get the benefit of the doubt (`_hoped`), and now and then some are tried that
+cannot pay as far as is known. Where it is overdrawn, requests without drafts are let go, since to follow one, so that
+it can be drafted later, takes time, too; and new ones are followed only where drafts are expected to pay.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from quire.core.step import StepResult
 _FORGET = 0.95
 """Factor by which a verdict's weight decays with each newer one: about 20 verdicts count."""
 
-_POOL_FORGET = 0.98
-"""Like `_FORGET`, for the statistics over all requests of a kind: about 50 verdicts count."""
+_POOL_FORGET = 0.99
+"""As `_FORGET`, of what all requests of a kind have shown: some 100 verdicts count."""
 
 _PRIOR = 8.0
 """How many trials of other requests count besides a request's own (the weight of the prior)."""
@@ -38,8 +39,11 @@ _TREE = 2.0
 _LEVELS = 20
 """Acceptance rates are rounded to one of this many levels; requests of equal level are decided together."""
 
-_Chances = tuple[int, int]
-"""Acceptance rates of a first draft and of each later one, in units of 1 / `_LEVELS`."""
+_Chances = tuple[int, int, int]
+"""Of drafts to be there where they are wanted, of a first one to be accepted, and of each later one, in parts of
+`_LEVELS`."""
+
+_ALL = (_LEVELS, _LEVELS, _LEVELS)
 
 _RECENT = 8
 """How many recent times are kept per step size: contexts grow, and the machine's load varies."""
@@ -61,14 +65,17 @@ _EXPLORE = 32
 """Steps between explorations while drafts pay off."""
 
 _SHARE = 0.01
-"""Share of all time that following and exploring may cost."""
+"""Of all time, so much may be lost."""
 
-_MOST_CREDIT = 3.0
-"""Upper limit and initial value of the budget, in steps' time."""
+_WORTH = 1.06
+"""Drafts must make this many times the tokens a second of none to have gained anything. Less is within the error of
+what was measured, and requests that get ahead leave the last ones of a batch alone, in steps hardly shorter."""
 
-_MOST_DEBT = 16.0
-"""Lower limit of the budget, in steps' time, about that of a small model's tree. A larger loss was a hiccup, or due to
-a long prompt."""
+_FIRST_CREDIT = 6.0
+"""What the account begins with: the time of so many steps."""
+
+_MOST_CREDIT = 40.0
+"""The account's most."""
 
 
 @dataclass(slots=True)
@@ -83,8 +90,8 @@ class Average:
     value: float = _OPTIMISM
     weight: float = _PRIOR
 
-    def learn(self, trials: int, successes: int, forget: float) -> None:
-        """Learn the outcome of some trials."""
+    def learn(self, trials: int, successes: float, forget: float) -> None:
+        """Of so many trials, some succeeded."""
         if trials:
             kept = self.weight * forget**trials
             self.weight = kept + trials
@@ -96,12 +103,14 @@ class Pool:
     """Recent acceptance rates over all requests of a kind.
 
     Attributes:
-        first: of first drafts; for trees, accepted drafts per tree.
-        later: of later drafts, given that all before them were accepted.
+        first: how many first drafts are accepted; of trees: how many drafts of one.
+        later: how many others, of those before which all were accepted.
+        there: how often there are drafts where they are wanted: where there were none the last time, and where some.
     """
 
     first: Average = field(default_factory=Average)
     later: Average = field(default_factory=Average)
+    there: tuple[Average, Average] = field(default_factory=lambda: (Average(1.0), Average(1.0)))
 
 
 @dataclass(slots=True)
@@ -109,27 +118,29 @@ class DraftState:
     """Statistics about one request's drafts.
 
     Attributes:
-        first: acceptance rate of first drafts; for trees, accepted drafts per tree.
-        pool: the statistics over all requests of its kind.
-        chances: acceptance rates of the first draft and of each later one, in units of 1 / `_LEVELS`, estimated from
-            this request and others of its kind.
-        idle: steps since it was last given drafts.
-        empty: the proposer had none the last time.
-        drafting_enabled: whether it can be drafted; once dropped, it never can again.
+        first: how many first drafts were accepted; of trees: how many drafts of one.
+        pool: what is known of all requests of its kind.
+        chances: by what this request and others of its kind have shown.
+        there: whether there were any when they were wanted last.
+        idle: steps since it was given drafts.
+        drafting_enabled: whether it can be drafted; once that was dropped, it never can.
     """
 
     first: Average = field(default_factory=lambda: Average(weight=0.0))
     pool: Pool = field(default_factory=Pool)
-    chances: _Chances = (round(_LEVELS * _OPTIMISM), round(_LEVELS * _OPTIMISM))
+    chances: _Chances = (_LEVELS, round(_LEVELS * _OPTIMISM), round(_LEVELS * _OPTIMISM))
+    there: bool = True
     idle: int = 0
-    empty: bool = False
     drafting_enabled: bool = True
 
     def learn(self, accepted: int, proposed: int, tree_mode: bool) -> None:
-        """Learn how many of its drafts, or of its tree's, were accepted."""
-        success = accepted if tree_mode else min(1, accepted)
-        self.first.learn(1, success, _FORGET)
-        self.pool.first.learn(1, success, _POOL_FORGET)
+        """So many of its drafts, or of its tree, were accepted; it may have had none to be verified."""
+        self.pool.there[self.there].learn(1, proposed > 0, _POOL_FORGET)
+        self.there = proposed > 0
+        if proposed:
+            success = accepted if tree_mode else min(1, accepted)
+            self.first.learn(1, success, _FORGET)
+            self.pool.first.learn(1, success, _POOL_FORGET)
         if accepted and not tree_mode:
             self.pool.later.learn(min(accepted, proposed - 1), accepted - 1, _POOL_FORGET)
         self.rate()
@@ -137,9 +148,15 @@ class DraftState:
     def rate(self) -> None:
         """Update `chances` from the statistics."""
         own, pool = self.first, self.pool
-        weight = own.weight + _PRIOR
-        first, later = (own.weight * own.value + _PRIOR * pool.first.value) / weight, pool.later.value
-        self.chances = round(_LEVELS * first), round(_LEVELS * later)
+        first = (own.weight * own.value + _PRIOR * pool.first.value) / (own.weight + _PRIOR)
+        there, later = pool.there[self.there].value, pool.later.value
+        self.chances = round(_LEVELS * there), round(_LEVELS * first), round(_LEVELS * later)
+
+
+def _hoped(chances: _Chances) -> _Chances:
+    """Halfway to certain, on a scale of ratios: what was never accepted is not hoped for."""
+    there, first, later = chances
+    return there, round(math.sqrt(first * _LEVELS)), round(math.sqrt(later * _LEVELS))
 
 
 class _Times:
@@ -182,8 +199,8 @@ class _Times:
         """Whether steps of up to 1.5 times this size have been measured; larger ones say little about it."""
         return bool(self._sizes) and self._sizes[0] <= 2 * size
 
-    def at(self, size: int) -> float:
-        """Estimated seconds at this size; 0 if nothing is known."""
+    def at(self, size: float) -> float:
+        """Seconds at this size; 0 where nothing is known."""
         sizes, seconds = self._sizes, self._seconds
         i = bisect_left(sizes, size)
         if i < len(sizes):
@@ -230,13 +247,11 @@ class DraftLengths:
         self._verifying = _Times(once=most)  # by rows
         self._drafting = _Times(once=math.inf)  # by depth; 0 is following without drafting
         self._steps = self._explored = 0
-        self._again = False  # more was accepted than expected, or nothing proposed: an exploration continues
-        self._trial = False  # a request is followed as a trial, and has not been drafted yet
         self._ended = 0.0  # when the last step did
         self._chosen: dict[tuple[object, ...], list[int]] = {}  # since the last re-evaluation
         self._pools: dict[bool, Pool] = {}
-        self._step_seconds = 0.0
-        self._credit = math.inf  # the budget, in seconds
+        self._plain = 0.0  # seconds of the last step without drafts, as far as is known; 0: nothing is known
+        self._credit = 0.0  # seconds that may be lost
 
     # -- learning ------------------------------------------------------------------------------------------
 
@@ -275,24 +290,18 @@ class DraftLengths:
             self._verifying.refresh()
             self._drafting.refresh()
             self._chosen.clear()
-        plain = self._verifying.at(base)
-        self.account(seconds, self._verifying.at(rows) + self._drafting.at(depth) - plain * (1 + accepted / base))
+        worth = self._verifying.at(base) * (1 + accepted / base)  # of its tokens, at the rate without drafts
+        lost = self._verifying.at(rows) + self._drafting.at(depth) - (worth / _WORTH if drafts else worth)
+        self.account(seconds, lost)
 
     def account(self, seconds: float, lost: float) -> None:
-        """Update the budget: this much time has passed, and this much of it was lost by following and drafting
-        (negative if it was gained)."""
-        if not self._step_seconds:
-            return
-        most, least = _MOST_CREDIT * self._step_seconds, -_MOST_DEBT * self._step_seconds
-        self._credit = min(most, max(least, self._credit + _SHARE * seconds - lost))
+        """So much time went by, and so much of it was lost by following and drafting; negative: it was gained."""
+        if self._plain:
+            self._credit = min(_MOST_CREDIT * self._plain, self._credit + _SHARE * seconds - lost)
 
     def accepted(self, state: DraftState, proposed: int, accepted: int) -> None:
-        """Learn how many of `proposed` drafts were accepted."""
-        state.empty = not proposed
-        # No proposals now says nothing about later ones.
-        self._again |= not proposed or accepted > self._expected(state.chances, proposed)
-        if proposed:
-            state.learn(accepted, proposed, self._tree_mode)
+        """Of `proposed` drafts that were verified, so many were accepted."""
+        state.learn(accepted, proposed, self._tree_mode)
 
     # -- following -----------------------------------------------------------------------------------------
 
@@ -305,16 +314,13 @@ class DraftLengths:
         """
         state.pool = self._pools.setdefault(greedy, Pool(Average(_TREE if self._tree_mode else _OPTIMISM)))
         state.rate()
-        if not self._verifying.knows(running):  # the first requests are followed
-            return
-        if not any(self._best([state.chances] * running, [self._most] * running, self._most * running, running)):
-            state.drafting_enabled = self._credit > 0 or self._cheap
-            if state.drafting_enabled and not self._cheap:  # one trial at a time, and it may be a short request
-                self._credit, self._trial = 0.0, True
+        if self._overdrawn and self._verifying.knows(running):
+            rooms = [self._most] * running
+            state.drafting_enabled = any(self._best([state.chances] * running, rooms, sum(rooms), running))
 
     def drop_drafting(self, states: Sequence[DraftState]) -> int | None:
-        """Choose a request that is followed without a gain, and stop following it; None if there is none."""
-        if self._credit >= 0 or self._cheap:
+        """Which of these requests is followed without a gain, and loses its drafting; None: none."""
+        if not self._overdrawn:
             return None
         idle = [(state.chances, i) for i, state in enumerate(states) if state.idle]
         if not idle:
@@ -323,9 +329,9 @@ class DraftLengths:
         return min(idle)[1]
 
     @property
-    def _cheap(self) -> bool:
-        """Whether following costs less than the share of time that may be lost anyway."""
-        return self._drafting.at(0) <= _SHARE * self._step_seconds
+    def _overdrawn(self) -> bool:
+        """Whether following must end: it takes more than may be lost anyway, and nothing is left for it."""
+        return self._credit < 0 and self._drafting.at(0) > _SHARE * self._plain
 
     # -- choosing ------------------------------------------------------------------------------------------
 
@@ -344,16 +350,14 @@ class DraftLengths:
                 state.rate()
         lengths = [0] * len(states)
         if states and budget > 0 and self._verifying.knows(base_rows):
-            self._step_seconds = self._verifying.at(base_rows)
-            overdrawn = self._credit < 0 and not self._cheap
-            room = [
-                0 if overdrawn and state.empty else min(drafts, self._most)
-                for state, drafts in zip(states, room, strict=True)
-            ]
+            if not self._plain:
+                self._credit = _FIRST_CREDIT * self._verifying.at(base_rows)
+            self._plain = self._verifying.at(base_rows)
+            room = [min(drafts, self._most) for drafts in room]
             lengths = self._best([state.chances for state in states], room, budget, base_rows)
-            pause = _EXPLORE if any(lengths) else 0 if self._again or self._trial else _TURN
-            self._again = False
-            if self._steps - self._explored >= pause:
+            if not any(lengths) and self._credit > 0 and not self._tree_mode:
+                lengths = self._best([_hoped(state.chances) for state in states], room, budget, base_rows)
+            if self._steps - self._explored >= (_EXPLORE if any(lengths) else _TURN):
                 lengths = self._explore(lengths, states, room, budget, base_rows)
         for state, length in zip(states, lengths, strict=True):
             state.idle = 0 if length else state.idle + 1
@@ -373,15 +377,16 @@ class DraftLengths:
         best, depth, least = base / self._verifying.at(base), 0, 2.0
         for deepest in self._depths:
             enough = _MARGIN * best
-            counts: Counter[float] = Counter()
+            counts: Counter[tuple[float, float]] = Counter()
             for (chances, drafts), count in alike.items():
                 for worth in self._worth(chances, min(drafts, deepest)):
-                    counts[worth] += count
-            rows, tokens, drafting = base, float(base), self._drafting.at(deepest)
-            for worth, count in sorted(counts.items(), reverse=True):
-                rows += count
-                tokens += count * worth
-                if rows > base + budget:
+                    counts[worth, chances[0] / _LEVELS] += count
+            given, rows, tokens, drafting = 0, float(base), float(base), self._drafting.at(deepest)
+            for (worth, there), count in sorted(counts.items(), reverse=True):
+                given += count
+                rows += count * there
+                tokens += count * there * worth
+                if given > budget:
                     break
                 rate = tokens / (self._verifying.at(rows) + drafting)
                 if rate > enough:
@@ -393,8 +398,8 @@ class DraftLengths:
         ]
 
     def _worth(self, chances: _Chances, count: int) -> list[float]:
-        """The probability that each of a request's drafts is accepted; the same for all drafts of a tree."""
-        first, later = chances[0] / _LEVELS, chances[1] / _LEVELS
+        """How likely each of so many drafts of a request is to be accepted; of a tree, of each draft the same."""
+        first, later = chances[1] / _LEVELS, chances[2] / _LEVELS
         if self._tree_mode:
             return [first / count] * count if count == self._most and first else []
         worth: list[float] = []
@@ -403,28 +408,23 @@ class DraftLengths:
             first *= later
         return worth
 
-    def _expected(self, chances: _Chances, count: int) -> float:
-        """The expected number of accepted drafts."""
-        return chances[0] / _LEVELS if self._tree_mode else sum(self._worth(chances, count))
-
     def _explore(
         self, best: list[int], states: Sequence[DraftState], room: Sequence[int], budget: int, base: int
     ) -> list[int]:
         """Try something other than the best known choice.
 
-        If drafts pay off: none, more or fewer of them, in turn. Otherwise, while the budget allows, the requests that
-        have gone without drafts for longest get as many as would pay off by the initial assumptions.
+        Where drafts pay: none, more or fewer of them, in turns. Else, while there is credit, those requests that have
+        had none for longest get as many as would pay if all were accepted.
         """
-        if not any(best):
-            if self._credit <= 0 and not self._trial:
-                return best
-            self._trial = False
-            wanted = max(self._best([DraftState().chances] * len(states), room, budget, base)) or 1
-            longest = sorted(range(len(states)), key=lambda i: -states[i].idle)[: len(states) // 8 + 1]
-            other = [min(room[i], wanted) if i in longest else 0 for i in range(len(states))]
-        else:
+        if any(best):
             kind = self._steps % 3
             other = [(0, min(most, 2 * n), n // 2)[kind] for n, most in zip(best, room, strict=True)]
+        elif self._credit <= 0:
+            return best
+        else:
+            wanted = max(self._best([_ALL] * len(states), room, budget, base)) or 1
+            longest = sorted(range(len(states)), key=lambda i: -states[i].idle)[: len(states) // 8 + 1]
+            other = [min(room[i], wanted) if i in longest else 0 for i in range(len(states))]
         if self._tree_mode:
             other = [self._most if n and most == self._most else 0 for n, most in zip(other, room, strict=True)]
         self._explored = self._steps

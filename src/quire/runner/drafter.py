@@ -139,14 +139,15 @@ class Drafter:
 
     def resolve(self, spans: list[Span]) -> tuple[list[Span], dict[int, Drafts]]:
         """Spans with true starts and ids in place of what stood for them; by request, the drafts that they verify."""
-        known = [
-            span if span.tokens[-1] >= 0 or span.request not in self._texts else self._known(span) for span in spans
-        ]
-        wanted = [
-            Wanted(span.request, span.start + len(span.tokens), span.tokens[-1], len(given.tokens) - len(span.tokens))
-            for span, given in zip(known, spans, strict=True)
-            if len(span.tokens) < len(given.tokens) and self._texts[span.request].drafted
-        ]
+        known, wanted = [], []
+        for span in spans:
+            text = self._texts.get(span.request) if span.tokens[-1] < 0 else None
+            if text is not None:
+                given, span = len(span.tokens), self._known(span, text)
+                count, position = given - len(span.tokens), span.start + len(span.tokens)
+                if count and text.drafted:
+                    wanted.append(Wanted(span.request, position, span.tokens[-1], count))
+            known.append(span)
         drafts = self._forced(wanted) if wanted else {}
         drafts |= self._propose([want for want in wanted if want.request not in drafts])
         for span in known if drafts else ():
@@ -156,9 +157,8 @@ class Drafter:
                 span.num_sampled += len(guesses)
         return known, drafts
 
-    def _known(self, span: Span) -> Span:
+    def _known(self, span: Span, text: _Text) -> Span:
         """The span with a true start, and without placeholders."""
-        text = self._texts[span.request]
         tokens = [text.last if token == FROM_PREVIOUS else token for token in span.tokens if token != DRAFT]
         start = text.length - 1 if span.start_follows else span.start
         return Span(span.request, start, tokens, 1, span.targets)
@@ -174,7 +174,8 @@ class Drafter:
         def ask() -> dict[int, Drafts]:
             proposed = self._proposer.propose(wanted, self._context)
             pairs = zip(wanted, proposed, strict=True)
-            return {want.request: _usable(drafts, want.count, self._context.vocab_size) for want, drafts in pairs}
+            vocab_size = self._context.vocab_size
+            return {want.request: _usable(drafts, want.count, vocab_size) for want, drafts in pairs if drafts.tokens}
 
         if not wanted:
             return {}

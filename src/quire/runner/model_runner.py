@@ -408,9 +408,9 @@ class LaunchedStep:
         results = self.results()
         began, drafted, computed = self._begin.time(), self._drafted.time(), self._end.time()
         ended = computed if self.settled is self._end else self.settled.time()
-        if len(self.parts) == 1 and self.parts[0].spans is self._plan.spans:
+        if len(self.parts) == 1 and len(self.parts[0].spans) == len(self._plan.spans):
             [spans] = results
-        else:  # computed in parts, resolved, or without those that failed before
+        else:  # computed in parts, or without those that failed before
             found = {
                 span.request: r
                 for part, own in zip(self.parts, results, strict=True)

@@ -6,7 +6,7 @@ repeats its prompt or itself: summaries, edits of code, structured data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the upper bits of a product spread well
 
 _BULK = 16
-"""Where one token in so many is new, indexing all together is faster than the new ones one by one."""
+"""Where more than so many tokens are new, and one in so many, indexing all together is faster than one by one."""
 
 _SMALLEST = 256
 """Slots of a table at first."""
@@ -122,14 +122,13 @@ class _Text:
         """Where the longest suffix of the text ended before; 0: nowhere."""
         if not self._tables:
             return 0
-        tokens, size = self.tokens, len(self.tokens)
-        hashes = self._hashes(size)
-        for i in range(len(hashes) - 1, -1, -1):
-            start = size - self._min_length - i
-            end = self._find(i, tokens[start:], hashes[i])[1]
-            if end:
-                return end
-        return 0
+        tokens, size, last = self.tokens, len(self.tokens), 0
+        for i, hashed in enumerate(self._hashes(size)):
+            end = self._find(i, tokens[size - self._min_length - i :], hashed)[1]
+            if not end:  # nor does a longer one
+                break
+            last = end
+        return last
 
     def _find(self, which: int, gram: list[int], hashed: int) -> tuple[int, int]:
         """The slot of an n-gram in a table, and what it holds: where the n-gram ended last, or 0."""
@@ -139,15 +138,14 @@ class _Text:
             slot = (slot + 1) % len(table)
         return slot, end
 
-    def _hashes(self, end: int) -> list[int]:
+    def _hashes(self, end: int) -> Iterator[int]:
         """Of the n-grams that end there, the shortest first; fewer at the beginning of the text."""
-        hashed, hashes = 0, []
+        hashed = 0
         last = self.tokens[max(0, end - len(self._factors)) : end]
         for length, (factor, token) in enumerate(zip(self._factors, reversed(last), strict=False), 1):
             hashed = (hashed + (token + 1) * factor) & _MASK
             if length >= self._min_length:
-                hashes.append(hashed)
-        return hashes
+                yield hashed
 
     def _index(self, end: int) -> None:
         """Enters the n-grams that end there or before."""
@@ -155,7 +153,7 @@ class _Text:
         if new <= 0:
             return
         slots = len(self._tables[0]) if self._tables else 0
-        if _BULK * new >= end or 2 * end > slots:  # more than half full, tables grow slow
+        if (new > _BULK and _BULK * new >= end) or 2 * end > slots:  # more than half full, tables grow slow
             self._enter_all(end)
         else:
             for at in range(self._indexed + 1, end + 1):
