@@ -26,7 +26,7 @@ template <class L, class S, int R, int G, bool WHOLE>
 void score_groups(const RowGroups& keys, int64_t size, const typename L::lane* q, int64_t depth, int64_t n,
                   float* scores) {
     constexpr int SQUARE = L::template SQUARE<S>, EACH = L::template EACH<S>;
-    constexpr int LINES = SQUARE * sizeof(S) * LANES / 64 / LANES;  // of a square, for each of its vectors
+    constexpr int LINES = SQUARE * sizeof(S) * LANES / 64;  // of a square: at most one for each of its vectors
     const typename L::lane* row[R];
     for (int r = 0; r < R; r++) row[r] = q + std::min<int64_t>(r, n - 1) * depth;
     f32x16 sum[G][R] = {};
@@ -41,8 +41,8 @@ void score_groups(const RowGroups& keys, int64_t size, const typename L::lane* q
             typename L::vector part[G][EACH];
 #pragma GCC unroll 2
             for (int g = 0; g < G; g++) {
-                for (int line = 0; line < LINES; line++)
-                    __builtin_prefetch(keys.next[g] + i * LANES * sizeof(S) + (d * LINES + line) * 64);
+                if (d * LINES % LANES == 0)
+                    __builtin_prefetch(keys.next[g] + i * LANES * sizeof(S) + d * LINES / LANES * 64);
                 L::template of_stored<S>(turned[g][d], part[g]);
             }
             for (int p = 0; p < EACH && (WHOLE || d * EACH + p < lanes); p++)
