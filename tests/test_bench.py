@@ -234,7 +234,7 @@ def test_an_engine_that_drops_tokens_is_not_reported_as_fast(llm: LLM, monkeypat
         return outputs
 
     monkeypatch.setattr(llm, "step", impatient)
-    with pytest.raises(BenchmarkError, match=r"2 requests ended with \d tokens, where 2 with 10"):
+    with pytest.raises(BenchmarkError, match=r"2 requests ended with \d tokens, but 2 with 10"):
         measure(llm, Cell("c", 2, 20, 5))
     monkeypatch.undo()
     while not llm.idle:

@@ -502,7 +502,7 @@ def test_a_request_waits_for_the_whole_head_that_another_computes_where_heads_lo
 
 
 @pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
-def test_a_request_of_which_nothing_was_proposed_is_tried_again_at_once(plain, monkeypatch):
+def test_a_request_of_which_nothing_was_proposed_is_tried_again(plain, monkeypatch):
     monkeypatch.setattr(draft_length, "_SHARE", 1e3)  # whatever that costs
     folder, options, outcomes = plain
     asked: list[int] = []
@@ -513,7 +513,7 @@ def test_a_request_of_which_nothing_was_proposed_is_tried_again_at_once(plain, m
     engine.add(one)
     while not engine.idle:
         engine.step()
-    assert len(asked) > 10  # every other step: the next one is decided before one has run
+    assert len(asked) >= 6  # in 60 steps: as often as something is tried out
 
 
 @pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)

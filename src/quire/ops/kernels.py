@@ -373,6 +373,10 @@ class Kernels:
         attention.store_kv(qk[:, -kv.kv_heads :], v, kv, batch, layer)
         return qk[:, : -kv.kv_heads]
 
+    def attention_scratch(self, head_dim: int) -> int:
+        """Most bytes that `attend` needs beside its result, as far as they do not grow with the step."""
+        return 0
+
     def attend(
         self,
         q: torch.Tensor,

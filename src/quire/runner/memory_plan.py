@@ -278,6 +278,7 @@ def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int
     if layer.index is not None:
         restored = sparse.SCORE_BYTES + 2 * sparse.GATHERED_BYTES + 2 * 8 * layer.index.top * tokens
     body = Scratch.room(tokens * per_token + _mlp_bytes(model, tokens))  # most of it lies in a buffer that stays
+    body += model.kernels.attention_scratch(max(each.head_dim for each in layers))
     return body + restored + _logits(config, model, logit_rows, 0)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.ops.attention_plan import KEY_TILE
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
 from quire.ops.kv_cache import KVCache
 from quire.ops.ragged import RaggedBatch, Trees
@@ -25,6 +26,11 @@ ROW_TILES = (384, 128)
 key tile, so the first is taken where it leaves each thread `TILES_A_THREAD` items. Does not change bits."""
 
 TILES_A_THREAD = 8
+
+TREE_ROWS = 16
+"""Most query heads of a KV head with which an item has several tokens of a tree: tokens are also multiplied one by one,
+and whole tile registers of a token's rows reach beyond the last, where the next token's sums would be.
+"""
 
 ITEMS_A_THREAD = 2
 """At least so many items a thread, as far as there are heads: then the last to end keeps the others waiting briefly."""
@@ -93,8 +99,11 @@ class Step:
         if heads % kv.kv_heads or dtype != kv.dtype:
             raise ValueError(f"{heads} heads in {dtype} do not fit a cache of {kv.kv_heads} KV heads and {kv.dtype}")
         threads = lib.threads()
-        tile_rows = rows_of_tile(batch.row_starts, heads // kv.kv_heads, kv.kv_heads, threads)
+        group = heads // kv.kv_heads
         self.trees = host_trees(batch)
+        tile_rows = rows_of_tile(batch.row_starts, group, kv.kv_heads, threads)
+        if self.trees and group > TREE_ROWS:
+            tile_rows = 1
         ahead = 0 if causal else (window or max(batch.context_lens)) - 1
         spans = batch.row_starts, batch.context_lens
         self.items = plan_items(*spans, tile_rows, kv.kv_heads, threads, self.trees, ahead)
@@ -107,7 +116,7 @@ class Step:
             ahead=ahead,
             table_width=self.tables.shape[1],
             items=len(self.items),
-            most_rows=tile_rows * (heads // kv.kv_heads),
+            most_rows=tile_rows * group,
             threads=threads,
             tables=self.tables.data_ptr(),
             item=self.items.ctypes.data,
@@ -203,6 +212,14 @@ def rows_of_tile(row_starts: list[int], group: int, kv_heads: int, threads: int)
         if int((-(-lengths // tokens)).sum()) * kv_heads >= TILES_A_THREAD * threads:
             break
     return min(tokens, int(lengths.max()))
+
+
+def most_scratch(lib: Library, head_dim: int) -> int:
+    """Bytes, at most, of all threads: a packed key tile, and of each row its query, scores, weights and sums."""
+    numbers = head_dim + 32  # filled up to whole registers
+    each = 2 * KEY_TILE * (numbers + 8) + max(ROW_TILES) * (2 * numbers + 2 * KEY_TILE + 32)
+    threads: int = lib.threads()
+    return 4 * each * threads
 
 
 def plan_items(

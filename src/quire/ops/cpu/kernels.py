@@ -145,6 +145,9 @@ class CpuKernels(Kernels):
     ) -> torch.Tensor:
         return rows.rotate_and_store(self._lib, qkv, norm, tables, kv, batch, layer)
 
+    def attention_scratch(self, head_dim: int) -> int:
+        return attention.most_scratch(self._lib, head_dim)
+
     def attend(
         self,
         q: torch.Tensor,
