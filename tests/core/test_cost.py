@@ -95,8 +95,12 @@ def test_where_little_time_is_left_a_chunk_takes_as_many_tokens_as_little_more_t
     computed(costs, 1, 100, 0.05)
     computed(costs, 20, 0, 0.05)
     assert costs.in_tokens(1, 40_000) == pytest.approx(80 + 11)
-    assert costs.most_tokens(1.0, 40_000) == 3, "91 and a quarter of it are enough for three of 11"
-    assert costs.most_tokens(1.0, 4000) == 2
+    assert costs.most_tokens(1.0, 40_000) == 1, "91 and a tenth of it are not enough for two of 11"
+    costs = Costs(pair=1 / 40_000, read=1 / 10_000)
+    computed(costs, 1, 100, 0.05)
+    computed(costs, 20, 0, 0.05)
+    assert costs.most_tokens(1.0, 40_000) == 5, "82 and a tenth of it are enough for five of 2"
+    assert costs.most_tokens(1.0, 4000) == 1
     assert costs.most_tokens(1.0, 400) == 1, "there is nothing much to read"
 
 

@@ -19,6 +19,9 @@ BESIDE_DECODES = 0.25
 """How much loads may lengthen a step with decoding requests, and prompts may where other engines compute the long ones,
 as a share of its time, so that streams get their tokens at even intervals."""
 
+_LITTLE = 0.1
+"""A chunk takes further tokens as long as that lengthens it by no more than this share of the time of its first one."""
+
 _LEAST_SHARE = 0.25
 """The least share of a step's time for prompts, even if steps that only decode have lately taken as long."""
 
@@ -108,7 +111,7 @@ class Costs:
         """
         if spare < 1:
             return 0
-        spare = max(spare, (1 + BESIDE_DECODES) * self.in_tokens(1, context))
+        spare = max(spare, (1 + _LITTLE) * self.in_tokens(1, context))
         return int((spare - self.in_tokens(0, context)) / (1 + self._pair * context))
 
     def tokens_per_load(self, source: str) -> float:
