@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from quire.core.step import StepResult
 
@@ -373,14 +374,18 @@ class DraftLengths:
 
     def _search(self, kinds: Sequence[_Chances], room: Sequence[int], budget: int, base: int) -> list[int]:
         """Add drafts in order of value, for each depth limit, and keep the number with the most tokens per second."""
-        alike = Counter(zip(kinds, room, strict=True))
-        best, depth, least = base / self._verifying.at(base), 0, 2.0
+        alike = [
+            (self._worth(chances, drafts), chances[0] / _LEVELS, count)
+            for (chances, drafts), count in Counter(zip(kinds, room, strict=True)).items()
+        ]
+        seconds = lru_cache(None)(self._verifying.at)  # depths share most of their sizes
+        best, depth, least = base / seconds(base), 0, 2.0
         for deepest in self._depths:
             enough = _MARGIN * best
             counts: Counter[tuple[float, float]] = Counter()
-            for (chances, drafts), count in alike.items():
-                for worth in self._worth(chances, min(drafts, deepest)):
-                    counts[worth, chances[0] / _LEVELS] += count
+            for each, there, count in alike:
+                for worth in each[:deepest]:
+                    counts[worth, there] += count
             given, rows, tokens, drafting = 0, float(base), float(base), self._drafting.at(deepest)
             for (worth, there), count in sorted(counts.items(), reverse=True):
                 given += count
@@ -388,7 +393,7 @@ class DraftLengths:
                 tokens += count * there * worth
                 if given > budget:
                     break
-                rate = tokens / (self._verifying.at(rows) + drafting)
+                rate = tokens / (seconds(rows) + drafting)
                 if rate > enough:
                     enough = best = rate
                     depth, least = deepest, worth
