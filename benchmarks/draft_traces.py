@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import string
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,10 +24,10 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from benchmarks import speculation
 from benchmarks.ablation import GREEDY, SAMPLED, Always, Clock
 from benchmarks.common import Options, options_from, tell
 from benchmarks.speculation import DRAFTED, PROMPTS
-from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import DRAFT, StepPlan, StepResult
@@ -38,7 +39,7 @@ from quire.text.tokenizer import Tokenizer
 FILE = Path("tests/core/demo_drafts.json")
 KINDS = {"greedy": GREEDY, "temperature 1": SAMPLED}
 LENGTH = 160
-DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+DIGITS = string.digits + string.ascii_lowercase
 
 
 class Recorder:
@@ -58,31 +59,9 @@ class Recorder:
 
 
 def engine_of(spec: dict[str, Any]) -> Engine:
-    engine = Engine(
-        EngineConfig(
-            model="demo",
-            device="cpu",
-            async_scheduling=False,
-            threads=1,
-            prefix_cache="off",
-            speculative_config=spec | {"adaptive": False},
-            max_model_len=2048,
-            max_num_seqs=8,
-        )
-    )
+    engine = speculation.engine_of("demo", Options("", threads=1), spec | {"adaptive": False})
     engine.device.mark = Clock  # type: ignore[assignment, method-assign]
     return engine
-
-
-def generate(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, count: int) -> list[list[int]]:
-    first = 2 * engine.stats.prompt_tokens
-    made: list[list[int]] = [[] for _ in prompts]
-    for i, prompt in enumerate(prompts):
-        engine.add(Request(first + i, list(prompt), params, max_tokens=count))
-    while not engine.idle:
-        for update in engine.step():
-            made[update.request - first] += update.tokens
-    return made
 
 
 def record(spec: dict[str, Any], params: SamplingParams, prompts: Sequence[list[int]], count: int) -> list[str]:
@@ -93,7 +72,7 @@ def record(spec: dict[str, Any], params: SamplingParams, prompts: Sequence[list[
     lines = []
     for prompt in prompts:
         recorder.proposed.clear()
-        [text] = generate(engine, [prompt], params, count)
+        text = speculation.generate(engine, [prompt], params, count).tokens[0]
         line = ""
         for known in range(1, count):
             [drafts] = [d for (_, position), d in recorder.proposed.items() if position == len(prompt) + known] or [

@@ -23,7 +23,6 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.core.step import DRAFT, SpanResult, StepPlan, StepResult
 
-DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 PROMPT = [1, 2, 3, 4]
 NOISE, HICCUPS = 0.1, 0.01
 """A step takes up to so much longer, as a share; and so many of all steps take four times as long."""
@@ -83,7 +82,7 @@ class Recorded:
         mark = self.lines[text % len(self.lines)][known - 1] if known <= len(self.lines[0]) else "."
         if not count or mark == ".":
             return 0, 0
-        return count, min(count, DIGITS.index(mark))
+        return count, min(count, int(mark, 36))
 
     def step(
         self, requests: int, followed: int, wanted: Sequence[int], drafts: Sequence[int], tokens: int

@@ -8,7 +8,7 @@ only at some.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from quire.core.block_hash import part_name
@@ -66,25 +66,24 @@ class Chain:
     def missing(self, end: int) -> list[Part]:
         """The parts needed to begin after `end` blocks that are not in the pool; groups that keep all positions come
         first."""
-        return [
-            Part(place, number, part_name(self.all_hashes[place], number))
-            for number in self._numbers
-            for place in range(max(self.first, self._seen(number, end)), end)
-            if not self.cache.has(self.all_hashes[place], number)
-        ]
+        firsts = ((number, max(self.first, self._seen(number, end))) for number in self._numbers)
+        return self._absent((place, number) for number, first in firsts for place in range(first, end))
 
     def parts(self, first: int) -> list[Part]:
         """What is not in the pool of block `first` and those after it, block for block; of each, the parts of groups
         that keep all positions first."""
+        return self._absent((place, number) for place in range(first, self.last) for number in self._numbers)
+
+    def _absent(self, places: Iterable[tuple[int, int]]) -> list[Part]:
+        """The parts of these (place, group) that are not in the pool."""
         return [
             Part(place, number, part_name(self.all_hashes[place], number))
-            for place in range(first, self.last)
-            for number in self._numbers
+            for place, number in places
             if not self.cache.has(self.all_hashes[place], number)
         ]
 
     def needs(self, part: Part) -> bool:
-        """Whether the request cannot begin anywhere behind a part without it."""
+        """Whether the request cannot begin anywhere after a part without it."""
         return self.cache.groups[part.group].window is None
 
     def found(self, end: int) -> Iterator[tuple[int, int, int]]:

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 from quire.core.step import StepResult
 
@@ -378,7 +378,7 @@ class DraftLengths:
             (self._worth(chances, drafts), chances[0] / _LEVELS, count)
             for (chances, drafts), count in Counter(zip(kinds, room, strict=True)).items()
         ]
-        seconds = lru_cache(None)(self._verifying.at)  # depths share most of their sizes
+        seconds = cache(self._verifying.at)  # depths share most of their sizes
         best, depth, least = base / seconds(base), 0, 2.0
         for deepest in self._depths:
             enough = _MARGIN * best

@@ -95,7 +95,7 @@ class RequestStats:
     def fetched(self, tokens: int, seconds: float, moving: float = 0.0, engine: str = "") -> None:
         """The last fetch has ended."""
         last = self.fetches[-1]
-        if tokens and engine not in last.engine:
+        if tokens and engine and engine not in last.engine.split(" and "):
             last.engine = f"{last.engine} and {engine}" if last.engine else engine
         last.tokens = tokens + (0 if last.seconds is None else last.tokens)
         last.seconds = seconds + (last.seconds or 0.0)

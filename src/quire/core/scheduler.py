@@ -254,8 +254,8 @@ class Scheduler:
     # -- choosing ------------------------------------------------------------------------------------------
 
     def _choose_decodes(self, step: PendingStep) -> None:
-        """Choose one token for every decoding request. Those with more to compute, or a prompt's last token, are
-        partial prefills.
+        """Choose one token for every request that needs no more than that. Those with more to compute are partial
+        prefills.
         """
         running, most = list(self.running), len(self.running)
         if (stages := self.config.pipeline_parallel_size) > 1:
@@ -266,7 +266,7 @@ class Scheduler:
             remaining = request.num_remaining
             if request.status is not Status.RUNNING or not remaining:
                 continue  # preempted by an earlier one, or waiting for its last commit
-            if remaining > 1 or request.num_computed < request.num_prompt:
+            if remaining > 1:
                 step.partial_before.append(request)
             elif step.num_decodes < most and self._reserve(request, 1, step):
                 step.choose(request, 1)

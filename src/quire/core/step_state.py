@@ -51,8 +51,11 @@ class PendingStep:
         return min(self.budget, self.costs.most_tokens(self.spare, context))
 
     def slow(self, costs: Costs, spare: float) -> None:
-        """Limit the time that prompts and loads may still take."""
+        """Limit the time that prompts and loads may take, of which prompts' last tokens chosen so far have some."""
         self.costs, self.spare = costs, spare
+        for request, count in self.chosen.items():
+            if request.num_computed < request.num_prompt:
+                self.spare -= costs.in_tokens(count, request.num_computed)
 
     def load(self, blocks: float, source: str) -> None:
         """Account for blocks that the step loads."""

@@ -145,7 +145,7 @@ class Tier:
             idle.move_to_end(slot, last=False)
 
     def withdraw(self, slot: int) -> None:
-        """The block is bad: it is not found from now on, and the slot is free once nobody reads it."""
+        """The block is corrupt: it is not found from now on, and the slot is free once nobody reads it."""
         block_hash = self._names.pop(slot, None)
         if block_hash is None:
             return  # withdrawn already

@@ -190,7 +190,7 @@ class KVTiers:
             sources.published = Published(sources.tier) if self.exporter else None
 
     def follow(self, scheduler: Scheduler | Lockstep, gone: Callable[[Iterable[bytes]], None]) -> None:
-        """Have somebody told of blocks of which nothing is in a pool or in a tier any more."""
+        """Call `gone` with blocks of which no part is in a pool or in a tier any more."""
         self._published, self._kvs, self._on_gone = Published.of(scheduler.kvs), scheduler.kvs, gone
 
     def holds(self, block_hash: bytes) -> bool:
@@ -198,7 +198,7 @@ class KVTiers:
         return (self._published is not None and block_hash in self._published.blocks) or self._cached(block_hash)
 
     def _cached(self, block_hash: bytes) -> bool:
-        """Whether a block has a place in a prefix cache: windows may have passed it that others behind it are in."""
+        """Whether a block has a place in a prefix cache: windows may have passed it, but not all after it."""
         return any(kv.cache.find(block_hash) is not None for kv in self._kvs)
 
     def _opened(self, host: HostTier, key: bytes) -> list[Transport]:

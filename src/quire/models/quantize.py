@@ -6,9 +6,12 @@ import math
 import shutil
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+
+import torch
 
 from quire.errors import ConfigError
 from quire.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, content_hash
@@ -112,7 +115,13 @@ class Quantizing(Kernels):
 
     def __init__(self, fastest: Kernels) -> None:
         super().__init__()
-        self.quantize, self.threads = fastest.quantize, fastest.threads  # type: ignore[method-assign]
+        self._fastest = fastest
+
+    def threads(self, count: int) -> AbstractContextManager[None]:
+        return self._fastest.threads(count)
+
+    def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
+        return self._fastest.quantize(weight, how)
 
 
 def check_output(output: Path) -> None:

@@ -31,7 +31,7 @@ from quire.ops import (
 from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts, Routing
 from quire.ops.fp8 import Fp8Weight
-from quire.ops.kv_cache import KVCache
+from quire.ops.kv_cache import KVCache, KVShape
 from quire.ops.linear import PackedWeight, Product, can_pack
 from quire.ops.logit_edits import Edits
 from quire.ops.mamba import MambaWeights
@@ -373,7 +373,7 @@ class Kernels:
         attention.store_kv(qk[:, -kv.kv_heads :], v, kv, batch, layer)
         return qk[:, : -kv.kv_heads]
 
-    def attention_scratch(self, head_dim: int) -> int:
+    def attention_scratch(self, shape: KVShape) -> int:
         """Most bytes that `attend` needs beside its result, as far as they do not grow with the step."""
         return 0
 

@@ -13,6 +13,7 @@ from quire.errors import ConfigError, MemoryPlanError, PoolTooSmallError
 from quire.layers.latent import RESTORED_BYTES, may_expand
 from quire.models.model import Model
 from quire.ops import sparse
+from quire.ops.kv_cache import KVShape
 from quire.ops.memory import Scratch
 from quire.runner.kv_pools import GroupPlan, Pools, longest_held
 from quire.runner.proposer import Speculation
@@ -278,7 +279,8 @@ def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int
     if layer.index is not None:
         restored = sparse.SCORE_BYTES + 2 * sparse.GATHERED_BYTES + 2 * 8 * layer.index.top * tokens
     body = Scratch.room(tokens * per_token + _mlp_bytes(model, tokens))  # most of it lies in a buffer that stays
-    body += model.kernels.attention_scratch(max(each.head_dim for each in layers))
+    shapes = [each for each in model.kv_shapes(config.kv_cache_dtype) if isinstance(each, KVShape) and each.sides > 1]
+    body += max((model.kernels.attention_scratch(each) for each in shapes), default=0)
     return body + restored + _logits(config, model, logit_rows, 0)
 
 

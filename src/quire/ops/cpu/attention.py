@@ -8,9 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.ops.attention_plan import KEY_TILE
 from quire.ops.cpu.library import DTYPES, F32, I32, I64, POINTER, Library, Prototype
-from quire.ops.kv_cache import KVCache
+from quire.ops.kv_cache import CODE_DTYPES, KVCache, KVShape
 from quire.ops.ragged import RaggedBatch, Trees
 
 PROTOTYPES: dict[str, Prototype] = {
@@ -214,12 +213,13 @@ def rows_of_tile(row_starts: list[int], group: int, kv_heads: int, threads: int)
     return min(tokens, int(lengths.max()))
 
 
-def most_scratch(lib: Library, head_dim: int) -> int:
-    """Bytes, at most, of all threads: a packed key tile, and of each row its query, scores, weights and sums."""
-    numbers = head_dim + 32  # filled up to whole registers
-    each = 2 * KEY_TILE * (numbers + 8) + max(ROW_TILES) * (2 * numbers + 2 * KEY_TILE + 32)
-    threads: int = lib.threads()
-    return 4 * each * threads
+def most_scratch(lib: Library, shape: KVShape) -> int:
+    """Bytes of all threads' scratch memory where an item has as many rows as any."""
+    stored = CODE_DTYPES.get(shape.kv_cache_dtype, shape.dtype)
+    kv = CCache(kv_heads=shape.kv_heads, head_dim=shape.head_dim, format=KV_FORMATS[stored], sides=shape.sides)
+    step = CStep(kv=kv, dtype=DTYPES[shape.dtype], most_rows=max(ROW_TILES))
+    each: int = lib.attention_scratch_bytes(ctypes.addressof(step))
+    return each * int(lib.threads())
 
 
 def plan_items(

@@ -26,7 +26,7 @@ from quire.ops.cpu.library import VERSION, Library
 from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts, LoopedExperts, Routing
 from quire.ops.kernels import HeadNorm, Kernels, LayerParts, WholeLayer
-from quire.ops.kv_cache import KVCache
+from quire.ops.kv_cache import KVCache, KVShape
 from quire.ops.linear import Product
 from quire.ops.logit_edits import Edits
 from quire.ops.mamba import MambaWeights
@@ -145,8 +145,8 @@ class CpuKernels(Kernels):
     ) -> torch.Tensor:
         return rows.rotate_and_store(self._lib, qkv, norm, tables, kv, batch, layer)
 
-    def attention_scratch(self, head_dim: int) -> int:
-        return attention.most_scratch(self._lib, head_dim)
+    def attention_scratch(self, shape: KVShape) -> int:
+        return attention.most_scratch(self._lib, shape)
 
     def attend(
         self,
