@@ -190,10 +190,14 @@ def test_the_end_of_a_long_prompt_takes_no_more_of_a_step_than_the_beginning_of_
     assert beside(scheduler, runner, PROMPT[12:]) == [6, 3, 2], "after six tokens others take 1.6 times as long"
     scheduler, runner = decoder(min_chunk=6, block_size=16)
     scheduler.kv.sources.costs = Costs(pair=10.0)
-    assert beside(scheduler, runner, PROMPT[12:]) == [6, *[1] * 5], "and at least one token is computed"
+    assert beside(scheduler, runner, PROMPT[12:]) == [6, 1, 1, 1, 2], (
+        "and at least one token is computed, but none is left alone"
+    )
     scheduler, runner = decoder(min_chunk=5, block_size=4)
     scheduler.kv.sources.costs = Costs(pair=10.0)
-    assert beside(scheduler, runner, PROMPT[12:]) == [5, 5, 1], "before its last block it takes as many as any"
+    assert beside(scheduler, runner, PROMPT[12:]) == [5, 6], (
+        "before its last block it takes as many as any, and none is left alone"
+    )
 
 
 def test_no_prompt_begins_in_a_step_that_has_the_end_of_another_one_which_takes_it_all():
@@ -208,7 +212,7 @@ def test_no_prompt_begins_in_a_step_that_has_the_end_of_another_one_which_takes_
         plan = scheduler.schedule(0.0)
         steps.append({span.request: len(span.tokens) for span in plan.spans if span.request > 1})
         scheduler.commit(plan, runner.run(plan), 0.0)
-    assert steps == [{2: 6}, *[{2: 1}] * 5, {3: 4}]
+    assert steps == [{2: 6}, *[{2: 1}] * 3, {2: 2}, {3: 4}]
 
 
 def test_what_is_loaded_beside_decodes_is_left_out_of_what_prompts_may_take():

@@ -363,10 +363,13 @@ class Scheduler:
         """Tokens that a prompt with `remaining` ones may take now, besides those `chosen` in this step already.
 
         If the time of prompts is limited, tokens before its last block are counted as if at its beginning, so that even
-        a long prompt that is computed here makes progress.
+        a long prompt that is computed here makes progress. Its end leaves no single token, which would read all those
+        before it once more, and in any step.
         """
         context = computed + chosen if remaining <= self.kv.block_size else 0
-        count = min(remaining, step.room(context), self._max_chunk - chosen)
+        most = min(remaining, step.budget, self._max_chunk - chosen)
+        count = min(most, step.room(context))
+        count += 0 < count == remaining - 1 < most
         return count if self._chunked or count == remaining else 0
 
     def _admit(self, request: Request, step: PendingStep, now: float) -> bool:
