@@ -69,7 +69,7 @@ def test_every_line_gets_its_answer_or_its_error(server, tmp_path, capfd):
     assert "model" in found["other model"]["response"]["body"]["error"]["message"]
     for name, word in (("line-5", "stream"), ("line-6", "/abort/x"), ("line-7", "line 7"), ("line-9", "custom_id")):
         assert found[name]["response"] is None and word in found[name]["error"]["message"]
-    assert f"{len(found)} of {len(found)} requests are answered, 5 of them with errors" in capfd.readouterr().err
+    assert f"{len(found)} of {len(found)} requests answered, 5 with errors" in capfd.readouterr().err
     before = target.read_bytes()
     vllm = ["run-batch", "-i", str(source), "-o", str(target), *command[3:]]
     assert main(command) == main(vllm) == 1 and target.read_bytes() == before  # nothing is done twice
@@ -136,7 +136,8 @@ def test_without_a_url_it_brings_its_own_server(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("lines", "arguments", "word"),
     [
-        ([request("a"), request("a")], [], "same custom_id"),
+        ([request("a"), request("a")], [], "lines 1 and 2 have the same custom_id, 'a'"),
+        (["junk", request("line-1")], [], "a line that is no request is called by its number"),
         ([{"custom_id": "a", "url": "/v1/completions", "body": {}}], [], "--model"),
         ([request("a")], ["--url", "http://127.0.0.1:1", "--model", "x"], "--url"),
         ([request("a")], ["--url", "http://127.0.0.1:1", "--concurrency", "0"], "--concurrency"),
@@ -149,6 +150,19 @@ def test_what_cannot_be_begun_is_refused(tmp_path, capfd, lines, arguments, word
     assert word in capfd.readouterr().err
     assert main(["batch", str(source), str(source)]) == 2
     assert main(["batch", str(source)]) == 2
+
+
+def test_files_that_cannot_be_read_again_are_refused(tmp_path, capfd):
+    source, pipe = write(tmp_path / "in", [request("a")]), os.pipe()
+    os.write(pipe[1], source.read_bytes())
+    os.close(pipe[1])
+    url = ["--url", "http://127.0.0.1:1"]
+    assert main(["batch", f"/dev/fd/{pipe[0]}", str(tmp_path / "out"), *url]) == 2
+    os.close(pipe[0])
+    assert "no regular file" in capfd.readouterr().err
+    for target, why in (("/dev/null", "no regular file"), (str(tmp_path / "no" / "out"), "cannot be written")):
+        assert main(["batch", str(source), target, *url]) == 2
+        assert why in capfd.readouterr().err
 
 
 def batch(lines: list[object], tmp_path: Path, post) -> tuple[Counts, dict[str, dict[str, object]]]:

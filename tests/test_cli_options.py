@@ -545,6 +545,8 @@ def test_flags_of_llama_cpp_are_answered_with_ours(capsys: pytest.CaptureFixture
         )
     assert main(["serve", "demo", "-fa"]) == 2
     assert "llama.cpp's -fa: leave it out" in capsys.readouterr().err
+    assert main(["serve", "demo", "--mem-fraction-static", "0.8"]) == 2
+    assert "SGLang's --mem-fraction-static is --gpu-memory-utilization here" in capsys.readouterr().err
     assert main(["serve", "demo", "--predict", "5"]) == 2  # of 'quire generate' alone
     assert "llama.cpp" not in capsys.readouterr().err
     assert main(["serve", "demo", "-xyz"]) == 2
@@ -558,6 +560,8 @@ def test_flags_of_llama_cpp_are_answered_with_ours(capsys: pytest.CaptureFixture
         (["--ctx-size=4096"], {"max_model_len": 4096}),
         (["--ctx_size", "0"], {"max_model_len": None}),
         (["--num-ctx", "512"], {"max_model_len": 512}),
+        (["--context-length", "512", "--max-running-requests=3"], {"max_model_len": 512, "max_num_seqs": 3}),
+        (["--tp", "2", "--page-size", "32"], {"tensor_parallel_size": 2, "block_size": 32}),
         (["-t", "3", "-np", "2"], {"threads": 3, "max_num_seqs": 2}),
         (["-n", "-1", "--temp", "0.5"], {"max_tokens": None, "temperature": 0.5}),
         (["--predict=-2"], {"max_tokens": None}),

@@ -488,6 +488,9 @@ async def _add(router: RouterThread, server: FakeServer) -> None:
         ({}, "no server"),
         ({"server": ["ftp://x"]}, "http://127.0.0.1:8000"),
         ({"server": ["http://u:p@x"]}, "--server-key"),
+        ({"server": ["http://x:99999"]}, "'http://x:99999' is not a server's URL"),
+        ({"server": "http://[::1"}, "is not a server's URL"),
+        ({"server": 5}, "server must be a string or a list of strings"),
         ({"server": ["http://x:1", "http://x:1/v1"]}, "twice"),
         ({"server": ["http://x"], "policy": "best"}, "allowed"),
         ({"server": ["dns+https://x"]}, r"use dns\+http://"),
@@ -503,6 +506,15 @@ def test_options_that_cannot_be_are_refused_with_one_line(options: dict[str, obj
     with pytest.raises(ConfigError, match=said) as error:
         RouterConfig.from_options(options)
     assert "\n" not in str(error.value)
+
+
+def test_one_server_needs_no_list_in_a_file() -> None:
+    assert RouterConfig.from_options({"server": "http://x:1", "api_key": "k"}).server == ("http://x:1",)
+
+
+def test_a_body_nested_too_deeply_is_passed_on_like_any_that_is_not_valid() -> None:
+    deep = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    assert read_prompt(deep).body == deep and not read_prompt(deep).streams
 
 
 # -- joining and leaving ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.errors import ApiError
 from quire.server.messages import MessagesResponder
-from quire.server.messages_protocol import MessagesBody, _chat, parse_count, parse_messages
+from quire.server.messages_protocol import MessagesBody, _chat, _messages, parse_count, parse_messages
 from quire.server.protocol import parse_chat
 from quire.text.reply import ContentText, ReasoningText, ReplyEvent, ToolCallArguments, ToolCallBegin
 
@@ -132,7 +132,9 @@ def test_both_headers_open_the_door_and_only_with_the_key(server):
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    return json.loads(json.dumps(_chat(_decoded(fields)), default=lambda raw: json.loads(bytes(raw))))
+    given = _decoded(fields)
+    found = {"messages": _messages(given)[0]} | _chat(given)
+    return json.loads(json.dumps(found, default=lambda raw: json.loads(bytes(raw))))
 
 
 def _decoded(fields: dict[str, Any]) -> MessagesBody:
@@ -216,7 +218,7 @@ def test_other_fields_mean_what_they_mean_in_a_chat():
     [
         ({"messages": None}, "messages"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages"),
         (
@@ -234,6 +236,17 @@ def test_other_fields_mean_what_they_mean_in_a_chat():
         ({"system": {"text": "x"}}, "system"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config"),
         ({"top_p": "x"}, "top_p"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"metadata": {"user_id": "x" * 5000}}, "metadata.user_id"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -9}}, "thinking.budget_tokens"),
+        ({"output_config": {"effort": "extreme"}}, "output_config.effort"),
+        ({"output_format": {"type": "text"}}, "output_format"),
+        ({"stop": ["a"], "stop_sequences": ["b"]}, "stop"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"container": "x"}, "container"),
+        ({"logprobs": True}, "logprobs"),
+        ({"n": 2}, "n"),
     ],
 )
 def test_a_bad_field_is_named(fields, param):
@@ -241,6 +254,42 @@ def test_a_bad_field_is_named(fields, param):
     with pytest.raises(ApiError) as refused:
         parse_messages(json.dumps(body).encode())
     assert refused.value.status == 400 and str(refused.value.param).startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([{"type": "image"}], 'type is "image"; it must be "text", "thinking", "tool_use" or "tool_result"'),
+        ([{"text": "x"}], 'type is missing; it must be "text", "thinking", "tool_use" or "tool_result"'),
+        (
+            [{"type": "thinking", "thinking": "x"}],
+            'type is "thinking"; in a turn of the user it must be "text" or "tool_result"',
+        ),
+    ],
+)
+def test_what_a_turn_may_hold_is_said(content, message):
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": content}]}
+    with pytest.raises(ApiError) as refused:
+        parse_messages(json.dumps(body).encode())
+    assert refused.value.message == f"messages[0].content[0].{message}"
+
+
+def test_text_of_the_assistants_at_the_end_is_continued():
+    """See `messages` in Anthropic's reference: a final turn of the assistant's is a prefill."""
+    asked = {"role": "user", "content": "x"}
+    for content in ("def", [{"type": "text", "text": "def"}]):
+        body = {"max_tokens": 5, "messages": [asked, {"role": "assistant", "content": content}]}
+        call = parse_messages(json.dumps(body).encode())
+        assert (call.continue_final_message, call.add_generation_prompt) == (True, False)
+    for last in (asked, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}):
+        call = parse_messages(json.dumps({"max_tokens": 5, "messages": [asked, last]}).encode())
+        assert (call.continue_final_message, call.add_generation_prompt) == (False, True)
+
+
+def test_structured_output_has_two_spellings():
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    chats = [chat(output_format=form), chat(output_config={"format": form})]
+    assert chats[0] == chats[1] and chats[0]["response_format"]["type"] == "json_schema"
 
 
 KEYS = st.sampled_from(["type", "text", "role", "content"])

@@ -120,11 +120,19 @@ def test_stored_responses_are_their_tenants_alone(server, client):
         for ask in (other.responses.retrieve, other.responses.delete, other.responses.cancel):
             with pytest.raises(openai.NotFoundError):
                 ask(kept.id)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.BadRequestError):
             other.responses.create(**ASKED, previous_response_id=kept.id)
     client.responses.delete(kept.id)
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError, match="no response with this id is stored") as refused:
         client.responses.create(**ASKED, previous_response_id=kept.id)
+    assert (refused.value.param, refused.value.code) == ("previous_response_id", "previous_response_not_found")
+
+
+def test_tokens_of_a_prompt_are_counted(client):
+    asked = {name: value for name, value in ASKED.items() if name in ("model", "input", "instructions")}
+    counted = client.responses.input_tokens.count(**asked)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == client.responses.create(**ASKED).usage.input_tokens
 
 
 def test_a_response_in_the_background_is_asked_for_until_it_is_there(client):
@@ -172,7 +180,7 @@ def test_errors_are_openais(client):
     assert image.value.code == "unsupported_content"
     with pytest.raises(openai.BadRequestError) as tool:
         client.responses.create(**ASKED, tools=[{"type": "web_search"}])
-    assert tool.value.param == "tools"
+    assert tool.value.param == "tools[0].type"
     with pytest.raises(openai.BadRequestError) as long:
         client.responses.create(**ASKED | {"input": "x = 1\n" * 5000})
     assert long.value.code == "context_length_exceeded"
@@ -190,7 +198,7 @@ def parse(**fields: Any) -> ResponseCall:
 
 
 def items(*fields: dict[str, Any]) -> list[dict[str, Any]]:
-    return messages_of(msgspec.convert([*fields], list[Item]))
+    return [message for _, message in messages_of(msgspec.convert([*fields], list[Item]))]
 
 
 def test_items_become_the_messages_of_a_chat():
@@ -251,17 +259,23 @@ def test_tools_are_those_of_a_chat():
     ("fields", "param"),
     [
         ({"input": None}, "input"),
-        ({"input": []}, "messages"),
+        ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input"),
-        ({"input": [{"role": "robot", "content": "x"}]}, "messages"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"instructions": "x", "input": ["y", {"role": "robot", "content": "x"}]}, "input[0]"),
         ({"max_output_tokens": "5"}, "max_output_tokens"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"truncation": "auto"}, "truncation"),
-        ({"include": ["file_search_call.results"]}, "include"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
+        ({"messages": [{"role": "user", "content": "y"}]}, "messages"),
+        ({"logprobs": True}, "logprobs"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"background": True, "stream": True}, "background"),
@@ -280,9 +294,46 @@ def test_a_bad_field_is_named(fields, param):
     assert refused.value.status == 400 and str(refused.value.param).startswith(param)
 
 
-def test_the_error_says_what_was_expected():
-    with pytest.raises(ApiError, match=r"input is not valid \(expected `str \| array`, got `object`\)"):
-        parse(input={"a": 1})
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input": {"a": 1}}, 'input is {"a":1}; it must be a string or a list'),
+        ({"input": "x" * 70_000, "stream": 5}, "stream must be true or false"),
+        ({"max_output_tokens": "5"}, 'max_output_tokens is "5"; it must be an integer'),
+        ({"max_output_tokens": 5.5}, "max_output_tokens is 5.5; it must be an integer from 0 to 2147483647"),
+        ({"tools": [{"type": "web_search"}]}, 'tools[0].type is "web_search"; it must be "function"'),
+        ({"tools": [{"type": "function"}]}, "tools[0].name is missing; it must be a string"),
+        ({"text": {"verbosity": "loud"}}, 'text.verbosity is "loud"; it must be "high", "low" or "medium"'),
+        ({"metadata": {"a": 1}}, "metadata[...] must be a string"),
+        (
+            {"input": [{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}], "instructions": "c"},
+            'input[1].role is "robot"; it must be one of system, developer, user, assistant, tool',
+        ),
+    ],
+)
+def test_the_error_says_what_was_found_and_what_is_allowed(fields, message):
+    with pytest.raises(ApiError) as refused:
+        parse(**fields)
+    assert refused.value.message == message
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"input": ', b'{"input": "\xff"}', b'{"input": NaN}'])
+def test_a_body_that_is_no_json_object_is_refused_as_elsewhere(body):
+    with pytest.raises(ApiError, match=r"the body (is|must be)"):
+        parse_response(body, find=nothing)
+
+
+def test_a_body_nested_too_deeply_is_refused():
+    deep = b'{"a":' * 50_000 + b"1" + b"}" * 50_000
+    with pytest.raises(ApiError, match="nested too deeply"):
+        parse_response(b'{"input": "x", "new_field": %b}' % deep, find=nothing)
+
+
+def test_hints_without_effect_are_accepted_and_named():
+    call = parse(text={"format": None, "verbosity": "low"}, reasoning={"summary": "concise"}, max_output_tokens=5.0)
+    assert call.ignored == ("reasoning.summary", "text.verbosity") and call.params.max_tokens == 5
+    plain = parse(text={"verbosity": "medium"}, reasoning={"summary": "auto"}, include=["file_search_call.results"])
+    assert plain.ignored == ()
 
 
 def test_several_http_processes_keep_nothing():
@@ -341,8 +392,8 @@ def test_reasoning_and_calls_stream_as_the_items_of_the_whole_response(step):
         if event.type == "response.function_call_arguments.delta":
             arguments[event.item_id] = arguments.get(event.item_id, "") + event.delta
     assert [*arguments.values()] == [item.arguments for item in whole.output[2:]]
-    said = messages_of(msgspec.json.decode(store.find("resp_1", "").items, type=list[Item]))
-    assert said[-1]["reasoning_content"] == "so then" and len(said[-1]["tool_calls"]) == 2
+    *_, (_, said) = messages_of(msgspec.json.decode(store.find("resp_1", "").items, type=list[Item]))
+    assert said["reasoning_content"] == "so then" and len(said["tool_calls"]) == 2
 
 
 def test_of_a_reply_that_is_cut_off_the_last_item_alone_is_incomplete():

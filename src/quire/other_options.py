@@ -1,4 +1,5 @@
-"""Options and commands of llama.cpp and Ollama: on the command line what is the same is taken, the rest is explained.
+"""Options and commands of llama.cpp, Ollama and SGLang: those that mean the same are accepted on the command line, the
+others are explained.
 
 vLLM's are in `vllm_options.py`, since Quire's own names are vLLM's wherever both have the same thing.
 """
@@ -14,11 +15,11 @@ class OtherOption:
     """An option of another engine.
 
     Attributes:
-        engine: whose it is.
-        ours: the name of the option here; None: there is none.
-        why: how ours differs, or what to do; None: it means the same, and so do its values, but for `values`.
-        values: theirs and ours, where they are spelt otherwise.
-        short: how it is written in short.
+        engine: the engine's name.
+        ours: Quire's option; None if there is none.
+        why: how Quire's option differs, or what to do instead; None if both mean the same.
+        values: values that Quire spells differently: theirs, and Quire's.
+        short: its other flags.
     """
 
     engine: str
@@ -28,12 +29,14 @@ class OtherOption:
     short: tuple[str, ...] = ()
 
 
-LLAMA_CPP, OLLAMA = "llama.cpp", "Ollama"
+LLAMA_CPP, OLLAMA, SGLANG = "llama.cpp", "Ollama", "SGLang"
 _UNBOUNDED = {"-1": "none", "-2": "none"}
 _ONE_DEVICE = "a model is entirely on one device, cuda or cpu"
 _BATCH = "the tokens of one step, for all requests together"
 _DRAFTS = """a JSON object, as in '{"model": "org/name", "num_speculative_tokens": 4}'"""
 _ALWAYS = "leave it out, it is always on"
+_DETECTED = "leave it out, it is detected from the model"
+_HOST_TIER = "the size of the host tier, such as 8GiB"
 
 OTHER_OPTIONS: dict[str, OtherOption] = {
     # the same
@@ -50,7 +53,15 @@ OTHER_OPTIONS: dict[str, OtherOption] = {
     "parallel": OtherOption(LLAMA_CPP, "max_num_seqs", short=("-np",)),
     "system_prompt": OtherOption(LLAMA_CPP, "system", short=("-sys",)),
     "temp": OtherOption(LLAMA_CPP, "temperature"),
-    # something like it
+    "context_length": OtherOption(SGLANG, "max_model_len"),
+    "max_running_requests": OtherOption(SGLANG, "max_num_seqs"),
+    "page_size": OtherOption(SGLANG, "block_size"),
+    "tp_size": OtherOption(SGLANG, "tensor_parallel_size", short=("--tp",)),
+    "pp_size": OtherOption(SGLANG, "pipeline_parallel_size", short=("--pp",)),
+    "dp_size": OtherOption(SGLANG, "data_parallel_size", short=("--dp",)),
+    "disaggregation_mode": OtherOption(SGLANG, "kv_role", values={"null": "none"}),
+    "disaggregation_transfer_backend": OtherOption(SGLANG, "kv_transport"),
+    # similar
     "api_key_file": OtherOption(LLAMA_CPP, "api_key", "with @ before the file's name"),
     "batch_size": OtherOption(LLAMA_CPP, "max_num_batched_tokens", _BATCH, short=("-b",)),
     "ubatch_size": OtherOption(LLAMA_CPP, "max_num_batched_tokens", _BATCH, short=("-ub",)),
@@ -62,8 +73,22 @@ OTHER_OPTIONS: dict[str, OtherOption] = {
     "gpu_layers": OtherOption(LLAMA_CPP, "device", _ONE_DEVICE, short=("-ngl",)),
     "n_gpu_layers": OtherOption(LLAMA_CPP, "device", _ONE_DEVICE),
     "num_gpu": OtherOption(OLLAMA, "device", _ONE_DEVICE),
+    "chunked_prefill_size": OtherOption(SGLANG, "max_num_batched_tokens", _BATCH),
+    "disable_cuda_graph": OtherOption(SGLANG, "cuda_graphs", "set it to off"),
+    "disable_radix_cache": OtherOption(SGLANG, "prefix_cache", "set it to off"),
+    "enable_hierarchical_cache": OtherOption(SGLANG, "host_kv_memory", _HOST_TIER),
+    "hicache_size": OtherOption(SGLANG, "host_kv_memory", _HOST_TIER),
+    "ep_size": OtherOption(SGLANG, "enable_expert_parallel", "ranks then hold whole experts", short=("--ep",)),
+    "max_prefill_tokens": OtherOption(SGLANG, "max_num_batched_tokens", _BATCH),
+    "max_total_tokens": OtherOption(SGLANG, "num_kv_blocks", "in blocks of block_size tokens"),
+    "mem_fraction_static": OtherOption(
+        SGLANG, "gpu_memory_utilization", "the share of a GPU's memory for everything; on a CPU see kv_cache_memory"
+    ),
+    "speculative_algorithm": OtherOption(SGLANG, "speculative_config", _DRAFTS),
+    "speculative_draft_model_path": OtherOption(SGLANG, "speculative_config", _DRAFTS),
+    "speculative_num_draft_tokens": OtherOption(SGLANG, "speculative_config", _DRAFTS),
     "repeat_penalty": OtherOption(LLAMA_CPP, "repetition_penalty", "it covers the whole prompt and output"),
-    # nothing of the kind
+    # not there, or not needed
     "cont_batching": OtherOption(LLAMA_CPP, None, _ALWAYS, short=("-cb",)),
     "conversation": OtherOption(
         LLAMA_CPP, None, "use 'quire chat' for a conversation, 'quire generate' for a completion", short=("-cnv",)
@@ -71,10 +96,12 @@ OTHER_OPTIONS: dict[str, OtherOption] = {
     "file": OtherOption(LLAMA_CPP, None, "pipe the prompt in, as in 'quire generate MODEL < FILE'", short=("-f",)),
     "flash_attn": OtherOption(LLAMA_CPP, None, "leave it out, attention always works that way", short=("-fa",)),
     "hf_repo": OtherOption(LLAMA_CPP, None, "give org/name as the model", short=("-hf", "-hfr")),
+    "is_embedding": OtherOption(SGLANG, None, _DETECTED),
     "jinja": OtherOption(LLAMA_CPP, None, _ALWAYS),
     "keepalive": OtherOption(OLLAMA, None, "leave it out, the model stays loaded until the command ends"),
     "lora": OtherOption(LLAMA_CPP, None, "adapters are not supported; merge them into the checkpoint"),
     "mlock": OtherOption(LLAMA_CPP, None, "leave it out, weights are in the memory of the process"),
+    "random_seed": OtherOption(SGLANG, None, "set seed in each request"),
     "prompt": OtherOption(LLAMA_CPP, None, "put prompts after the model: quire generate MODEL PROMPT", short=("-p",)),
 }
 
@@ -90,15 +117,15 @@ OTHER_COMMANDS = {
 
 
 def flags_of(name: str) -> tuple[str, ...]:
-    """How an option of `OTHER_OPTIONS` is written on a command line."""
+    """The flags of an option of `OTHER_OPTIONS`."""
     return "--" + name.replace("_", "-"), *OTHER_OPTIONS[name].short
 
 
 def explained(name: str, spelt: str, ours: str | None) -> str:
-    """What to do in place of an option of `OTHER_OPTIONS`.
+    """What to use instead of an option of `OTHER_OPTIONS`.
 
     Args:
-        spelt, ours: it and Quire's, as they are written here; None: Quire has none.
+        spelt: the option as it was given. ours: Quire's option in the same form; None if there is none.
     """
     option = OTHER_OPTIONS[name]
     why = option.why or "it means the same"

@@ -57,6 +57,13 @@ def _any(kind: Any) -> VllmOption:
 _OWN = "the checkpoint's is used"
 _NO_SWAP = "preempted requests are recomputed, or loaded from host_kv_memory if that is set"
 _NO_LORA = "LoRA adapters are not supported yet"
+_TOOL_PARSERS = {
+    name: name
+    for name in (
+        *("hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "deepseek_v32"),
+        *("glm45", "minimax_m2", "kimi_k2", "gemma4"),
+    )
+} | {"openai": "harmony"}
 
 VLLM_OPTIONS: dict[str, VllmOption] = {
     # the same under another name or value
@@ -70,6 +77,7 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "kv_cache_dtype": VllmOption(kind=str, ours="kv_cache_dtype", values={"fp8_e4m3": "fp8"}),
     "kv_cache_memory_bytes": VllmOption(kind=str, ours="kv_cache_memory"),
     "num_gpu_blocks_override": VllmOption(kind=int, ours="num_kv_blocks"),
+    "tool_call_parser": VllmOption(kind=str, ours="tool_format", values=_TOOL_PARSERS),
     # on several devices
     "data_parallel_size_local": _one("-dpl"),
     "decode_context_parallel_size": _one("-dcp"),
@@ -77,6 +85,13 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "worker_use_ray": _off("ranks are started without Ray; see 'quire rank --help'"),
     # what changes nothing here
     "disable_custom_all_reduce": _any(bool),
+    "enable_auto_tool_choice": _any(bool),  # where the model's template has tools
+    "enable_prompt_tokens_details": _any(bool),  # cached tokens are always reported
+    "enable_request_id_headers": _any(bool),
+    "enable_server_load_tracking": _any(bool),
+    "max_log_len": _any(int),  # prompts are not logged
+    "reasoning_parser": _any(str),  # detected from the chat template
+    "uvicorn_log_level": _any(str),
     "disable_log_stats": _any(bool),
     "enable_ssl_refresh": _any(bool),  # a certificate is read again when it changes
     "disable_uvicorn_access_log": _any(bool),
@@ -85,11 +100,17 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "use_tqdm_on_load": _any(bool),
     "use_v2_block_manager": _any(bool),
     # what is not there
+    "attention_backend": _only(str, why="kernels are chosen by the device; on a CPU see cpu_kernels"),
     "calculate_kv_scales": _off("an 8-bit cache has a scale for each token and head"),
+    "chat_template": _only(str, why="the checkpoint's is used; put another one there as chat_template.jinja"),
+    "chat_template_content_format": _only(str, "auto", why="it is detected from the chat template"),
     "code_revision": _only(str, why="Quire never runs code from a checkpoint"),
     "compilation_config": _only(Mapping[str, Any], {}, why="models are not compiled; see cuda_graphs"),
     "cpu_offload_gb": _only(float, 0, why="weights cannot be offloaded"),
+    "default_chat_template_kwargs": _only(Mapping[str, Any], {}, why="set chat_template_kwargs in each request"),
+    "disable_fastapi_docs": _off("with --api-key the API reference needs a key, too"),
     "download_dir": _only(str, why="downloads go to the cache of huggingface_hub; set HF_HOME"),
+    "enable_force_include_usage": _off("requests set stream_options.include_usage"),
     "enable_lora": _off(_NO_LORA),
     "enable_sleep_mode": _off("an engine cannot release its memory and resume"),
     "hf_overrides": _only(Mapping[str, Any], {}, why="a checkpoint is used as it is; change its config.json"),
@@ -103,7 +124,9 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "max_long_partial_prefills": _only(int, 1, why="see max_num_partial_prefills"),
     "num_scheduler_steps": _only(int, 1, why="every step is scheduled; async_scheduling hides the cost"),
     "override_generation_config": _only(Mapping[str, Any], {}, why="set sampling parameters in each request"),
+    "guided_decoding_backend": _only(str, "auto", "guidance", why="llguidance enforces every form"),
     "preemption_mode": _only(str, "recompute", why=_NO_SWAP),
+    "response_role": _only(str, "assistant", why="replies are the assistant's"),
     "rope_scaling": _only(Mapping[str, Any], {}, why=_OWN),
     "rope_theta": _only(float, why=_OWN),
     "runner": _only(str, "auto", "generate", why="the task is detected from the model"),
@@ -111,6 +134,10 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "skip_tokenizer_init": _off("it is not needed: token ids are always accepted as prompts"),
     "ssl_ca_certs": _only(str, why="clients are authenticated by API keys, not by certificates"),
     "ssl_cert_reqs": _only(int, 0, why="clients are authenticated by API keys, not by certificates"),
+    "stream_interval": _only(int, 1, why="tokens are sent as they are generated"),
+    "structured_outputs_config": _only(
+        Mapping[str, Any], {}, {"backend": "auto"}, {"backend": "guidance"}, why="llguidance enforces every form"
+    ),
     "swap_space": _only(float, 0, why=_NO_SWAP),
     "task": _only(str, "auto", "generate", why="the task is detected from the model"),
     "tokenizer": _only(str, why=_OWN),

@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 
 from quire import child
+from quire.cli.terminal import note
 from quire.errors import BatchError, ConfigError
 from quire.server.batch_lines import Answer, Answers, Counts, Requests
 from quire.server.batch_lines import run as run_batch
@@ -92,6 +93,10 @@ def run(args: argparse.Namespace) -> int:
     answers = Answers(Path(target))
     try:
         counts = asyncio.run(_run(args, options, requests, answers))
+    except KeyboardInterrupt:
+        so_far = f"{len(answers.done)} of {len(requests.places)} requests answered"
+        note(f"interrupted: {so_far}; repeat the command to resume")
+        raise
     finally:
         answers.close()
         requests.close()
@@ -109,8 +114,8 @@ def _requests(path: Path) -> Requests:
 
 
 def _report(counts: Counts) -> str:
-    failed = f", {counts.failed} of them with errors" if counts.failed else ""
-    return f"{counts.completed} of {counts.total} requests are answered{failed}"
+    failed = f", {counts.failed} with errors" if counts.failed else ""
+    return f"{counts.completed} of {counts.total} requests answered{failed}"
 
 
 async def _run(args: argparse.Namespace, options: list[str], requests: Requests, answers: Answers) -> Counts:
@@ -178,7 +183,7 @@ class _Body:
 
 
 class _Asker:
-    """Asks a server, again where it is busy or away for a while."""
+    """Sends requests to a server, again if it is busy or cannot be reached for a while."""
 
     def __init__(self, url: str, key: str, cacert: str | None = None) -> None:
         from quire.bench.serve.http_client import HttpClient, parse_url
@@ -187,6 +192,7 @@ class _Asker:
         self._path = self._path.removesuffix("/v1")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = HttpClient(origin, {"user-agent": "quire-batch", **headers}, cacert=cacert)
+        self._told = False  # that the server cannot be reached
 
     async def aclose(self) -> None:
         await self._client.close()
@@ -206,6 +212,9 @@ class _Asker:
                 await self._client.exchange(request, found)
             except HttpError as error:
                 trouble = str(error)
+                if not self._told:
+                    self._told = True
+                    note(f"{trouble}; trying again")
             else:
                 if found.status in (401, 403):
                     raise BatchError(f"the server refuses the API key ({found.status}); give its key with --api-key")

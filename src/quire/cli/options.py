@@ -3,7 +3,7 @@
 An option is defined once, as a field; its flag, its YAML key and its `/set` name follow from it. Flags are written
 `--max-num-seqs` or `--max_num_seqs`; on/off options also `--no-...`. The order of precedence is: flag, YAML key,
 environment (`QUIRE_MAX_NUM_SEQS`; servers, routers), preset, default. vLLM's names and values are accepted and
-translated to Quire's here; so are names of llama.cpp and Ollama with the same meaning.
+translated to Quire's here; so are names of llama.cpp, Ollama and SGLang with the same meaning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-import yaml
 
 from quire.config import PRESETS, EngineConfig, unknown_option
 from quire.core.sampling_params import SamplingParams
@@ -28,11 +27,9 @@ from quire.errors import ConfigError, SamplingParamsError
 from quire.other_options import OTHER_OPTIONS, explained, flags_of
 from quire.router.config import RouterConfig
 from quire.server.config import ServerConfig
+from quire.typed_json import BAD_JSON
 from quire.vllm_options import VLLM_OPTIONS, translated
-
-MAX_CONFIG_BYTES = 1 << 20
-"""A file larger than this is surely not a configuration file."""
-
+from quire.yaml_file import read_yaml
 
 CONFIGS = EngineConfig, ServerConfig, RouterConfig
 """The classes whose options can be environment variables."""
@@ -143,7 +140,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """
     group = parser.add_argument_group(
         "engine options",
-        "vLLM's names work too, such as --no-enable-prefix-caching, and llama.cpp's where they mean the same.",
+        "vLLM's names work too, such as --no-enable-prefix-caching; llama.cpp's and SGLang's where they mean the same.",
     )
     group.add_argument("--config", metavar="FILE", help="YAML file of options by these names; flags override it")
     group.add_argument(
@@ -250,7 +247,7 @@ def _texts(name: str, text: str) -> list[str]:
         return [text]
     try:
         return msgspec.json.decode(text, type=list[str])
-    except msgspec.DecodeError as error:
+    except BAD_JSON as error:
         raise ConfigError(f"{name}: {text!r} is not a JSON list of texts: {error}") from error
 
 
@@ -262,7 +259,7 @@ def _bias(text: str) -> dict[int, float]:
 def _mapping(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except BAD_JSON as error:
         raise ValueError(str(error)) from error
 
 
@@ -316,37 +313,13 @@ def _attribute_docs(cls: type) -> dict[str, str]:
     return {name: " ".join(body.split()) for name, body in entries}
 
 
-class _OnceLoader(yaml.SafeLoader):
-    """YAML's safe loader, which also refuses duplicate keys: one of them would be lost silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if (key.tag, key.value) in seen:
-                raise yaml.MarkedYAMLError(problem=f"it has {key.value} twice", problem_mark=key.start_mark)
-            seen.add((key.tag, key.value))
-        return super().construct_mapping(node, deep)
-
-
 def read_config(path: str, known: Sequence[str]) -> dict[str, Any]:
     """Read the options in a YAML file.
 
     Raises:
         ConfigError: the file cannot be read, is not a mapping, or has a key that is neither in `known` nor vLLM's.
     """
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(MAX_CONFIG_BYTES + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {_reason(error)}") from error
-    if len(text) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"--config {path} is larger than {MAX_CONFIG_BYTES} bytes; is it a configuration file?")
-    try:
-        content = yaml.load(text, Loader=_OnceLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as a date that does not exist
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml(Path(path), f"--config {path}", "a configuration file")
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -366,10 +339,6 @@ def _yaml_value(name: str, value: Any) -> Any:
     """YAML reads a bare `off` as false; if the option has a choice of that name, use it."""
     hint = get_type_hints(EngineConfig).get(name)
     return "off" if value is False and get_origin(hint) is Literal and "off" in get_args(hint) else value
-
-
-def _reason(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 @dataclasses.dataclass(frozen=True)

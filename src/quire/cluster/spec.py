@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
+from msgspec import UNSET
 
 from quire.errors import ConfigError
+from quire.kv.directory import SCHEMES, masked
 from quire.server.processes import host_and_port
+from quire.typed_json import mismatch
+from quire.yaml_file import read_yaml
 
-MAX_FILE_BYTES = 1 << 20
-"""A file larger than this is surely not a cluster file."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Names of clusters, which are names of folders, too."""
 
 MAX_COUNT = 256
 """Largest `count` of an entry of `servers`."""
@@ -110,18 +115,7 @@ def read_cluster(path: Path) -> ClusterFile:
     Raises:
         ConfigError: the file cannot be read, or is not valid.
     """
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or "it is not a text file"
-        raise ConfigError(f"{path} cannot be read: {reason}") from error
-    if len(text) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes; is it a cluster file?")
-    try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    content = read_yaml(path, str(path), "a cluster file")
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold 'name: value' lines such as 'model: demo'; see examples/cluster.yaml")
     _check_names(path, content, ClusterFile, "")
@@ -131,7 +125,10 @@ def read_cluster(path: Path) -> ClusterFile:
     try:
         found = msgspec.convert(content, ClusterFile)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}; see examples/cluster.yaml") from error
+        wrong = mismatch(error, ClusterFile, content)
+        fault = "is missing; it" if wrong.missing else f"is {wrong.value!r:.80}; it" if wrong.value is not UNSET else ""
+        text = " ".join(filter(None, [wrong.path, fault, f"must be {wrong.allowed}"]))
+        raise ConfigError(f"{path}: {text}; see examples/cluster.yaml") from error
     _check(path, found)
     return found
 
@@ -146,12 +143,13 @@ def _check_names(path: Path, given: Mapping[Any, Any], kind: type[msgspec.Struct
 
 def _check(path: Path, cluster: ClusterFile) -> None:
     """Refuse what the types allow, but no cluster could be started from."""
+    if cluster.name is not None and not NAME.fullmatch(cluster.name):
+        raise ConfigError(f"{path}: name={cluster.name!r:.80}; allowed: up to 64 letters, digits and ._-")
     if cluster.place not in ("processes", "ray"):
         raise ConfigError(f"{path}: place={cluster.place!r}; allowed: processes, ray")
-    if not (cluster.redis in ("auto", False, "off") or "://" in str(cluster.redis)):
-        raise ConfigError(
-            f"{path}: redis={cluster.redis!r}; allowed: auto, off, or a URL such as redis://127.0.0.1:6379"
-        )
+    if not (cluster.redis in ("auto", False, "off") or str(cluster.redis).partition("://")[0] in SCHEMES):
+        shown = masked(cluster.redis) if isinstance(cluster.redis, str) else cluster.redis
+        raise ConfigError(f"{path}: redis={shown!r:.80}; allowed: auto, off, or a URL such as redis://127.0.0.1:6379")
     _check_options(str(path), cluster.options)
     if not cluster.servers:
         raise ConfigError(f"{path}: servers is empty; add one, such as '- port: 8010'")

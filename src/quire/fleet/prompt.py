@@ -14,6 +14,8 @@ import msgspec
 from blake3 import blake3
 from msgspec import UNSET, Raw, UnsetType
 
+from quire.typed_json import BAD_JSON
+
 CHUNK_BYTES = 128
 """Of a prompt's JSON: what is cached is known in such steps, some two blocks of 16 tokens."""
 
@@ -85,7 +87,7 @@ def read_prompt(body: bytes, scope: bytes = b"") -> Prompt:
     """
     try:
         found = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except BAD_JSON:
         return Prompt(body, None, False, True, True, _hashes(b"", scope), 0)
     model = found.model if isinstance(found.model, str) else None
     parts = [bytes(part) for part in _prompts_of(found) if isinstance(part, Raw)]

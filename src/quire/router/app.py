@@ -31,6 +31,7 @@ from quire.server.hosts import HostPolicy
 from quire.server.prefix import PrefixMiddleware
 from quire.server.replies import send_error, send_json
 from quire.server.transport import read_body
+from quire.typed_json import BAD_JSON
 
 STATIC = Path(__file__).parent / "static"
 PAGES = {"/": ("index.html", "text/html; charset=utf-8"), "/static/router.js": ("router.js", "text/javascript")}
@@ -45,7 +46,7 @@ TEXT_PATHS = (
     "/v2/rerank",
     "/rerank",
 )
-PASSED_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+PASSED_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens")
 """Any server can answer these."""
 ANSWER_SECONDS = 60.0
 RESPONSES, MODELS = "/v1/responses/", "/v1/models/"
@@ -287,7 +288,7 @@ class RouterApp:
         try:
             asked = msgspec.json.decode(body, type=Joining)
             server = self._site.servers.add(asked.url, "prefill" if asked.role == "prefill" else "serve", "joined")
-        except (msgspec.DecodeError, ValueError) as error:
+        except (*BAD_JSON, ValueError) as error:
             raise invalid(f"a server joins with its url and its role: {error}") from None
         if asked.leaves and server.origin == "joined":
             self._site.servers.remove(server.name)

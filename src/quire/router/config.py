@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from quire.config import option, unknown_option
 from quire.errors import ConfigError
 from quire.kv.directory import masked
 from quire.router.upstream import Address
-from quire.server.config import KEY_OPTIONS, ServerConfig, check_certificates, check_door, check_place, read_keys
+from quire.server.config import (
+    KEY_OPTIONS,
+    ServerConfig,
+    as_tuple,
+    check_certificates,
+    check_door,
+    check_place,
+    read_keys,
+)
 from quire.server.meeting import SCHEMES
 
 MAX_SERVERS = 1024
@@ -124,13 +132,14 @@ class RouterConfig:
         for name in given:
             if name not in names:
                 raise ConfigError(unknown_option(name, names))
+        hints = get_type_hints(cls)
+        for name, value in given.items():
+            given[name] = as_tuple(value) if hints[name] == tuple[str, ...] else value
         for name in KEY_OPTIONS:
-            if name in given:
-                given[name] = read_keys(tuple(given[name]), name)
+            if isinstance(given.get(name), tuple):
+                given[name] = read_keys(given[name], name)
         if isinstance(given.get("server_key"), str):
             [given["server_key"]] = read_keys((given["server_key"],), "server_key")[:1]
-        for name, value in given.items():
-            given[name] = tuple(value) if isinstance(value, list) else value
         config = cls(**given)
         check_certificates(config)
         return config

@@ -118,7 +118,7 @@ def read_servers_file(path: Path) -> dict[str, Role]:
     try:
         text = path.read_text(encoding="utf-8")[:MAX_FILE_BYTES]
     except (OSError, UnicodeDecodeError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+        reason = (isinstance(error, OSError) and error.strerror) or "it is not a text file (UTF-8)"
         raise ConfigError(f"--servers-file {path} cannot be read: {reason}") from error
     listed: dict[str, Role] = {}
     for number, line in enumerate(text.splitlines(), 1):

@@ -219,7 +219,7 @@ class Relay:
         answer = None
         try:
             self._answer = answer = await server.upstream.ask(self._request(prompt, choice))
-            elsewhere = prompt.follows and answer.status == 404
+            elsewhere = prompt.follows and answer.status in (400, 404)  # not stored there
             if (elsewhere or answer.status in _BUSY) and not self._begun:
                 self._refusal = (answer.status, answer.headers, await _collected(answer))
                 return False

@@ -23,6 +23,7 @@ from quire.fleet.load import Load, common_rate
 from quire.fleet.prompt import CHUNK_BYTES, Prompt
 from quire.log import event
 from quire.router.upstream import Address, Upstream, UpstreamError
+from quire.typed_json import BAD_JSON
 
 logger = logging.getLogger(__name__)
 
@@ -548,5 +549,5 @@ def _models(body: bytes) -> dict[str, dict[str, Any]] | None:
         listed = msgspec.json.decode(body)
         cards: Iterable[Any] = listed["data"]
         return {str(card["id"]): card for card in cards} or None
-    except (msgspec.DecodeError, TypeError, KeyError, AttributeError, UnicodeDecodeError):
+    except (*BAD_JSON, TypeError, KeyError, AttributeError):
         return None

@@ -13,6 +13,7 @@ from quire import __version__
 from quire.router.servers import Server
 from quire.router.site import Sending, Site
 from quire.router.upstream import UpstreamError
+from quire.typed_json import BAD_JSON
 
 MAX_PROMPTS = 20
 """Rows of the cache map: beginnings of prompts, most recent first."""
@@ -131,6 +132,6 @@ async def _told(server: Server, request: str, key: bytes) -> list[Any]:
     try:
         status, body = await server.upstream.fetch("GET", path, headers, seconds=ANSWER_SECONDS)
         found = msgspec.json.decode(body) if status == 200 else []
-    except (UpstreamError, msgspec.DecodeError):
+    except (UpstreamError, *BAD_JSON):
         return []
     return found if isinstance(found, list) else []

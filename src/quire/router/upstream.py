@@ -49,14 +49,19 @@ class Address:
 
     def __init__(self, url: str) -> None:
         self.uds = _socket_path(url)
-        parts = urlsplit(url if self.uds is None else "http://localhost")
+        wrong = f"{url.rpartition('@')[2]!r:.200} is not a server's URL; write one such as http://127.0.0.1:8000"
+        try:
+            parts = urlsplit(url if self.uds is None else "http://localhost")
+            port = parts.port
+        except ValueError as error:  # a port or an IPv6 address that is none
+            raise ValueError(wrong) from error
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"{url!r} is not a server's URL; write one such as http://127.0.0.1:8000")
+            raise ValueError(wrong)
         if parts.username or parts.password:
             raise ValueError(f"{url.rpartition('@')[2]!r} has a password before it; keys are given by --server-key")
         self.host = parts.hostname
         self.tls = parts.scheme == "https"
-        self.port = parts.port or (443 if self.tls else 80)
+        self.port = port or (443 if self.tls else 80)
         self.prefix = parts.path.rstrip("/").removesuffix("/v1")
         shown = f"[{self.host}]" if ":" in self.host else self.host
         self.name = f"{shown}:{self.port}{self.prefix}" if self.uds is None else url

@@ -11,6 +11,7 @@ import asyncio
 import fcntl
 import hashlib
 import os
+import stat
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -125,13 +126,18 @@ class Requests:
         problems: why such a line is none, by the same.
 
     Raises:
-        BatchError: a custom_id stands twice, or a line is too long. OSError: the file cannot be read.
+        BatchError: two requests have one custom_id, a line is too long, or it is no regular file. OSError: it cannot be
+            read.
     """
 
     def __init__(self, path: Path) -> None:
         self.places: dict[str, Place] = {}
         self.problems: dict[str, str] = {}
         self._file = path.open("rb")
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            raise BatchError(
+                "this is no regular file, and requests are read again from where they are; save them in one"
+            )
         start = 0
         for number, data in enumerate(iter(lambda: self._file.readline(MAX_LINE_BYTES + 1), b""), start=1):
             if len(data) > MAX_LINE_BYTES:
@@ -148,7 +154,10 @@ class Requests:
             self.problems[name] = str(error)
         if name in self.places:
             first = self.places[name].number
-            raise BatchError(f"lines {first} and {place.number} have the same custom_id; each needs its own")
+            also = " (a line that is no request is called by its number)" if {name} & self.problems.keys() else ""
+            raise BatchError(
+                f"lines {first} and {place.number} have the same custom_id, {name[:80]!r}{also}; each needs its own"
+            )
         self.places[name] = place
 
     def read(self, name: str) -> Line:
@@ -168,13 +177,20 @@ class Answers:
         done: the custom_ids that have one, and whether it went well.
 
     Raises:
-        BatchError: another process writes it, or it holds something else. OSError: it cannot be written.
+        BatchError: another process writes it, or it holds something else. ConfigError: it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self.done: dict[str, bool] = {}
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"the answer file {path} cannot be written: {error.strerror or error}") from error
+        try:
+            if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+                raise ConfigError(
+                    f"the answer file {path} is no regular file, and a batch resumes from it; name another"
+                )
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -47,6 +47,20 @@ def check_media_type(values: Sequence[str]) -> None:
     raise ApiError(415, message, code="unsupported_media_type")
 
 
+def check_text(body: bytes) -> None:
+    """Refuse a body that is empty or not UTF-8: strings of unknown fields are not decoded later.
+
+    Raises:
+        ApiError: 400.
+    """
+    if not body:
+        raise invalid("the body is empty; it must be a JSON object", code="invalid_json")
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise invalid(f"the body is not valid UTF-8, at byte {error.start}", code="invalid_json") from None
+
+
 def decode(data: Any, kind: type[T] | Any = Any, *, where: str = "") -> Any:
     """JSON into plain values, or into `kind`.
 

@@ -158,7 +158,7 @@ class ServerConfig:
                 raise ConfigError(unknown_option(name, names))
         for name, hint in get_type_hints(cls).items():
             if hint == tuple[str, ...] and name in given:
-                given[name] = _as_tuple(given[name])
+                given[name] = as_tuple(given[name])
         for name in KEY_OPTIONS:
             if isinstance(given.get(name), tuple):
                 given[name] = read_keys(given[name], name)
@@ -295,7 +295,7 @@ def open_traces(endpoint: str | None, service: str) -> Traces | None:
     return Traces(endpoint, service)
 
 
-def _as_tuple(value: Any) -> Any:
+def as_tuple(value: Any) -> Any:
     """One text or a list of them, as YAML may have it; anything else as it is, for the check."""
     if isinstance(value, str):
         return (value,)
@@ -355,7 +355,7 @@ def _keys_of_file(path: str, flag: str) -> list[str]:
         with Path(path).expanduser().open(encoding="utf-8") as file:
             text = file.read(MAX_KEY_FILE_BYTES + 1)
     except (OSError, RuntimeError, UnicodeDecodeError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+        reason = (isinstance(error, OSError) and error.strerror) or "it is not a text file (UTF-8)"
         raise ConfigError(f"{flag} @{path} cannot be read: {reason}") from error
     if len(text) > MAX_KEY_FILE_BYTES:
         raise ConfigError(f"{flag} @{path} is larger than {MAX_KEY_FILE_BYTES} bytes; is it a file with keys?")

@@ -354,6 +354,15 @@ class Generation:
             chunks.append(responder.usage_chunk(ordered))
         await writer.end(chunks)
 
+    async def _count(self, call: ChatCall) -> int:
+        """Tokens of a chat's prompt, which is not run."""
+        ticket = self._shared.admission.enter(1, call.price(), tenant_of(self._scope).owner)
+        try:
+            [(_, tokens, _)] = await self._tokenize(call)
+        finally:
+            ticket.leave()
+        return len(tokens)
+
     def _stream(self, prompt: Prepared, names: bytes, replica: int | None) -> AsyncGenerator[RequestOutput, None]:
         return self._context.client.generate(
             prompt,

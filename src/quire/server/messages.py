@@ -11,9 +11,8 @@ from starlette.types import Send
 from quire.core.sampling_params import SamplingParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.errors import UnknownTemplateVariableError
-from quire.server.auth import tenant_of
 from quire.server.blocks import Block, Blocks, News
-from quire.server.errors import ANTHROPIC, ApiError
+from quire.server.errors import ANTHROPIC
 from quire.server.generation import Generation
 from quire.server.protocol import ChatCall
 from quire.server.streaming import AnswerWriter, NamedEventWriter
@@ -44,23 +43,16 @@ class Messages(Generation):
 
 
 class CountTokens(Messages):
-    """One call of POST /v1/messages/count_tokens: the prompt is made, and nothing runs."""
+    """One call of POST /v1/messages/count_tokens: the prompt is tokenized, and nothing runs."""
 
     async def _answer(self, call: Any, writer: AnswerWriter) -> None:
-        ticket = self._shared.admission.enter(1, call.price(), tenant_of(self._scope).owner)
-        try:
-            [(_, tokens, _)] = await self._tokenize(call)
-        finally:
-            ticket.leave()
-        await writer.whole(_encode({"input_tokens": len(tokens)}), {})
+        await writer.whole(_encode({"input_tokens": await self._count(call)}), {})
 
 
 class MessagesResponder:
     """Makes the answer of one call, which has one choice."""
 
     def __init__(self, call: ChatCall, response_id: str, model: str) -> None:
-        if call.params.n != 1:
-            raise ApiError(400, "n must be 1, since a message has one choice", param="n", code="unsupported_parameter")
         self._params: SamplingParams = call.params
         self._head = {"id": response_id, "type": "message", "role": "assistant", "model": model}
         self._blocks = Blocks()

@@ -1,26 +1,33 @@
-"""From a body of POST /v1/messages to a chat: Anthropic's words for what the chat route calls otherwise.
+"""Translates the body of POST /v1/messages, Anthropic's interface, into a chat (`translation.py`).
 
-Nothing is judged here that the chat route judges: the body is written anew as one of /v1/chat/completions, and read as
-such. Fields that are not Anthropic's (`seed`, `top_p`, `chat_template_kwargs`, ...) go there as they are, and
 `cache_control` asks for what is done anyway.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from quire.server.body import has_more_strings
-from quire.server.conversation import STRINGS_PER_OBJECT
 from quire.server.errors import invalid
 from quire.server.limits import Limits
-from quire.server.protocol import DEFAULT_LIMITS, ChatCall, parse_chat
+from quire.server.protocol import DEFAULT_LIMITS, ChatCall
+from quire.server.translation import check_refused, message_names, parse_translated, read_typed
 
-_MISSING = re.compile(r"missing required field `(\w{1,64})`")
-_WHERE = re.compile(r"at `(\$[^`]{0,100})`")
+REFUSED = ("container", "mcp_servers")
+"""Fields that would change something."""
+NAMES = {
+    "messages": "messages",
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+}
+"""Fields of chats by other names here."""
 
 
 class Text(msgspec.Struct, tag="text", tag_field="type"):
@@ -57,7 +64,7 @@ Block = Text | Thinking | ToolUse | ToolResult
 class Message(msgspec.Struct):
     """One turn."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
@@ -83,7 +90,7 @@ class ThinkingConfig(msgspec.Struct):
     """Whether the model is to reason first, and how long."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: int | float | None = None
 
 
 class Metadata(msgspec.Struct):
@@ -103,7 +110,7 @@ class MessagesBody(msgspec.Struct):
     """The fields that are Anthropic's own, or mean something else there."""
 
     messages: list[Message]
-    max_tokens: int | None = None
+    max_tokens: int | float | None = None
     system: str | list[Text] | None = None
     stop_sequences: list[str] | None = None
     tools: list[Tool] | None = None
@@ -111,11 +118,9 @@ class MessagesBody(msgspec.Struct):
     thinking: ThinkingConfig | None = None
     metadata: Metadata | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Raw] | None = None
     cache_control: Raw | UnsetType = UNSET
     service_tier: Literal["auto", "standard_only"] | None = None
-
-
-_OWN = frozenset(MessagesBody.__struct_fields__)
 
 
 def openapi_schemas() -> dict[str, Any]:
@@ -139,48 +144,38 @@ def parse_count(body: bytes, limits: Limits = DEFAULT_LIMITS) -> ChatCall:
 
 
 def _parse(body: bytes, limits: Limits, counts: bool) -> ChatCall:
-    given, others = _read(body, limits)
+    given, others = read_typed(body, MessagesBody, limits, "messages")
+    check_refused(others, REFUSED)
     if given.max_tokens is None and not counts:
-        raise invalid("max_tokens is missing; it must be a whole number", "max_tokens", "missing_parameter")
-    return parse_chat(msgspec.json.encode({**others, **_chat(given)}), limits)
+        raise invalid("max_tokens is missing; it must be an integer", "max_tokens", "missing_parameter")
+    chat = _chat(given)
+    messages, places = _messages(given)
+    chat |= {"messages": messages} | _prefill(messages, others)
+    return parse_translated(others, chat, message_names(places) | NAMES, limits)
 
 
-def _read(body: bytes, limits: Limits) -> tuple[MessagesBody, dict[str, Raw]]:
-    """The fields that are Anthropic's, and all others as JSON."""
-    if has_more_strings(body, STRINGS_PER_OBJECT * (limits.messages + limits.content_parts)):
-        raise invalid(f"messages has more than {limits.content_parts} blocks", "messages")
-    try:
-        given = msgspec.json.decode(body, type=MessagesBody)
-        fields = msgspec.json.decode(body, type=dict[str, Raw])
-    except (msgspec.ValidationError, RecursionError) as error:
-        where = where_of(error)
-        about = (
-            f"is not valid ({reason_of(error)}), or has something that is not supported, such as images or documents"
-        )
-        raise invalid(f"{where or 'the body'} {about}", where.partition("[")[0] or None, "invalid_type") from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise invalid("the body is not valid JSON", code="invalid_json") from None
-    return given, {name: value for name, value in fields.items() if name not in _OWN}
+def _messages(given: MessagesBody) -> tuple[list[dict[str, Any]], list[str]]:
+    """The chat's messages, and where each comes from."""
+    messages = _system(given.system)
+    places = ["system"] * len(messages)
+    for index, message in enumerate(given.messages):
+        turns = _turn(f"messages[{index}]", message)
+        messages += turns
+        places += [f"messages[{index}]"] * len(turns)
+    return messages, places
 
 
-def where_of(error: Exception) -> str:
-    """The field that a body was refused for, as a path; empty where it is the whole body."""
-    found, missing = _WHERE.search(str(error)), _MISSING.search(str(error))
-    path = [found[1].removeprefix("$").removeprefix(".")] if found else []
-    return ".".join([*path, *([missing[1]] if missing else [])])
-
-
-def reason_of(error: Exception) -> str:
-    """Why a body was refused: what was expected, and what was found."""
-    reason = str(error).partition(" - at ")[0][:200]
-    return reason[:1].lower() + reason[1:]
+def _prefill(messages: list[dict[str, Any]], others: dict[str, Raw]) -> dict[str, Any]:
+    """A conversation that ends with text of the assistant's is continued from there."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or "tool_calls" in last or "continue_final_message" in others:
+        return {}
+    return {"continue_final_message": True, "add_generation_prompt": False}
 
 
 def _chat(given: MessagesBody) -> dict[str, Any]:
     """The same in the words of the chat route."""
-    chat: dict[str, Any] = {"messages": _system(given.system)}
-    for message in given.messages:
-        chat["messages"] += _turn(message)
+    chat: dict[str, Any] = {}
     for name, value in (("max_tokens", given.max_tokens), ("stop", given.stop_sequences)):
         if value is not None:
             chat[name] = value
@@ -194,8 +189,12 @@ def _chat(given: MessagesBody) -> dict[str, Any]:
         chat["user"] = given.metadata.user_id
     if given.thinking is not None:
         chat |= _thinking(given.thinking)
-    if given.output_config is not None:
-        chat |= _output(given.output_config)
+    config = given.output_config or OutputConfig()
+    if config.effort is not None:
+        chat["reasoning_effort"] = config.effort
+    for name, form in (("output_config.format", config.format), ("output_format", given.output_format)):
+        if form is not None:
+            chat["response_format"] = _format(name, form)
     return chat
 
 
@@ -209,18 +208,20 @@ def _texts(blocks: list[Text]) -> list[dict[str, str]]:
     return [{"type": "text", "text": block.text} for block in blocks]
 
 
-def _turn(message: Message) -> list[dict[str, Any]]:
-    """One turn: the results of calls are messages of their own, before what the user says beside them."""
+def _turn(where: str, message: Message) -> list[dict[str, Any]]:
+    """One turn as messages: results of tool calls come first, each as a message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     made: list[dict[str, Any]] = []
     texts = [block for block in message.content if isinstance(block, Text)]
     turn: dict[str, Any] = {"role": message.role, "content": _texts(texts)}
-    allowed = (Text, ToolResult) if message.role == "user" else (Text, ToolUse, Thinking)
-    for block in message.content:
+    allowed = _BLOCKS[message.role]
+    for index, block in enumerate(message.content):
         if not isinstance(block, allowed):
+            kinds = " or ".join(f'"{kind.__struct_config__.tag}"' for kind in allowed)
             kind = type(block).__struct_config__.tag
-            raise invalid(f"messages: a turn of the {message.role} holds a block of type {kind}", "messages")
+            place = f"{where}.content[{index}].type"
+            raise invalid(f'{place} is "{kind}"; in a turn of the {message.role} it must be {kinds}', place)
     reasoning = [block.thinking for block in message.content if isinstance(block, Thinking)]
     if reasoning:
         turn["reasoning_content"] = "".join(reasoning)
@@ -234,6 +235,13 @@ def _turn(message: Message) -> list[dict[str, Any]]:
     if texts or not made:
         made.append(turn if texts else turn | {"content": "" if calls or reasoning else []})
     return made
+
+
+_BLOCKS: dict[str, tuple[type[msgspec.Struct], ...]] = {
+    "user": (Text, ToolResult),
+    "assistant": (Text, ToolUse, Thinking),
+    "system": (Text,),
+}
 
 
 def _call(block: ToolUse) -> dict[str, Any]:
@@ -265,15 +273,8 @@ def _thinking(thinking: ThinkingConfig) -> dict[str, Any]:
     return made
 
 
-def _output(config: OutputConfig) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    if config.effort is not None:
-        made["reasoning_effort"] = config.effort
-    if config.format is not None:
-        if bytes(config.format.get("type", Raw(b""))) != b'"json_schema"' or "schema" not in config.format:
-            raise invalid('output_config.format must be {"type": "json_schema", "schema": {...}}', "output_config")
-        made["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "output", "schema": config.format["schema"], "strict": True},
-        }
-    return made
+def _format(name: str, form: dict[str, Raw]) -> dict[str, Any]:
+    if bytes(form.get("type", Raw(b""))) != b'"json_schema"' or "schema" not in form:
+        raise invalid(f'{name} must be {{"type": "json_schema", "schema": {{...}}}}', name)
+    schema = {"name": "output", "schema": form["schema"], "strict": True}
+    return {"type": "json_schema", "json_schema": schema}

@@ -127,6 +127,14 @@ class Responses(Generation):
         return ResponsesResponder(self._made, self._store, self._stored)
 
 
+class InputTokens(Generation):
+    """One call of POST /v1/responses/input_tokens: the prompt is tokenized, and nothing runs."""
+
+    async def _answer(self, call: Any, writer: AnswerWriter) -> None:
+        counted = {"object": "response.input_tokens", "input_tokens": await self._count(call)}
+        await writer.whole(_encode(counted), {})
+
+
 async def _nowhere(message: Message) -> None:
     """Nobody reads what is made in the background: it is read from the store."""
 

@@ -1,7 +1,4 @@
-"""From a body of POST /v1/responses to a chat: what its items are as messages.
-
-As for Anthropic's interface (`messages_protocol.py`), nothing is judged here that the chat route judges.
-"""
+"""Translates the body of POST /v1/responses, OpenAI's newer interface, into a chat (`translation.py`)."""
 
 from __future__ import annotations
 
@@ -12,12 +9,11 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from quire.server.body import has_more_strings
-from quire.server.conversation import STRINGS_PER_OBJECT
+from quire.server.body import ignored_names
 from quire.server.errors import invalid
 from quire.server.limits import Limits
-from quire.server.messages_protocol import reason_of, where_of
-from quire.server.protocol import DEFAULT_LIMITS, ChatCall, parse_chat
+from quire.server.protocol import DEFAULT_LIMITS, ChatCall
+from quire.server.translation import check_refused, message_names, parse_translated, read_typed
 
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 MAX_ID_LENGTH = 128
@@ -73,17 +69,18 @@ class Format(msgspec.Struct, frozen=True):
 
 
 class TextConfig(msgspec.Struct):
-    """About the text."""
+    """Form and length of the text."""
 
-    format: Format = Format()
-    verbosity: Literal["medium"] | None = None
+    format: Format | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(msgspec.Struct):
-    """How hard to think; summaries are not made."""
+    """How much to reason. There are no summaries: reasoning is returned as it is."""
 
     effort: str | None = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -92,13 +89,25 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: Literal[False] | None = None
 
 
+Included = Literal[
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""Parts of a response that it has anyway, or that belong to items it never has."""
+
+
 class ResponsesBody(msgspec.Struct):
     """The fields that are this route's own, or mean something else in a chat."""
 
     input: str | list[Item]
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: int | float | None = None
     stream: bool | None = None
     store: bool | None = None
     background: bool | None = None
@@ -108,24 +117,31 @@ class ResponsesBody(msgspec.Struct):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["disabled"] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: list[Included] | None = None
     metadata: dict[str, str] | None = None
     stream_options: StreamOptions | None = None
     top_logprobs: Literal[0] | None = None
 
 
-_OWN = frozenset(ResponsesBody.__struct_fields__)
 REFUSED = ("conversation", "context_management", "max_tool_calls", "moderation", "prompt")
 """Fields that would change something."""
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
+"""Fields of chats by other names here."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class ResponseCall(ChatCall):
-    """A chat, and what of the request its answer repeats.
+    """A chat, and the parts of the request that its response repeats.
 
     Attributes:
-        input: the items of this request. items: those that it goes on from, and these.
-        stores: the answer is kept.
+        input: the items of this request. items: the items before it, and these.
+        stores: the response is stored.
     """
 
     asked: ResponsesBody
@@ -147,44 +163,43 @@ def parse_response(body: bytes, limits: Limits = DEFAULT_LIMITS, *, find: Find, 
     Raises:
         ApiError: it is not valid.
     """
-    given, others = _read(body, limits)
-    _check(given, others, keeps)
+    given, others = read_typed(body, ResponsesBody, limits, "input")
+    check_refused(others, REFUSED)
+    _check(given, keeps)
     own = [Item(role="user", content=given.input)] if isinstance(given.input, str) else given.input
     before: list[Item] = []
     if given.previous_response_id is not None:
         if len(given.previous_response_id) > MAX_ID_LENGTH:
-            raise invalid("previous_response_id is no id of a response", "previous_response_id")
+            message = f"previous_response_id has more than {MAX_ID_LENGTH} characters; give the id of a response"
+            raise invalid(message, "previous_response_id")
         before = msgspec.json.decode(find(given.previous_response_id), type=list[Item])
-    messages = [{"role": "system", "content": given.instructions}] if given.instructions else []
-    messages += messages_of([*before, *own])
-    chat = parse_chat(msgspec.json.encode({**others, "messages": messages, **_chat(given)}), limits)
-    if chat.params.n != 1:
-        raise invalid("n must be 1: a response has one choice", "n", "unsupported_parameter")
+    messages: list[dict[str, Any]] = []
+    if given.instructions:
+        messages.append({"role": "system", "content": given.instructions})
+    places = ["instructions"] * len(messages)
+    for index, turn in messages_of([*before, *own], first=-len(before)):
+        messages.append(turn)
+        places.append(f"input[{index}]" if index >= 0 else "previous_response_id")
+    names = message_names(places) | NAMES
+    chat = parse_translated(others, {"messages": messages, **_chat(given)}, names, limits)
+    chat.ignored = ignored_names([*chat.ignored, *_ignored(given)])
     common = {field.name: getattr(chat, field.name) for field in dataclasses.fields(ChatCall)}
     stores = keeps and given.store is not False
     return ResponseCall(**common, asked=given, input=own, items=[*before, *own], stores=stores)
 
 
-def _read(body: bytes, limits: Limits) -> tuple[ResponsesBody, dict[str, Raw]]:
-    """The fields that are this route's own, and all others as JSON."""
-    if has_more_strings(body, STRINGS_PER_OBJECT * (limits.messages + limits.content_parts)):
-        raise invalid(f"input has more than {limits.content_parts} items or parts", "input")
-    try:
-        given = msgspec.json.decode(body, type=ResponsesBody)
-        fields = msgspec.json.decode(body, type=dict[str, Raw])
-    except (msgspec.ValidationError, RecursionError) as error:
-        where = where_of(error)
-        about = f"is not valid ({reason_of(error)}), or asks for something that is not supported"
-        raise invalid(f"{where or 'the body'} {about}", where.partition("[")[0] or None, "invalid_type") from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise invalid("the body is not valid JSON", code="invalid_json") from None
-    return given, {name: value for name, value in fields.items() if name not in _OWN}
+def _ignored(given: ResponsesBody) -> list[str]:
+    """Hints that have no effect."""
+    reasoning, text = given.reasoning or Reasoning(), given.text or TextConfig()
+    hints = {
+        "reasoning.summary": reasoning.summary,
+        "reasoning.generate_summary": reasoning.generate_summary,
+        "text.verbosity": text.verbosity,
+    }
+    return [name for name, value in hints.items() if value not in (None, "auto", "medium")]
 
 
-def _check(given: ResponsesBody, others: dict[str, Raw], keeps: bool) -> None:
-    for name in REFUSED:
-        if name in others and bytes(others[name]) != b"null":
-            raise invalid(f"{name} is not supported here; leave it out", name, "unsupported_parameter")
+def _check(given: ResponsesBody, keeps: bool) -> None:
     if given.background and given.stream:
         raise invalid("a response in the background is not streamed; leave out stream or background", "background")
     if given.background and given.store is False:
@@ -214,7 +229,7 @@ def _chat(given: ResponsesBody) -> dict[str, Any]:
         chat["tool_choice"] = given.tool_choice
     if given.reasoning is not None and given.reasoning.effort is not None:
         chat["reasoning_effort"] = given.reasoning.effort
-    if given.text is not None and given.text.format.type != "text":
+    if given.text is not None and given.text.format is not None and given.text.format.type != "text":
         named = msgspec.structs.asdict(given.text.format)
         form = {name: value for name, value in named.items() if value is not UNSET}
         chat["response_format"] = {"type": form.pop("type")}
@@ -228,26 +243,31 @@ def _function(tool: FunctionTool) -> dict[str, Any]:
     return {name: value for name, value in fields if value is not None and value is not UNSET and name != "type"}
 
 
-def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The messages of a chat; reasoning, text and calls that follow one another are one turn of the assistant's.
+def messages_of(items: Iterable[Item], first: int = 0) -> list[tuple[int, dict[str, Any]]]:
+    """The messages of a chat, each with the number of its first item. Reasoning, text and calls that follow one another
+    are one turn of the assistant's.
+
+    Args:
+        first: the number of the first item.
 
     Raises:
-        ApiError: an item is of no type that is supported.
+        ApiError: an item's type is not supported.
     """
-    messages: list[dict[str, Any]] = []
+    messages: list[tuple[int, dict[str, Any]]] = []
     turn: dict[str, Any] | None = None
-    for index, item in enumerate(items):
+    for index, item in enumerate(items, first):
         where = f"input[{index}]"
         if item.type == "function_call_output":
             turn = None
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(where, item.output)})
+            result = {"role": "tool", "tool_call_id": item.call_id, "content": _text(where, item.output)}
+            messages.append((index, result))
         elif item.type == "message" and item.role != "assistant":
             turn = None
-            messages.append({"role": item.role, "content": _content(where, item.content)})
+            messages.append((index, {"role": item.role, "content": _content(where, item.content)}))
         else:
             if turn is None:
                 turn = {"role": "assistant", "content": ""}
-                messages.append(turn)
+                messages.append((index, turn))
             _add_to_turn(where, turn, item)
     return messages
 

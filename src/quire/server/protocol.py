@@ -18,7 +18,7 @@ import msgspec
 from quire.core.sampling_params import MAX_INT32, MAX_LOGPROBS, SamplingParams
 from quire.errors import SamplingParamsError
 from quire.server import fields as tables
-from quire.server.body import MAX_FIELD_BYTES, BodyFields, Shape, ignored_names, shorten, whole, wrong_type
+from quire.server.body import MAX_FIELD_BYTES, BodyFields, Shape, check_text, ignored_names, shorten, whole, wrong_type
 from quire.server.conversation import Conversation, message_bytes, read_conversation
 from quire.server.errors import ApiError, api_error, invalid
 from quire.server.limits import (
@@ -281,13 +281,8 @@ def parse_detokenize(body: bytes, limits: Limits = DEFAULT_LIMITS) -> Detokenize
 
 
 def read_fields(shape: Shape, body: bytes) -> BodyFields:
-    """A body's fields. Strings of unknown fields are not decoded later, so UTF-8 is checked here."""
-    if not body:
-        raise invalid("the body is empty; it must be a JSON object", code="invalid_json")
-    try:
-        body.decode()
-    except UnicodeDecodeError as error:
-        raise invalid(f"the body is not valid UTF-8, at byte {error.start}", code="invalid_json") from None
+    """A body's fields. Raises `ApiError`."""
+    check_text(body)
     return BodyFields(shape.read(body))
 
 

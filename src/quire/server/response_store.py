@@ -1,7 +1,7 @@
-"""Responses that are kept for their clients: to be asked for again, gone on from, cancelled and deleted.
+"""Stored responses: they can be retrieved, continued, cancelled and deleted.
 
-They lie in the memory of one HTTP process, by tenant: at most so many, of so many bytes in all, the least recently used
-go first. One that is being made is never dropped.
+They are in the memory of one HTTP process, by tenant. Their number and their bytes are bounded; the least recently used
+is dropped first, and one in progress never.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class Stored:
         items: JSON of all items up to its end, for a response that goes on from it.
         done: set when it has ended.
         making: the task that makes it, where no connection does.
-        cancelled: it was asked to end.
     """
 
     id: str
@@ -36,7 +35,6 @@ class Stored:
     items: bytes = b"[]"
     done: asyncio.Event = field(default_factory=asyncio.Event)
     making: asyncio.Task[None] | None = None
-    cancelled: bool = False
 
     @property
     def size(self) -> int:
@@ -63,9 +61,7 @@ class ResponseStore:
         """
         found = self._stored.get((owner, response_id))
         if found is None:
-            message = (
-                "there is no response of this id under this key; it was not stored, deleted, or dropped for others"
-            )
+            message = "no response with this id is stored under this key; it was not stored, or deleted, or dropped"
             raise ApiError(404, message, code="response_not_found")
         self._stored.move_to_end((owner, response_id))
         return found

@@ -11,9 +11,10 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from quire.server.auth import tenant_of
-from quire.server.errors import invalid
+from quire.server.body import shorten
+from quire.server.errors import ApiError, invalid
 from quire.server.generation import GeneratedAnswer, Generation, Parse, Shared
-from quire.server.openai_responses import Responses, cancel
+from quire.server.openai_responses import InputTokens, Responses, cancel
 from quire.server.openai_responses_protocol import parse_response
 from quire.server.replies import json_reply
 from quire.server.response_store import ResponseStore
@@ -29,17 +30,17 @@ def add_routes(router: APIRouter, shared: Shared) -> None:
     def kind(shared: Shared, parse: Parse, scope: Scope) -> Generation:
         return Responses(shared, parse, scope, store)
 
+    def parser(request: Request) -> Parse:
+        find = functools.partial(_items, store, tenant_of(request.scope).owner)
+        return functools.partial(parse_response, find=find, keeps=keeps)
+
     @router.post("/v1/responses", summary="Answer in a chat, as OpenAI's newer interface does")
     async def create(request: Request) -> Response:
-        owner = tenant_of(request.scope).owner
+        return GeneratedAnswer(shared, parser(request), kind)
 
-        def find(response_id: str) -> bytes:
-            stored = store.find(response_id, owner)
-            if not stored.done.is_set():
-                raise invalid("the previous response has not ended yet", "previous_response_id")
-            return stored.items
-
-        return GeneratedAnswer(shared, functools.partial(parse_response, find=find, keeps=keeps), kind)
+    @router.post("/v1/responses/input_tokens", summary="Count the prompt's tokens")
+    async def count(request: Request) -> Response:
+        return GeneratedAnswer(shared, parser(request), InputTokens)
 
     @router.get("/v1/responses/{response_id}", summary="A stored response, as it is now")
     async def retrieve(response_id: _Id, request: Request) -> Response:
@@ -65,3 +66,21 @@ def add_routes(router: APIRouter, shared: Shared) -> None:
         named = [{"id": f"item_{index}", "type": "message", **item} for index, item in enumerate(items)]
         first, last = (named[at]["id"] if named else None for at in (0, -1))
         return json_reply({"object": "list", "data": named, "first_id": first, "last_id": last, "has_more": False})
+
+
+def _items(store: ResponseStore, owner: str, response_id: str) -> bytes:
+    """The items up to the end of a stored response.
+
+    Raises:
+        ApiError: 400 as OpenAI's, if there is none of this id, or if it has not ended.
+    """
+    param = "previous_response_id"
+    try:
+        stored = store.find(response_id, owner)
+    except ApiError as error:
+        raise invalid(
+            f"{param} is {shorten(response_id)}; {error.message}", param, "previous_response_not_found"
+        ) from None
+    if not stored.done.is_set():
+        raise invalid(f"{param} is {shorten(response_id)}, which has not ended yet; wait for it, or cancel it", param)
+    return stored.items
