@@ -24,7 +24,7 @@ from quire.runner.device_forward import (
     largest_graph,
     padded,
 )
-from quire.runner.model_runner import OUT_OF_MEMORY
+from quire.runner.model_runner import OUT_OF_MEMORY, STEP_FAILED
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import save_checkpoint
 from tests.test_determinism import prompts, run
@@ -274,18 +274,22 @@ def test_a_request_whose_mask_needs_its_last_token_waits_for_it(folder):
     assert found[0] == found[1]
 
 
-def test_a_device_that_fails_ends_the_engine_but_pinned_memory_that_runs_out_does_not(folder):
-    for message, ends in (
-        ("CUDA error: an illegal memory access was encountered", True),
-        ("CUDA error: out of memory", False),
+def test_a_device_that_fails_ends_the_engine_but_what_it_refuses_ends_a_request(folder):
+    """Whoever asks the driver next is told of it: torch, or Triton."""
+    for kind, message, why in (
+        (torch.AcceleratorError, "CUDA error: an illegal memory access was encountered", None),
+        (RuntimeError, "Triton Error [CUDA]: an illegal memory access was encountered", None),
+        (torch.AcceleratorError, "CUDA error: out of memory", OUT_OF_MEMORY),
+        (RuntimeError, "Triton Error [CUDA]: out of memory", OUT_OF_MEMORY),
+        (RuntimeError, "Triton Error [CUDA]: invalid argument", STEP_FAILED),
     ):
 
         class Failing(SpanKernels):
             on = False
 
-            def silu_mul(self, x: torch.Tensor, message: str = message) -> torch.Tensor:
+            def silu_mul(self, x: torch.Tensor, error: Exception = kind(message)) -> torch.Tensor:  # noqa: B008
                 if self.on:
-                    raise torch.AcceleratorError(message)
+                    raise error
                 return super().silu_mul(x)
 
         kernels = Failing()
@@ -293,9 +297,9 @@ def test_a_device_that_fails_ends_the_engine_but_pinned_memory_that_runs_out_doe
             engine = Engine(options(folder, cuda_graphs="off"))
         kernels.on = True
         engine.add(Request(0, prompts()[1], SamplingParams(temperature=0.0, seed=0).resolved(), max_tokens=4))
-        if ends:
+        if why is None:
             with pytest.raises(DeviceLostError, match="illegal memory access"):
                 engine.step()
         else:
             updates = [update for _ in range(3) for update in engine.step()]
-            assert [update.error for update in updates] == [OUT_OF_MEMORY]
+            assert [update.error for update in updates] == [why]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
@@ -19,6 +20,7 @@ from quire import devices
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, DeviceError
+from quire.ops.kv_cache import on_device
 from quire.runner.device import CudaDevice, Device, check_cuda
 from tests.oracle import save_checkpoint
 
@@ -178,6 +180,18 @@ def test_arrays_arrive_as_they_are_and_may_change_after(device):
     assert into.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_what_a_gpu_copies_while_the_host_goes_on_lies_in_pinned_memory(monkeypatch):
+    """Out of other memory CUDA may copy only once all that was queued before has run."""
+    seen = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: seen.append("pinned") or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, non_blocking: seen.append(non_blocking) or tensor)
+    for numbers in ([(3, 1, 7), (5, 2, 16)], torch.arange(4)):
+        assert torch.equal(on_device(numbers, torch.device("cuda")), torch.as_tensor(numbers))
+    assert seen == ["pinned", True] * 2
+    on_device([1, 2], torch.device("cpu"))
+    assert seen[4:] == [True]
+
+
 # -- recording ---------------------------------------------------------------------------------------------
 
 
@@ -190,6 +204,7 @@ class FakeGraph:
 
     def capture_begin(self, pool: int, capture_error_mode: str) -> None:
         assert not self.recording, "the one before was not ended"
+        assert not gc.isenabled(), "what is collected meanwhile would be recorded, too"
         assert self.alive.get(pool) != 0, "torch: INTERNAL ASSERT FAILED, use_count > 0"
         self.graphs, self.pool, FakeGraph.recording = self.alive, pool, True
         self.graphs[pool] = self.graphs.get(pool, 0) + 1
@@ -240,6 +255,7 @@ def test_memory_that_does_not_suffice_for_a_recording_is_told_apart_and_harms_no
         recorder.record(lambda: None)
     monkeypatch.setattr(FakeGraph, "error", None)
     assert recorder.record(lambda: 7)[1] == 7
+    assert gc.isenabled()
 
 
 # -- this machine ------------------------------------------------------------------------------------------

@@ -380,7 +380,7 @@ def test_sections_that_are_done_do_not_run_again(tmp_path: Path) -> None:
     append(run.file, {"kind": "section", "section": "hangs", "status": "done", "seconds": 1})
     ended = [record["section"] for record in run.everything(steps)]
     assert ended == ["hangs", "writes"]
-    assert tables == [2]  # written after each step, since the next one may be cut off
+    assert tables == [2, 2]  # written after each process and each step, since the next one may be cut off
 
 
 def test_what_a_sweep_has_chosen_is_what_later_sections_compute_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from quire.core.step import Move
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, MemoryPlanError
 from quire.kv.ahead import MemoryAhead
-from quire.kv.host import HostTier, Slots
+from quire.kv.host import CHECK_BYTES, HostTier, Slots
 from quire.ops.kv_cache import zeros
 from quire.runner.start import _slot_counts
 from tests.devices import DelayedDevice, SpanKernels, on_device
@@ -289,3 +289,45 @@ def test_blocks_of_each_group_have_a_slot_and_all_fit() -> None:
         assert used <= memory
         if groups == 1:
             assert counts == [memory // sizes[0]]
+
+
+class Runtime:
+    """Stands for CUDA's: what is pinned, by address, and whether it can be."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.refuses = False
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if self.refuses:
+            return 2
+        self.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+def test_memory_for_a_gpu_is_pinned_as_large_as_it_is_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own would be rounded up to a power of two."""
+
+    def check(status: int) -> None:
+        if status:
+            raise RuntimeError("out of memory (2)")
+
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    tier = HostTier([Slots(5, 4096)], bytes(32), pinned=True)
+    [memory] = tier.memory
+    assert runtime.pinned == {memory.data_ptr(): 5 * (4096 + CHECK_BYTES)} and tier.fd == -1
+    tier.save([torch.full((2, 4096), 7, dtype=torch.uint8)], [Move(1, 3, b"block")])
+    assert memory[3].tolist() == [7] * 4096 and not memory[:3].any()
+    del tier
+    assert runtime.pinned
+    del memory
+    assert not runtime.pinned
+    runtime.refuses = True
+    with pytest.raises(MemoryError, match="25,600 bytes cannot be pinned for a GPU: out of memory"):
+        HostTier([Slots(5, 4096)], bytes(32), pinned=True)

@@ -50,7 +50,7 @@ class Run:
         file: the records, to which every process appends as results come.
         scratch: a folder of its own.
         deadline: of everything, on the clock of `time.monotonic`.
-        ended: called after each step: whatever comes later may be cut off.
+        ended: called whenever a process has ended, and after each step: whatever comes later may be cut off.
     """
 
     file: Path
@@ -102,6 +102,7 @@ class Run:
                 for one in [one for one in running if self._over(one)]:
                     running.remove(one)
                     self._ended(one)
+                    self.ended()
                 if looks:
                     looks.look()
                 time.sleep(LOOK_SECONDS)

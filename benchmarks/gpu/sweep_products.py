@@ -36,6 +36,11 @@ class Weight(NamedTuple):
     out_features: int
     in_features: int
 
+    @property
+    def size(self) -> int:
+        """Numbers in it."""
+        return self.out_features * self.in_features
+
 
 WEIGHTS = (
     Weight("0.6B", "q, k, v", 4096, 1024),
@@ -86,7 +91,7 @@ def _timed(job: Job, sources: bool) -> dict[tuple[Weight, int], float]:
     for weight in weights:
         numbers = [
             torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=job.device).normal_(0.0, 0.02)
-            for _ in range(copies(job, 2 * weight.out_features * weight.in_features))
+            for _ in range(copies(job, 2 * weight.size))
         ]
         ours = [DenseProduct(one, None) for one in numbers]
         for count in rows:
@@ -110,7 +115,7 @@ def copies(job: Job, num_bytes: int) -> int:
 def _figure(job: Job, weight: Weight, rows: int, took: float, beside: float) -> None:
     fields: dict[str, object] = {"seconds": took, "share": None, "bound": None, "beside_us": 1e6 * beside}
     if job.rates is not None:
-        size = weight.out_features * weight.in_features
+        size = weight.size
         num_bytes = 2 * (size + rows * (weight.out_features + weight.in_features))
         cost = Cost(num_bytes, 2 * rows * size, 0)
         fields |= {"share": seconds(cost, job.rates) / took, "bound": limit(cost, job.rates)}

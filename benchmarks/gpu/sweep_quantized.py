@@ -1,15 +1,19 @@
 """I, with weights in 8 and 4 bits: products of one layer alone, and which tiles are best; and fp8, which has a limit.
 
-As `sweep_products`, for int8, int4 and fp8. Few rows and many have tiles of their own, so they are swept one after the
-other. Whatever the tile, the bits are the same: where a choice gives others, it is refused.
+As `sweep_products`, for int8, int4 and fp8, with cuBLAS's products in bf16 beside them, and beside those of fp8 also
+torch's with activations in fp8, which Quire does not use (docs/gpu.md). Few rows and many have tiles of their own, so
+they are swept one after the other. Whatever the tile, the bits are the same: a choice that gives others is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks.gpu.bound import limit, seconds
 from benchmarks.gpu.device import seconds_a_call
@@ -75,7 +79,7 @@ def _timed(
     dtype = torch.float16 if job.rehearse else torch.bfloat16
     weights, rows = (TINY[:1], rows[:1]) if job.rehearse else (WEIGHTS, rows)
     for how, weight in itertools.product(formats, weights):
-        num_bytes = round(weight.out_features * weight.in_features * BYTES[how])
+        num_bytes = round(weight.size * BYTES[how])
         shape = weight.out_features, weight.in_features
         products = [product_of(job, how, *shape, seed, dtype) for seed in range(copies(job, num_bytes))]
         for count in rows:
@@ -88,8 +92,32 @@ def _timed(
                 raise OtherBits(f"{how}, {weight.out_features} x {weight.in_features}, {count} rows: other bits")
             times[cell] = seconds_a_call(job, [functools.partial(one.matmul, x) for one in products])
             if sources:
-                _figure(job, how, weight, count, num_bytes, times[cell])
+                _figure(job, how, weight, count, num_bytes, times[cell], _beside(job, how, weight, x))
     return times
+
+
+def _beside(job: Job, how: str, weight: Weight, x: torch.Tensor) -> dict[str, float]:
+    """Seconds of torch's products with x: of cuBLAS, and where the weight is in fp8, of both in fp8 with a scale a row
+    each, without rounding x, if this device has it."""
+    shape = weight.out_features, weight.in_features
+
+    def numbers(seed: int) -> torch.Tensor:
+        generator = torch.Generator(job.device).manual_seed(seed)
+        return torch.randn(shape, generator=generator, device=job.device)
+
+    def seconds_with(call: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> float:
+        weights = [numbers(seed).to(dtype) for seed in range(copies(job, dtype.itemsize * weight.size))]
+        return seconds_a_call(job, [functools.partial(call, one) for one in weights])
+
+    found = {"cuBLAS in 16 bits": seconds_with(lambda one: F.linear(x, one), x.dtype)}
+    if how == "fp8":
+        codes, scales = x.to(torch.float8_e4m3fn), [torch.ones(n, 1, device=job.device) for n in (len(x), shape[0])]
+        rest = {"scale_a": scales[0], "scale_b": scales[1].t(), "out_dtype": torch.bfloat16}
+        with contextlib.suppress(RuntimeError):  # another compute capability, or a rehearsal
+            found["torch, both in fp8"] = seconds_with(
+                lambda one: torch._scaled_mm(codes, one.t(), **rest), torch.float8_e4m3fn
+            )
+    return found
 
 
 BYTES = {"int8": 1.0, "int4": 0.5 + 2 / 64, "fp8": 1 + 4 / 128}
@@ -120,10 +148,14 @@ def product_of(job: Job, how: str, outputs: int, inputs: int, seed: int, dtype: 
     return kernels.pack_quantized(QuantizedWeight(quantization, packed, scales, inputs, outputs))
 
 
-def _figure(job: Job, how: str, weight: Weight, rows: int, num_bytes: int, took: float) -> None:
+def _figure(
+    job: Job, how: str, weight: Weight, rows: int, num_bytes: int, took: float, beside: Mapping[str, float]
+) -> None:
     fields: dict[str, object] = {"seconds": took, "share": None, "bound": None}
+    fields |= {"beside_us": 1e6 * next(iter(beside.values()))}
+    fields |= {"note": "; ".join(f"{name} {1e6 * took:.3g}" for name, took in beside.items())}
     if job.rates is not None:
-        size = weight.out_features * weight.in_features
+        size = weight.size
         cost = Cost(num_bytes + 2 * rows * (weight.out_features + weight.in_features), 2 * rows * size, 0)
         fields |= {"share": seconds(cost, job.rates) / took, "bound": limit(cost, job.rates)}
     figure(job, "I", weight.model, f"{weight.name} in {how}, rows: {rows:,}", 1e6 * took, "µs", **fields)

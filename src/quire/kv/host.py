@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
 from blake3 import blake3
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from quire.errors import ConfigError
 from quire.kv.ahead import MemoryAhead
 from quire.kv.layout import WHOLE, Piece, Share, Split
 from quire.kv.transport.base import Region
-from quire.ops.memory import shared
+from quire.ops import memory
 
 HASH_BYTES = 16
 HEAD = struct.Struct("<BBBx")
@@ -119,6 +118,7 @@ class HostTier:
 
     Raises:
         ConfigError: there are more ranks than a check has room for.
+        MemoryError: so much memory cannot be pinned.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class HostTier:
         self.num_slots, blocks = self._begins[-1], self._offsets[-1]
         size = blocks + self.num_slots * CHECK_BYTES
         own = -1 if fd < 0 else os.dup(fd)
-        flat, self.fd = (torch.zeros(size, dtype=torch.uint8, pin_memory=True), -1) if pinned else shared(size, own)
+        flat, self.fd = (memory.pinned(size), -1) if pinned else memory.shared(size, own)
         if self.fd >= 0:
             weakref.finalize(self, os.close, self.fd)
         self.memory = [

@@ -173,8 +173,19 @@ def _at(
     slots: torch.Tensor | Sequence[int], block_size: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks and offsets of slots."""
-    on_device = torch.as_tensor(slots, dtype=torch.int64).to(device, non_blocking=True)  # the host waits for no step
-    return on_device // block_size, on_device % block_size
+    there = on_device(slots, device)
+    return there // block_size, there % block_size
+
+
+def on_device(numbers: torch.Tensor | Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """Numbers as int64 on a device, for which the host waits for no step.
+
+    A GPU copies from pinned memory by itself. Of other memory, CUDA may wait for all that was queued before.
+    """
+    found = torch.as_tensor(numbers, dtype=torch.int64)
+    if device.type == "cuda" and found.device.type == "cpu":
+        found = found.pin_memory()  # torch keeps it from being used again before it is copied
+    return found.to(device, non_blocking=True)
 
 
 def zeros(size: int, device: torch.device | str) -> torch.Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -18,6 +19,11 @@ from quire.errors import DeviceError
 OLDEST_CAPABILITY = (8, 0)
 """bf16 products and asynchronous copies came with it (Ampere)."""
 OLDEST_TRITON = (3, 6)
+
+OF_TRITON = "Triton Error [CUDA]: "
+"""What its messages of the driver's errors begin with."""
+REFUSED = ("out of memory", "invalid argument", "invalid configuration argument", "too many resources requested")
+"""What the driver says of what it has not begun: it takes other work afterwards."""
 
 T = TypeVar("T")
 
@@ -170,7 +176,7 @@ class CudaDevice(Device):
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.torch)
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), _without_garbage():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     made = run()
@@ -211,6 +217,18 @@ class CudaDevice(Device):
         return self._last_time
 
 
+@contextmanager
+def _without_garbage() -> Iterator[None]:
+    """No cycles are collected within: what they free, the stream would be told, and record as part of a graph."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _CudaMark:
     def __init__(self, device: CudaDevice, event: torch.cuda.Event) -> None:
         self._device, self._event = device, event
@@ -225,9 +243,11 @@ class _CudaMark:
 def is_lost(error: Exception) -> bool:
     """Whether it says that a GPU has failed: whatever it is told next fails too, and only a new process can use it.
 
-    Pinned memory that ran out is reported in the same way, and is no such error.
+    Who asks the driver next is told: torch, or Triton, which has no class for it. Pinned memory that ran out, and a
+    launch that the driver refuses, are reported in the same way, and are no such errors.
     """
-    return isinstance(error, torch.AcceleratorError) and "out of memory" not in str(error)
+    told = isinstance(error, torch.AcceleratorError) or str(error).startswith(OF_TRITON)
+    return told and not any(sign in str(error) for sign in REFUSED)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span, SpanResult
 from quire.errors import DeviceLostError
+from quire.runner.device import is_lost
 from quire.runner.draft_context import DraftContext
 from quire.runner.host_forward import Forwarded
 from quire.runner.proposer import Branch, Computed, Drafts, Proposer, Row, Wanted
@@ -82,8 +83,8 @@ class Guard:
             return call()
         except (torch.AcceleratorError, DeviceLostError):
             raise
-        except Exception:
-            if not self._alone:
+        except Exception as error:
+            if is_lost(error) or not self._alone:
                 raise
             level = logging.DEBUG if what in self._failures else logging.ERROR  # it may fail in every step
             self._failures.add(what)

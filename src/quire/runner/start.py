@@ -11,13 +11,13 @@ import torch
 
 from quire.config import EngineConfig
 from quire.core.sampling_params import SamplingParams
-from quire.core.step import RequestInfo, Span, StepPlan
+from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span, StepPlan
 from quire.errors import ConfigError, MemoryPlanError
 from quire.kv.ahead import MemoryAhead
 from quire.kv.host import HostTier, Slots, slot_bytes
 from quire.kv.layout import Share
 from quire.models.model import Model
-from quire.ops import KVCache, KVShape
+from quire.ops import KVCache
 from quire.runner.device import Device
 from quire.runner.device_forward import DeviceForward, all_sizes, decode_sizes, largest_graph
 from quire.runner.memory_plan import (
@@ -128,7 +128,7 @@ def _host_tier(
     """Memory for blocks that the pool gives up, where it was asked for.
 
     Raises:
-        ConfigError: it would hold no block of some layers.
+        ConfigError: it would hold no block of some layers, or so much memory cannot be pinned.
     """
     if not config.host_kv_bytes:
         return None
@@ -146,7 +146,13 @@ def _host_tier(
     ahead = []
     if config.kv_role == "decode" and not kv[0].memory.is_cuda:  # where streams are to keep their pace
         ahead = [MemoryAhead(cache.memory, group.peak_blocks) for cache, group in zip(kv, plan.groups, strict=True)]
-    return HostTier(slots, key, kv[0].memory.is_cuda, fd, ahead)
+    try:
+        return HostTier(slots, key, kv[0].memory.is_cuda, fd, ahead)
+    except MemoryError as error:
+        raise MemoryPlanError(
+            f"host_kv_memory={format_size(config.host_kv_bytes)}: {error}; lower it, or raise the system's limit of "
+            "locked memory (ulimit -l)"
+        ) from error
 
 
 def _slot_counts(memory: int, sizes: Sequence[int], blocks: Sequence[int]) -> list[int]:
@@ -189,7 +195,7 @@ def measure(
     """
     if not device.asynchronous:
         return Measured(free_for_each(config, model, ranks, neighbours))
-    activations = _measured_activations(config, model, device, speculation.kv_shape if speculation else None)
+    activations = _measured_activations(config, model, device, speculation)
     return Measured(_granted(config, device), activations)
 
 
@@ -248,22 +254,28 @@ def _granted(config: EngineConfig, device: Device) -> int:
     return granted
 
 
-def _measured_activations(config: EngineConfig, model: Model, device: Device, draft_kv: KVShape | None) -> int:
+def _measured_activations(config: EngineConfig, model: Model, device: Device, speculation: Speculation | None) -> int:
     """Most bytes that the largest admissible step holds: such a step is run, on pools of two blocks.
 
-    They have the `draft_kv` too: kernels are compiled for how far apart blocks are.
+    They have the KV of what drafts, too: kernels are compiled for how far apart blocks are, and for its own sizes.
 
     Raises:
         MemoryPlanError: there is not enough for it.
     """
+    if speculation is not None and speculation.kv_shape is None:
+        speculation = None  # it drafts without a model
+    draft_kv = speculation.kv_shape if speculation else None
     with device.active():
         kv = model.new_caches([2] * len(model.groups), config.block_size, config.kv_cache_dtype, draft_kv)
-    forward = _device_forward(config, model, kv, device, longest_context(config, model))
-    runner = ModelRunner(model, kv, logit_rows(model), 1, device, forward, halves=False)
+    forward = _device_forward(config, model, kv, device, longest_context(config, model), speculation=speculation)
+    runner = ModelRunner(model, kv, logit_rows(model), 1, device, forward, speculation, halves=False)
+    drafts = config.speculation.num_speculative_tokens if config.speculation and speculation else 0
     with torch.inference_mode(), device.active():
         model.kernels.warm_up(model.vocab_size)
+        for cache in kv:  # as where a request goes on within a cached block
+            model.kernels.copy_blocks(cache, [(0, 1, 1)])
     try:
-        return device.peak(lambda: _run_largest(runner, config, model))
+        return device.peak(lambda: _run_largest(runner, config, model, drafts))
     except torch.OutOfMemoryError as error:
         total = device.memory()[1]
         raise MemoryPlanError(
@@ -273,11 +285,11 @@ def _measured_activations(config: EngineConfig, model: Model, device: Device, dr
         ) from error
 
 
-def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model) -> None:
+def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model, drafts: int = 0) -> None:
     """A step with all tokens and all requests that one may hold, every one of them sampled with all filters.
 
-    Then decodes of all, a single decode, and prompts alone from short to long, with their log-probabilities, so that
-    no user waits while their kernels are compiled.
+    Then decodes of all, a single decode, each with so many `drafts`, and prompts alone from short to long, with their
+    log-probabilities, so that no user waits while their kernels are compiled.
     """
     requests = min(config.max_num_seqs, config.max_num_batched_tokens)
     each, rest = divmod(config.max_num_batched_tokens, requests)
@@ -285,10 +297,14 @@ def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model) -> Non
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, repetition_penalty=1.1, seed=0, logprobs=0)
     lengths = [min(each + (number < rest), longest) for number in range(requests)]
     plans = [_prompts(0, 0, lengths, params)]
-    for count in (requests, 1):
-        starts = [length + len(plans) - 1 for length in lengths[:count]]
-        if max(starts) < longest:
-            spans = [Span(number, start, [0], num_sampled=1) for number, start in enumerate(starts)]
+    tokens = [FROM_PREVIOUS, *[DRAFT] * drafts]
+    for count in (max(1, min(requests, config.max_num_batched_tokens // len(tokens))), 1):
+        starts = [length + (len(plans) - 1) * len(tokens) for length in lengths[:count]]  # with drafts, at most
+        if max(starts) + drafts < longest:
+            spans = [
+                Span(number, start, list(tokens), len(tokens), start_follows=drafts > 0)
+                for number, start in enumerate(starts)
+            ]
             plans.append(StepPlan(len(plans), spans))
     most = min(longest, config.max_num_batched_tokens)
     for length in sorted({most, *(length for length in ALONE if length < most)}):
@@ -297,6 +313,7 @@ def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model) -> Non
         plan.ended = list(range(first))
         plan.spans[0].targets = plan.spans[0].tokens[1 : ALONE[-1]]
         plans.append(plan)
+    plans.append(StepPlan(len(plans), [], ended=list(range(requests + len(plans)))))
     for plan in plans:
         runner.run(plan)
 

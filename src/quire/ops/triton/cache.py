@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.kernels import HeadNorm
-from quire.ops.kv_cache import LARGEST, KVCache
+from quire.ops.kv_cache import LARGEST, KVCache, on_device
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.triton.rows import inverse_rms, normalized
 
@@ -55,10 +55,10 @@ def copy_blocks(kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
     """See `Kernels.copy_blocks`. The list goes to the device: not for a captured graph."""
     if not copies:
         return
-    on_device = torch.tensor(copies).to(kv.data.device, non_blocking=True)  # the host waits for no step before
-    _copy_on_device(kv, on_device)
+    there = on_device(copies, kv.data.device)
+    _copy_on_device(kv, there)
     if kv.draft_kv is not None:
-        _copy_on_device(kv.draft_kv, on_device)
+        _copy_on_device(kv.draft_kv, there)
 
 
 def _copy_on_device(kv: KVCache, copies: torch.Tensor) -> None:

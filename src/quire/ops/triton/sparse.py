@@ -146,6 +146,8 @@ def _score(
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     head, dim = tl.arange(0, GROUP), tl.arange(0, DIM)
     for group in tl.static_range(0, HEADS, GROUP):
+        if group > 0:
+            tl.debug_barrier()  # what one thread has stored of a score, another adds to
         there = group + head < HEADS
         at = row * HEADS + group + head
         in_queries = there[:, None] & (dim < WIDTH)[None, :]
