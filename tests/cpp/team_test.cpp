@@ -178,6 +178,24 @@ void nobody_has_a_share() {
     }
 }
 
+// Who is held up in what he has taken has the rest of his share taken from him.
+void shares_are_taken_over() {
+    quire_set_threads(2);
+    for (int i = 0; i < 20; i++) {
+        std::atomic<int64_t> others{0};
+        parallel(100, {}, 2, [&](int64_t first, int64_t last, int) {
+            if (first != 0) {
+                others += last - first;
+                return;
+            }
+            CHECK(last <= 25);  // half of a share of two
+            for (int wait = 0; wait < 20000 && others < 100 - last; wait++)
+                std::this_thread::sleep_for(std::chrono::microseconds(100));
+            CHECK(others == 100 - last);
+        });
+    }
+}
+
 // Between items of a loop that gives way, another thread has the only processor; and items come one by one.
 void gives_way() {
     stay_on_one_processor();
@@ -215,5 +233,6 @@ int main(int count, char** arguments) {
                       {"interrupted", interrupted},
                       {"numbers_of_threads", numbers_of_threads},
                       {"nobody_has_a_share", nobody_has_a_share},
+                      {"shares_are_taken_over", shares_are_taken_over},
                       {"gives_way", gives_way}});
 }

@@ -27,6 +27,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._address = self._size = 0  # of what of it may be used
 
     @staticmethod
     def room(size: int) -> int:
@@ -35,11 +36,13 @@ class Scratch:
 
     def at_least(self, size: int) -> int:
         """The address of `size` bytes, aligned to a cache line. They belong to the caller until the next call."""
-        if size + 64 > len(self._buffer):
+        if size > self._size:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one is freed before
+            self._size = 0
             self._buffer = huge(self.room(size))
-        address: int = self._buffer.data_ptr()
-        return address + -address % 64
+            address = self._buffer.data_ptr()
+            self._address, self._size = address + -address % LINE, self._buffer.nbytes - LINE
+        return self._address
 
 
 class WeightMemory:

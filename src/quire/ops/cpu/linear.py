@@ -15,7 +15,7 @@ from quire.ops.quantized import PANEL, QuantizedWeight
 
 PROTOTYPES: dict[str, Prototype] = {
     "linear": (None, (POINTER, POINTER, I32, I64, POINTER, I32, POINTER)),
-    "linear_scratch": (I64, (POINTER, I64)),
+    "linear_workspace": (I64, (POINTER, I64)),
     "packed_bytes": (I64, (POINTER,)),
     "pack": (None, (POINTER, POINTER, POINTER)),
     "pack_mxfp4": (None, (POINTER, POINTER, POINTER, POINTER, POINTER)),
@@ -79,8 +79,7 @@ class CpuProduct:
             self._pack(lib, dense)
         if bias is not None:
             self._hold("bias", bias.detach().float().contiguous().clone())
-        self._linear, self._scratch = lib.linear, scratch
-        self._row_scratch = lib.linear_scratch(self.address, 16) // 16
+        self._linear, self._workspace, self._scratch = lib.linear, lib.linear_workspace, scratch
 
     def _hold(self, name: str, tensor: torch.Tensor) -> None:
         self._held[name] = tensor
@@ -146,8 +145,8 @@ class CpuProduct:
         rows = x.shape[0]
         out = torch.empty(rows, self.out_features, dtype=out_dtype)
         if rows:
-            scratch = self._scratch.at_least(rows * self._row_scratch + 128)
-            self._linear(self.address, x.data_ptr(), DTYPES[x.dtype], rows, out.data_ptr(), DTYPES[out_dtype], scratch)
+            room = self._scratch.at_least(self._workspace(self.address, rows))
+            self._linear(self.address, x.data_ptr(), DTYPES[x.dtype], rows, out.data_ptr(), DTYPES[out_dtype], room)
         return out
 
 

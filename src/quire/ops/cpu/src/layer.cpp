@@ -81,8 +81,8 @@ struct LayerStep {
 
 using namespace quire;
 
-QUIRE_API int64_t quire_linear_scratch(const Weight*, int64_t rows);
-QUIRE_API void quire_linear(const Weight*, const void* x, int32_t dtype, int64_t rows, void* y, int32_t y_dtype, void*);
+QUIRE_API int64_t quire_linear_workspace(const Weight*, int64_t rows);
+QUIRE_API void quire_linear(const Weight*, const void* x, int32_t dtype, int64_t rows, void* y, int32_t y_dtype, char*);
 QUIRE_API void quire_rms_norm(int32_t dtype, int32_t weight_dtype, const void* x, const void* weight, void* out,
                               int64_t rows, int64_t size, float eps);
 QUIRE_API void quire_add_rms_norm(int32_t dtype, int32_t weight_dtype, void* x, void* residual, const void* weight,
@@ -194,7 +194,7 @@ Heads out_of_latent(const Layer& l, int64_t tokens, const void* latent, void* at
 int64_t scratch_bytes(const Layer& l, int64_t tokens) {
     int64_t most = 0;
     auto need = [&](int64_t bytes) { most = std::max(most, bytes); };
-    auto product = [&](const Weight* w) { need(w ? quire_linear_scratch(w, tokens) : 0); };
+    auto product = [&](const Weight* w) { need(w ? quire_linear_workspace(w, tokens) : 0); };
     auto heads = [&](const Heads& h) { need(quire_heads_workspace(&h)); };
     auto mlp = [&](const Mlp* m) {
         if (m) product(m->gate_up), product(m->down);

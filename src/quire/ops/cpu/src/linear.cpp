@@ -286,16 +286,46 @@ INLINE void times_blocks(const Weight& w, int64_t panel, const Activations& x, c
     }
 }
 
+// Asks for what a panel begins with, which memory sends while activations are prepared.
+void fetch_begin(const Weight& w, int64_t panel) {
+    const char *data = panel_data(w, panel), *end = data + std::min<int64_t>(panel_bytes(w), 2 * AHEAD);
+    for (; data < end; data += 64) __builtin_prefetch(data, 0, 2);
+}
+
+// Bytes that activations are laid out in.
+int64_t layout_bytes(const Weight& w, int64_t rows) {
+    const int64_t scales = round_up(rows * blocks_a_row(w), 16);
+    return 4 * (round_up(rows * words_a_row(w), 16) + scales + rows * starts_a_row(w));
+}
+
+// Few activations each thread lays out for itself: that takes less time than getting what others have laid out from their
+// caches, and than taking the lines back that they have read of the product before. One copy a thread, behind a line that
+// says whether it is done.
+constexpr int64_t APART = 1 << 14, APART_OF_TWO = 1 << 18;  // numbers, at most
+constexpr int64_t LINE = 64;                                // of a cache
+
+bool apart(const Weight& w, int64_t rows) { return rows * w.in <= (threads() > 2 ? APART : APART_OF_TWO); }
+int64_t copy_bytes(const Weight& w, int64_t rows) { return LINE + round_up(layout_bytes(w, rows), LINE); }
+
 template <class T, class Out>
-void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, void* scratch) {
+void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, char* scratch) {
     const Blocks blocks(w, rows);
-    Activations input = lay_out(w, dtype, rows, scratch);
-    const bool is_ready = ready(w, dtype, rows);
-    if (is_ready) input.words = (uint32_t*)x;
-    const int64_t parts = parts_of_panel(w, blocks.count), count = pieces(w);
-    Before preparation(is_ready ? 0 : blocks.count * count, PREPARED / (BLOCK * std::min<int64_t>(rows, MAX_ROWS)));
-    parallel(panels(w) * parts, {}, threads(), [&](int64_t begin, int64_t end, int) {
-        preparation.finish([&](int64_t i) { prepare(w, x, blocks, i / count, i % count, input); });
+    const int64_t parts = parts_of_panel(w, blocks.count), count = pieces(w), pieces = blocks.count * count;
+    const bool is_ready = ready(w, dtype, rows), copies = !is_ready && apart(w, rows);
+    const int64_t copy = copy_bytes(w, rows);
+    for (int t = 0; copies && t < threads(); t++) *(bool*)(scratch + t * copy) = false;
+    Before preparation(is_ready || copies ? 0 : pieces, PREPARED / (BLOCK * std::min<int64_t>(rows, MAX_ROWS)));
+    parallel(panels(w) * parts, {}, threads(), [&](int64_t begin, int64_t end, int thread) {
+        bool* const done = copies ? (bool*)(scratch + thread * copy) : nullptr;
+        Activations input = lay_out(w, dtype, rows, copies ? scratch + thread * copy + LINE : scratch);
+        if (is_ready) input.words = (uint32_t*)x;
+        auto prepare_piece = [&](int64_t i) { prepare(w, x, blocks, i / count, i % count, input); };
+        if (copies ? !*done : !preparation.done()) fetch_begin(w, begin / parts);
+        preparation.finish(prepare_piece);
+        if (copies && !*done) {
+            for (int64_t i = 0; i < pieces; i++) prepare_piece(i);
+            *done = true;
+        }
         for (int64_t item = begin; item < end; item++) {
             const int64_t panel = item / parts, part = item % parts;
             const int64_t first = part * blocks.count / parts, last = (part + 1) * blocks.count / parts;
@@ -309,7 +339,7 @@ void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, vo
 
 // Whether tiles do it. bf16 has other bits there, so all of it is done there; quantized products have the same bits
 // either way, and a few rows wait for memory in any case.
-[[maybe_unused]] bool in_tiles(const Weight& w, int64_t rows) {
+bool in_tiles(const Weight& w, int64_t rows) {
     return has_tiles(w) && (w.format == DENSE_BF16 || rows > FEW_ROWS);
 }
 
@@ -431,14 +461,14 @@ void tiled_linear(const Weight& w, const T* x, int64_t rows, Out* y, void* scrat
 }
 
 template <class T, class Out>
-void linear_on(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, void* scratch) {
+void linear_on(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, char* scratch) {
     if constexpr (TILES)
         if (in_tiles(w, rows)) return tiled_linear(w, x, rows, y, scratch);
     linear(w, x, dtype, rows, y, scratch);
 }
 
 template <class T>
-void linear_to(const Weight& w, const T* x, int32_t dtype, int64_t rows, void* y, int32_t y_dtype, void* scratch) {
+void linear_to(const Weight& w, const T* x, int32_t dtype, int64_t rows, void* y, int32_t y_dtype, char* scratch) {
     if (y_dtype == F32)
         linear_on(w, x, dtype, rows, (float*)y, scratch);
     else
@@ -510,16 +540,19 @@ void multiply(const Task& t, int64_t first, int64_t last, const char* next) {
 
 using namespace quire;
 
-// Bytes of scratch for `rows` rows.
-QUIRE_API int64_t quire_linear_scratch(const Weight* w, int64_t rows) {
-    const int64_t scales = round_up(rows * blocks_a_row(*w), 16);
-    return 4 * (round_up(rows * words_a_row(*w), 16) + scales + rows * starts_a_row(*w));
+// Bytes that a `Task` needs to lay out the activations of `rows` rows.
+QUIRE_API int64_t quire_linear_scratch(const Weight* w, int64_t rows) { return layout_bytes(*w, rows); }
+
+// Bytes that `quire_linear` needs for them, with as many threads as this one's loops have now.
+QUIRE_API int64_t quire_linear_workspace(const Weight* w, int64_t rows) {
+    const bool tiles = TILES && in_tiles(*w, rows);
+    return !tiles && apart(*w, rows) ? threads() * copy_bytes(*w, rows) : layout_bytes(*w, rows);
 }
 
 // y [rows, out] = x [rows, in] W^T + b, with y in x's data type or in fp32.
 QUIRE_API void quire_linear(const Weight* w, const void* x, int32_t dtype, int64_t rows, void* y, int32_t y_dtype,
-                            void* scratch) {
-    if (dtype == F32) linear_to(*w, (const float*)x, dtype, rows, y, y_dtype, scratch);
-    if (dtype == BF16) linear_to(*w, (const bf16*)x, dtype, rows, y, y_dtype, scratch);
-    if (dtype == F16) linear_to(*w, (const f16*)x, dtype, rows, y, y_dtype, scratch);
+                            char* workspace) {
+    if (dtype == F32) linear_to(*w, (const float*)x, dtype, rows, y, y_dtype, workspace);
+    if (dtype == BF16) linear_to(*w, (const bf16*)x, dtype, rows, y, y_dtype, workspace);
+    if (dtype == F16) linear_to(*w, (const f16*)x, dtype, rows, y, y_dtype, workspace);
 }

@@ -89,13 +89,31 @@ struct BlockScale {
     float scale, inverse;
 };
 
+// The highest of the magnitudes' bits, whose order is that of the magnitudes; what is not finite has the highest.
 template <class T>
-BlockScale scale_of(const T* x, int64_t count) {
-    i32x16 top{};  // bits of magnitudes, which are in their order; those of what is not finite are the highest
-    for (int64_t j = 0; j < count; j += LANES) {
-        top = max(top, bits_of<i32x16>(load_some(x + j, count - j)) & 0x7fffffff);
+INLINE int32_t highest_of(const T* x, int64_t count) {
+    i32x16 top{};
+    for (int64_t j = 0; j < count; j += LANES) top = max(top, bits_of<i32x16>(load_some(x + j, count - j)) & 0x7fffffff);
+    return max_of(top);
+}
+
+// The same of bf16, 32 numbers at a time.
+INLINE int32_t highest_of(const bf16* x, int64_t count) {
+    typedef int16_t i16x32 __attribute__((vector_size(64)));
+    if (count % 32) return highest_of<bf16>(x, count);
+    i16x32 top{};
+    for (int64_t j = 0; j < count; j += 32) {
+        i16x32 v;
+        std::memcpy(&v, x + j, sizeof v);
+        top = by_parts<int16_t, int16_t>(top, v & 0x7fff, [](auto a, auto b) { return a < b ? b : a; });
     }
-    const int32_t highest = max_of(top);
+    const i32x16 both = bits_of<i32x16>(top);
+    return max_of(max(both & (int32_t)0xffff0000, both << 16));
+}
+
+template <class T>
+INLINE BlockScale scale_of(const T* x, int64_t count) {
+    const int32_t highest = highest_of(x, count);
     if (highest >= 0x7f800000) return {std::numeric_limits<float>::quiet_NaN(), 0.0f};
     const float largest = bits_of<float>(highest);
     return largest < TINY ? BlockScale{0.0f, 0.0f} : BlockScale{largest / 127.0f, 127.0f / largest};
@@ -157,7 +175,13 @@ void quantize_four(const T* x, int64_t row, int64_t count, uint32_t* to, int64_t
             const u32x16 quads = quads_of(codes[0], codes[1], codes[2], codes[3]);
             totals = dot4(totals, splat(0x01010101u), quads);
             const auto parts = bits_of<words>(quads);
-            for (int64_t i = 0; i < 4 && j + 4 * i < count; i++, to += stride) std::memcpy(to, &parts.of[i], 16);
+            const int64_t some = std::min<int64_t>(4, (count - j + 3) / 4);
+            if (some == 4) {
+                for (int i = 0; i < 4; i++) std::memcpy(to + i * stride, &parts.of[i], 16);
+            } else {
+                for (int64_t i = 0; i < some; i++) std::memcpy(to + i * stride, &parts.of[i], 16);
+            }
+            to += some * stride;
         }
         const auto parts = bits_of<words>(totals);
         const u32x4 total = (parts.of[0] + parts.of[1] + parts.of[2] + parts.of[3]) * (uint32_t)-how.offset;

@@ -1,9 +1,12 @@
 // See team.h.
 //
-// One atomic number, the ticket, says which loop it is and how many of its items have not been taken. Items are taken by
-// making that number smaller, which succeeds only while it is what was read: so one who was put aside in between takes
-// nothing from a later loop. The last ones to come take fewer and fewer (guided self-scheduling, Polychronopoulos and
-// Kuck 1987), so that all end at about the same time, and each reads whole stretches of a weight.
+// A loop's items are cut into as many shares as it has threads. Each takes from its own share, and then from what others
+// have left of theirs (affinity scheduling, Markatos and LeBlanc 1992): so it reads one stretch of a weight from begin to
+// end, whose next lines the processor and the products ask for ahead. A share's atomic number, the ticket, says which loop
+// it is and how many items have not been taken. Items are taken by making that number smaller, which succeeds only while
+// it is what was read: so one who was put aside in between takes nothing from a later loop. Half of what is left is taken
+// at a time (guided self-scheduling, Polychronopoulos and Kuck 1987), so that all end at about the same time. Where a loop
+// limits how many are taken at a time, they go in their order: they lie in one share.
 //
 // Who finds nothing to do looks again for a while, since the next loop mostly follows at once, and then sleeps: a
 // processor that is idle gets the thread that waits for another one, and a neighbour gets his share.
@@ -49,14 +52,21 @@ bool spin(int64_t ns, const Done& done) {
     }
 }
 
-// A loop's number above, the items that have not been taken below.
+// A loop's number above, the items of a share that have not been taken below.
 struct Ticket {
     static constexpr int ITEM_BITS = 32;
     uint64_t bits;
 
     uint64_t loop() const { return bits >> ITEM_BITS; }
     int64_t left() const { return bits & ((uint64_t(1) << ITEM_BITS) - 1); }
-    Ticket next(int64_t items) const { return {(loop() + 1) << ITEM_BITS | (uint64_t)items}; }
+    static Ticket of(uint32_t loop, int64_t items) { return {(uint64_t)loop << ITEM_BITS | (uint64_t)items}; }
+};
+
+// A loop of so many items as its shares see it.
+struct Shares {
+    int64_t items, count;
+    int64_t begin(int64_t share) const { return (items * share + count - 1) / count; }
+    int64_t size(int64_t share) const { return begin(share + 1) - begin(share); }
 };
 
 class Team {
@@ -69,53 +79,73 @@ class Team {
 
     // Between begin() and end() alone.
     void share_out(int64_t items, Runs runs, int threads, Run run, const void* body) {
-        const int members = start(threads);
+        const int64_t least = std::max<int64_t>(runs.least, 1);
+        const int members = start((int)std::min<int64_t>(threads, (items + least - 1) / least));
+        const Shares shares{items, runs.most < Runs().most ? 1 : members};
         run_.store(run, std::memory_order_relaxed);
         body_.store(body, std::memory_order_relaxed);
         items_.store(items, std::memory_order_relaxed);
-        least_.store(std::max<int64_t>(runs.least, 1), std::memory_order_relaxed);
+        shares_.store(shares.count, std::memory_order_relaxed);
+        least_.store(least, std::memory_order_relaxed);
         most_.store(runs.most, std::memory_order_relaxed);
         members_.store(members, std::memory_order_relaxed);
         undone_.store((uint32_t)items, std::memory_order_relaxed);
-        ticket_.store(Ticket{ticket_.load(std::memory_order_relaxed)}.next(items).bits);
-        for (int i = 1; i < members; i++)
-            if (asleep_[i].word.load() && asleep_[i].word.exchange(0)) wake_one(asleep_[i].word);
+        loop_++;
+        for (int i = 0; i < members; i++) {
+            const int64_t size = i < shares.count ? shares.size(i) : 0;
+            member_[i].ticket.store(Ticket::of(loop_, size).bits, std::memory_order_release);
+        }
+        std::atomic_thread_fence(std::memory_order_seq_cst);  // who falls asleep sees his ticket, or is seen asleep
+        for (int i = 1; i < members; i++) {
+            Word& asleep = member_[i].asleep;
+            if (asleep.load(std::memory_order_relaxed) && asleep.exchange(0)) wake_one(asleep);
+        }
         while (take_some(0)) {}
         wait_for_others();
     }
 
   private:
-    struct alignas(64) Sleep {
-        Word word{0};
+    struct alignas(64) Member {
+        std::atomic<uint64_t> ticket{0};  // of its share; where it has none, only to tell it that there is a loop
+        Word asleep{0};
     };
 
-    alignas(64) std::atomic<uint64_t> ticket_{0};
     // The loop. Written while no item is left to be taken, so that who takes one has read what belongs to it.
-    std::atomic<Run> run_{nullptr};
+    alignas(64) std::atomic<Run> run_{nullptr};
     std::atomic<const void*> body_{nullptr};
-    std::atomic<int64_t> items_{0}, least_{1}, most_{1};
+    std::atomic<int64_t> items_{0}, shares_{1}, least_{1}, most_{1};
     std::atomic<int> members_{1};
     alignas(64) Word undone_{0};
     std::atomic<bool> caller_sleeps_{false};
     alignas(64) std::atomic<bool> busy_{false};
+    uint32_t loop_ = 0;
     int started_ = 1;  // the caller is one
-    Sleep asleep_[MOST_THREADS];
+    Member member_[MOST_THREADS];
 
     // Takes some items and computes them; false where there is nothing to take for this member.
     bool take_some(int thread) {
-        Ticket ticket{ticket_.load(std::memory_order_acquire)};
+        const int64_t shares = shares_.load(std::memory_order_relaxed);
+        for (int64_t i = 0; i < shares; i++)
+            if (take_some_of((thread + i) % shares, thread)) return true;
+        return false;
+    }
+
+    bool take_some_of(int64_t share, int thread) {
+        std::atomic<uint64_t>& from = member_[share].ticket;
+        Ticket ticket{from.load(std::memory_order_acquire)};
         for (;;) {
             const int64_t left = ticket.left(), members = members_.load(std::memory_order_relaxed);
             if (!left || thread >= members) return false;
-            const int64_t items = items_.load(std::memory_order_relaxed);
+            const Shares shares{items_.load(std::memory_order_relaxed), shares_.load(std::memory_order_relaxed)};
             const int64_t least = least_.load(std::memory_order_relaxed), most = most_.load(std::memory_order_relaxed);
-            const int64_t count = std::min({left, most, std::max(least, left / (2 * members))});
+            const int64_t takers = std::max<int64_t>(1, 2 * members / shares.count);
+            const int64_t count = std::min({left, most, std::max(least, left / takers)});
             const Run run = run_.load(std::memory_order_relaxed);
             const void* const body = body_.load(std::memory_order_relaxed);
-            if (!ticket_.compare_exchange_weak(ticket.bits, ticket.bits - count, std::memory_order_acq_rel)) continue;
-            const int64_t first = items - left;
+            if (!from.compare_exchange_weak(ticket.bits, ticket.bits - count, std::memory_order_acq_rel)) continue;
+            const int64_t first = shares.begin(share + 1) - left;
             if (const uint64_t seed = disorder.load(std::memory_order_relaxed))
-                compute_in_disorder(seed, items, first, first + count, run, body, thread);
+                compute_in_disorder(seed, shares.items, first, first + count, run, body, thread);
             else
                 run(body, first, first + count, thread);
             if (undone_.fetch_sub((uint32_t)count) == count && caller_sleeps_.load()) wake_one(undone_);
@@ -141,11 +171,12 @@ class Team {
 
     [[noreturn]] void work(int thread) {
         for (;;) {
-            const uint64_t seen = Ticket{ticket_.load(std::memory_order_acquire)}.loop();
+            Member& own = member_[thread];
+            const uint64_t seen = Ticket{own.ticket.load(std::memory_order_acquire)}.loop();
             while (take_some(thread)) {}
-            auto is_next = [&] { return Ticket{ticket_.load()}.loop() != seen; };
+            auto is_next = [&] { return Ticket{own.ticket.load()}.loop() != seen; };
             if (spin(WORKER_SPINS_NS, is_next)) continue;
-            Word& asleep = asleep_[thread].word;
+            Word& asleep = own.asleep;
             asleep.store(1);
             if (is_next()) asleep.store(0);
             while (asleep.load(std::memory_order_relaxed)) sleep_while(asleep, 1);

@@ -1,7 +1,8 @@
 // Threads that share out the items of a loop.
 //
-// Whoever comes takes some of the items that have not been taken yet, the caller among them, until none is left. So no thread
-// waits for a thread that the system has put aside for another process's sake, unless that thread has begun an item.
+// Whoever comes takes some of the items that have not been taken yet, the caller among them, until none is left: first of
+// a share of his own, whose items lie side by side, then of what others have left of theirs. So no thread waits for a thread
+// that the system has put aside for another process's sake, unless that thread has begun an item.
 // An item's result must not depend on who computes it, or when: then no bit depends on the threads.
 #pragma once
 
@@ -54,23 +55,23 @@ class Before {
     Before(int64_t pieces, int64_t at_once)
         : pieces_(pieces), at_once_(std::max<int64_t>(at_once, 1)), undone_(pieces) {}
 
+    bool done() const { return undone_.load(std::memory_order_acquire) == 0; }
+
     // body(piece) for each of 0 .. pieces - 1; returns when all are done.
     template <class Body>
     void finish(const Body& body) {
-        if (is_done()) return;
+        if (done()) return;
         for (int64_t first; (first = taken_.fetch_add(at_once_, std::memory_order_relaxed)) < pieces_;) {
             const int64_t last = std::min(pieces_, first + at_once_);
             for (int64_t piece = first; piece < last; piece++) body(piece);
             undone_.fetch_sub(last - first, std::memory_order_acq_rel);
         }
-        wait_until([this] { return is_done(); });
+        wait_until([this] { return done(); });
     }
 
   private:
     const int64_t pieces_, at_once_;
     std::atomic<int64_t> taken_{0}, undone_;
-
-    bool is_done() const { return undone_.load(std::memory_order_acquire) == 0; }
 };
 
 }  // namespace quire
