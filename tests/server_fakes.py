@@ -94,7 +94,6 @@ def engine_info(**changes: Any) -> EngineInfo:
         "notes": [],
         "memory_plan": [("weights", "2 kB"), ("KV", "1 MB")],
         "config": {"model": "demo", "max_model_len": 256, "max_num_seqs": 64},
-        "startup_seconds": 0.5,
     }
     return EngineInfo(**fields | changes)
 

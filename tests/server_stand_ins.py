@@ -51,7 +51,6 @@ def engine_info(boot: int) -> wire.EngineInfo:
         notes=["a note about the checkpoint"],
         memory_plan=[("weights", "2 kB"), ("longest context", "256 tokens")],
         config={"model": "demo", "max_model_len": 256, "num_kv_blocks": 64},
-        startup_seconds=0.1,
     )
 
 

@@ -139,6 +139,6 @@ class ExpertBalancer:
         stats.expert_move_seconds, stats.expert_read_seconds = seconds, reading
         logger.info(
             "experts of layer %d move: the busiest of %d ranks had %.2f times the mean to do, and has %.2f times "
-            "(%d experts read, %.2f s)",
-            *(move.layer, self._ranks, stats.imbalance_before, stats.imbalance_after, read, seconds),
+            "(%d experts read in %.2f s, in use after %.2f s)",
+            *(move.layer, self._ranks, stats.imbalance_before, stats.imbalance_after, read, reading, seconds),
         )

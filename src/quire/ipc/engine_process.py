@@ -95,7 +95,6 @@ class EngineProcess:
 
     def __init__(self, start: EngineStart, board: Board, control: zmq.Socket[bytes]) -> None:
         self._start, self._board, self._control = start, board, control
-        self._began = time.monotonic()
         self._board.set_phase("importing torch", 0.0)
         from quire.ipc.patience import Patience
         from quire.observe.recorder import Recorder
@@ -191,7 +190,6 @@ class EngineProcess:
                 "quantization": how.scheme if how else None,
                 "quantization_group_size": how.group if how else None,
             },
-            startup_seconds=time.monotonic() - self._began,
             kv_transfer=engine.tiers.exporter.told() if engine.tiers.exporter else {},
             checkpoint=content_hash(engine.path),
             causal=model.causal,

@@ -41,7 +41,6 @@ class EngineInfo(msgspec.Struct, kw_only=True):
         memory_plan: rows of the plan, for people.
         full_length_requests: how many requests of `max_model_len` tokens the KV pool holds at once.
         config: every engine option, with what the engine made of those that were left to it.
-        startup_seconds: from the process's start until it was ready.
         kv_transfer: where other engines may ask for prompts to be computed: `remote_engine_id`, `remote_host` and
             `remote_port`; empty: nowhere.
         causal: see `ModelSizes`.
@@ -67,7 +66,6 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     notes: list[str]
     memory_plan: list[tuple[str, str]]
     config: dict[str, Any]
-    startup_seconds: float
     kv_transfer: dict[str, Any] = {}
     checkpoint: str = ""
     causal: bool = True

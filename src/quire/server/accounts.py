@@ -1,4 +1,4 @@
-"""A call's books: what it got and when, for the metrics, the queue bound and the one line in the log."""
+"""What one call received and when: for the metrics, the queue bound and its line in the log."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from quire.server.metrics import Metrics
 
 
 class Account:
-    """One call that runs. Made when its prompts go to the engine.
+    """One running call, created when its prompts go to the engine.
 
     Attributes:
-        first_token_seconds: from its arrival; None before.
+        first_token_seconds: time to first token; None until then.
         num_open: prompts that have not ended.
-        failure: what went wrong with a choice, for the client; None as long as nothing has.
+        failure: what went wrong with a choice, for the client; None if nothing did.
 
     Args:
         arrived: on the monotonic clock. tokenize_seconds: what rendering and tokenizing took.
@@ -50,7 +50,7 @@ class Account:
         self._times = [[0.0] * params.n for _ in prompts]  # of the last one
 
     def take(self, index: int, output: RequestOutput, now: float) -> None:
-        """A prompt's output has grown, or ended."""
+        """Count what is new in a prompt's output."""
         self._outputs[index] = output
         counts, times = self._counts[index], self._times[index]
         for choice in output.outputs:
@@ -78,7 +78,7 @@ class Account:
             self._metrics.first_token(self.first_token_seconds)
 
     def close(self) -> None:
-        """The call has ended; prompts that have not were aborted by that. A second call does nothing."""
+        """End the call; prompts that have not ended count as aborted. A second call does nothing."""
         now = time.monotonic()
         for index, output in enumerate(self._outputs):
             self._close(index, output, now)
@@ -110,17 +110,17 @@ class Account:
 
     @property
     def has_nothing(self) -> bool:
-        """It was aborted before any choice had a token."""
+        """Whether it was aborted before any choice had a token."""
         return not any(map(any, self._counts)) and "abort" in self.finish_reason
 
     @property
     def finish_reason(self) -> str:
-        """Why the choices ended; each reason once."""
+        """The finish reasons of the choices, each once."""
         reasons = [choice.finish_reason or "abort" for output in self._outputs if output for choice in output.outputs]
         return ", ".join(dict.fromkeys(reasons)) or "abort"
 
     def add_to(self, summary: RequestSummary) -> None:
-        """What the call's line in the log says of its tokens."""
+        """Add the token counts to the call's line in the log."""
         summary.prompt_tokens = sum(self._prompt_tokens)
         summary.cached_tokens = sum(output.cached_tokens for output in self._outputs if output)
         metrics = [output.metrics for output in self._outputs if output and output.metrics]

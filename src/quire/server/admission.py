@@ -1,8 +1,8 @@
 """The queue bound: how many calls may wait for their first token, in requests and in tokens.
 
-A call is priced before any work is done for it, and refused with a 429 where its price does not fit. What has begun
-to answer counts no more: the engine has found room for it, so the bound is on waiting, not on running. Owners, that is
-API keys, share the bound (`shares.py`).
+A call is priced before any work is done for it, and refused with a 429 if its price does not fit. It stops counting at
+its first token: the engine has found room for it, so the bound is on waiting requests, not on running ones. Owners (API
+keys) share the bound (`shares.py`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from quire.server.errors import ApiError
 from quire.server.shares import Shares
 
 MAX_RETRY_SECONDS = 60
-"""The longest time that `Retry-After` names: OpenAI's clients pass over a longer one, and come back at once."""
+"""Largest `Retry-After`: OpenAI's clients ignore longer ones and retry at once."""
 MAX_BURSTS = 16
 BURST_SECONDS = 0.25
-"""How fast the queue empties is measured over so many of the last bursts: requests that left within so short a time, as
-those of one step do, are one."""
+"""The drain rate is measured over this many recent bursts. Requests that leave within `BURST_SECONDS`, such as those of
+one step, are one burst."""
 
 
 class QueueFullError(ApiError):
-    """A call does not fit into the queue: a 429. `reason` says which bound it met, in the metrics' words."""
+    """429: a call does not fit into the queue. `reason` names the bound, as the metrics do."""
 
     def __init__(self, reason: str, message: str, retry_after: int) -> None:
         headers = {"retry-after": str(retry_after)}
@@ -33,7 +33,7 @@ class QueueFullError(ApiError):
 
 
 class _Outflow:
-    """How fast the queue empties: what left it lately, over the time in which something waited."""
+    """The queue's drain rate: what left it recently, over the time in which anything waited."""
 
     def __init__(self) -> None:
         self._now = time.monotonic()
@@ -41,21 +41,21 @@ class _Outflow:
         self._left: deque[dict[str, float]] = deque([{"at": 0.0, "requests": 0, "tokens": 0}], maxlen=MAX_BURSTS + 1)
 
     def pass_time(self, waiting: bool) -> None:
-        """Bring the clock up to now. `waiting`: something waited since the last call."""
+        """Advance the clock to now. `waiting`: whether anything waited since the last call."""
         now = time.monotonic()
         if waiting:
             self._waited += now - self._now
         self._now = now
 
     def count(self, requests: int, tokens: int) -> None:
-        """So much has left."""
+        """Count what has left the queue."""
         if len(self._left) == 1 or self._waited - self._left[-1]["at"] >= BURST_SECONDS:
             self._left.append({"at": self._waited, "requests": 0, "tokens": 0})
         self._left[-1]["requests"] += requests
         self._left[-1]["tokens"] += tokens
 
     def seconds_for(self, what: str, amount: float) -> float:
-        """Until so much will have left, if it goes on so. Where nothing leaves: as long again as it was waited for."""
+        """Estimated seconds until this much has left. If nothing leaves, it is the time waited so far."""
         first, *later = self._left
         left = sum(burst[what] for burst in later)
         seconds = (self._waited - first["at"]) * amount / left if left else 0.0
@@ -65,13 +65,12 @@ class _Outflow:
 class Admission:
     """One HTTP process's share of the server's queue bound.
 
-    A call that alone is larger than a bound is let in when nothing else of its owner waits: it would never fit
-    otherwise.
+    A call larger than the whole bound is admitted when nothing else of its owner waits; it would never fit otherwise.
 
     Args:
         max_requests, max_tokens: of the whole server.
         processes: how many HTTP processes share them.
-        tell: is told how many requests and tokens wait, whenever that changes.
+        tell: called with the numbers of waiting requests and tokens, whenever they change.
     """
 
     def __init__(
@@ -88,31 +87,32 @@ class Admission:
 
     @property
     def requests(self) -> int:
-        """Requests that wait now."""
+        """Waiting requests."""
         return self._requests.total
 
     @property
     def tokens(self) -> int:
-        """Tokens that wait now."""
+        """Waiting tokens."""
         return self._tokens.total
 
     def enter(self, requests: int, tokens: int, owner: str = "") -> Ticket:
-        """A place for a call of so many requests (choices of prompts), and prompt tokens by its price.
+        """Admit a call.
 
         Args:
+            requests: choices of all prompts. tokens: estimated prompt tokens.
             owner: whose call it is.
 
         Raises:
             QueueFullError: there is no room.
         """
-        if self._requests.held_by(owner):  # else it is let in, whatever its size
+        if self._requests.held_by(owner):  # otherwise it is admitted, whatever its size
             for what, shares, asked in (("requests", self._requests, requests), ("tokens", self._tokens, tokens)):
                 if not shares.fits(owner, asked):
                     raise self._full(what, shares, owner, asked)
         return Ticket(self, requests, tokens, owner)
 
     def _full(self, what: str, shares: Shares, owner: str, asked: int) -> QueueFullError:
-        """There is room when enough has left, of all or, as far as its turns bring it, of this owner's."""
+        """The error. Room is expected when enough requests have left: any, or this owner's at its share of turns."""
         self._outflow.pass_time(waiting=True)
         owners, held, share = shares.num_owners(owner), shares.held_by(owner), shares.share_of(owner)
         excess = min(shares.total, shares.total + asked - shares.limit)
@@ -129,20 +129,20 @@ class Admission:
         return QueueFullError(f"queue_{what}", message, min(MAX_RETRY_SECONDS, seconds))
 
     def change(self, owner: str, requests: int, tokens: int) -> None:
-        """What waits of this owner's grows or shrinks by so much; only tickets call this."""
+        """Change the owner's waiting requests and tokens; only tickets call this."""
         self._outflow.pass_time(waiting=self.requests > 0)
         self._requests.change(owner, requests)
         self._tokens.change(owner, tokens)
         self._tell(self.requests, self.tokens)
 
     def leave(self, owner: str, requests: int, tokens: int) -> None:
-        """So much of this owner's waits no more; only tickets call this."""
+        """Count requests and tokens of this owner that have left the queue; only tickets call this."""
         self.change(owner, -requests, -tokens)
         self._outflow.count(requests, tokens)
 
 
 class Ticket:
-    """One call's place in the queue. It is given back prompt by prompt, and for good by `leave`; never twice."""
+    """One call's place in the queue. It is released prompt by prompt, and by `leave` for good; never twice."""
 
     __slots__ = ("_admission", "_owner", "_parts", "_requests", "_tokens")
 
@@ -150,11 +150,11 @@ class Ticket:
         self._admission = admission
         self._owner = owner
         self._requests, self._tokens = requests, tokens
-        self._parts: dict[int, tuple[int, int]] = {}  # by prompt: what it still holds of the two
+        self._parts: dict[int, tuple[int, int]] = {}  # by prompt: requests and tokens still held
         admission.change(owner, requests, tokens)
 
     def correct(self, tokens: list[int], num_choices: int) -> None:
-        """The prompts have been tokenized: the price becomes the truth. `tokens`: of each prompt."""
+        """Replace the estimate by the true token counts. `tokens`: of each prompt."""
         if not self._requests:
             return  # it has left
         self._parts = {index: (num_choices, count * num_choices) for index, count in enumerate(tokens)}
@@ -164,13 +164,13 @@ class Ticket:
         self._admission.change(self._owner, requests, total)
 
     def begun(self, prompt: int) -> None:
-        """This prompt has its first token, or has ended: it waits no more."""
+        """Release a prompt that has its first token, or has ended."""
         part = self._parts.pop(prompt, None)
         if part is not None:
             self._release(*part)
 
     def leave(self) -> None:
-        """Give back whatever is still held."""
+        """Release whatever is still held."""
         self._parts.clear()
         if self._requests or self._tokens:
             self._release(self._requests, self._tokens)

@@ -1,8 +1,7 @@
-"""The app of one HTTP process: its routes, and what every request passes on its way to them.
+"""The app of one HTTP process: its routes, and the middleware in front of them.
 
-From the outside in: id, headers, the line in the log and the last net for errors (`EdgeMiddleware`), CORS where it is
-asked for, API keys (`AuthMiddleware`), the router, and for the API's own routes a gate that is shut while no request
-can be taken.
+From the outside in: request id, headers, log line and unexpected errors (`EdgeMiddleware`), CORS if enabled, API keys
+(`AuthMiddleware`), the router, and for the API's own routes a gate that is closed while no request can be served.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXPOSED_HEADERS = ("x-request-id", "x-quire-ignored", "x-quire-clamped", "retry-after")
-"""What pages of other origins may read of an answer."""
+"""Response headers that pages of other origins may read."""
 
 UNVERSIONED = frozenset({"chat", "completions", "embeddings", "messages", "models", "responses"})
-"""How the paths of OpenAI's and Anthropic's routes begin behind `/v1`."""
+"""The first part of OpenAI's and Anthropic's paths after `/v1`."""
 
 GONE = 499
-"""In the metrics: the client left before there was a status."""
+"""Status in the metrics of a client that left before there was one."""
 
 _NO_TELEMETRY = dict.fromkeys(("tracing", "metrics", "logs", "operation_spans", "auto_configure"), False)
 _ALWAYS = [(b"x-content-type-options", b"nosniff")]
@@ -62,7 +61,7 @@ _PAGE_HEADERS = [
 
 
 def create_app(context: AppContext, generation: APIRouter | None = None) -> FastAPI:
-    """The app, ready for a server.
+    """Make the ASGI app, middleware included.
 
     Args:
         generation: the routes that run requests; default: those of `routes_generate`.
@@ -100,7 +99,7 @@ def create_app(context: AppContext, generation: APIRouter | None = None) -> Fast
 
 
 def _add_cors(app: FastAPI, origins: tuple[str, ...]) -> None:
-    """Let pages of other hosts ask. They bring the key in a header, so no cookies are involved."""
+    """Allow pages of other origins. They send the key in a header, so no cookies are involved."""
     app.add_middleware(
         CORSMiddleware,
         allow_origins=list(origins),
@@ -111,7 +110,7 @@ def _add_cors(app: FastAPI, origins: tuple[str, ...]) -> None:
 
 
 def _refusing(context: AppContext) -> Callable[[Scope, ApiError], None]:
-    """What is noted of who may not come in."""
+    """Count and log requests without a valid key."""
 
     def on_refused(scope: Scope, error: ApiError) -> None:
         context.metrics.rejected("unauthorized")
@@ -121,7 +120,7 @@ def _refusing(context: AppContext) -> Callable[[Scope, ApiError], None]:
 
 
 def _gate(context: AppContext) -> Callable[[], Awaitable[None]]:
-    """A dependency that lets a request through only while it can be served."""
+    """A dependency that admits a request only while it can be served."""
 
     async def gate() -> None:
         await context.wait_for_the_rest()
@@ -137,7 +136,7 @@ def _gate(context: AppContext) -> Callable[[], Awaitable[None]]:
 
 
 def _add_error_handlers(app: FastAPI, context: AppContext) -> None:
-    """Everything that a route raises leaves in OpenAI's shape."""
+    """Return every exception of a route in OpenAI's error format."""
 
     async def own(request: Request, error: Exception) -> Response:
         answer = api_error(error)
@@ -164,7 +163,7 @@ def _add_error_handlers(app: FastAPI, context: AppContext) -> None:
 
 
 def _routing_error(request: Request, error: Exception) -> ApiError:
-    """No such path, or not with this method."""
+    """404 or 405."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(getattr(error, "headers", None) or {})
     path = _shown(request.scope["path"])
@@ -179,7 +178,7 @@ def _routing_error(request: Request, error: Exception) -> ApiError:
 
 
 def _query_error(error: Exception) -> ApiError:
-    """A parameter in the URL that is not of its type. The value is not repeated: it may be anything."""
+    """400 for a URL parameter of the wrong type. The message omits the value, which may be anything."""
     found = error.errors() if isinstance(error, RequestValidationError) else []
     name = str(found[0]["loc"][-1]) if found else None
     text = str(found[0].get("msg", "not valid")) if found else "a parameter is not valid"
@@ -187,13 +186,13 @@ def _query_error(error: Exception) -> ApiError:
 
 
 def _shown(text: str) -> str:
-    """A piece of the request, as it may stand in a message: short, printable, ASCII."""
+    """A part of the request as messages may show it: short, printable ASCII."""
     cut = text if len(text) <= 80 else text[:77] + "..."
     return cut.encode("ascii", "backslashreplace").decode() if cut.isprintable() else repr(cut)
 
 
 class Counters(Protocol):
-    """What counts requests, of a server or a router."""
+    """The request counters of a server or a router."""
 
     def request_received(self) -> None: ...
 
@@ -203,14 +202,14 @@ class Counters(Protocol):
 
 
 class LogOptions(Protocol):
-    """Of the options, those about the log."""
+    """The options about the log."""
 
     @property
     def log_requests(self) -> bool: ...
 
 
 class Surroundings(Protocol):
-    """What `EdgeMiddleware` needs of a server, or of a router."""
+    """What `EdgeMiddleware` needs from a server or a router."""
 
     @property
     def metrics(self) -> Counters: ...
@@ -226,8 +225,9 @@ class Surroundings(Protocol):
 
 
 class EdgeMiddleware:
-    """The outermost layer: gives each request its id, each answer its headers, catches unexpected errors, and logs
-    the one line that a request gets: all calls for text, and whatever else was refused."""
+    """The outermost layer: sets request ids and response headers, catches unexpected errors, and logs one line for each
+    call for text and each refused request.
+    """
 
     def __init__(self, app: ASGIApp, context: Surroundings) -> None:
         self.app = app
@@ -281,14 +281,15 @@ class EdgeMiddleware:
 
 
 def _log_unexpected(request_id: str, error: Exception) -> None:
-    """What the client is not told, under the id that it is told."""
+    """Log the error's details, which the client does not get, under the request's id."""
     text = f"request {request_id}: an unexpected {type(error).__name__}"
     event(logger, "internal_error", text, level=logging.ERROR, exc_info=error, request_id=request_id)
 
 
 def _add_version(scope: Scope) -> None:
-    """Make `/chat/completions` `/v1/chat/completions`: a base URL without `/v1` means the same routes. It is rewritten
-    before anything looks at it, so that keys, the router and the log see one path."""
+    """Rewrite `/chat/completions` to `/v1/chat/completions`, so that a base URL without `/v1` works. This comes first,
+    so that keys, the router and the log see one path.
+    """
     if scope["path"][1:].partition("/")[0] in UNVERSIONED:
         scope["path"] = "/v1" + scope["path"]
         if scope.get("raw_path"):
@@ -300,7 +301,7 @@ def _is_page(path: str) -> bool:
 
 
 def _route_of(scope: Scope) -> str:
-    """What the router matched, as a template: never the path itself, which is the client's."""
+    """The template of the route that matched; never the path itself, which the client chose."""
     if scope["path"].startswith("/static/"):
         return "/static"
     return str(getattr(scope.get("route"), "path", "other")).replace(":path", "")

@@ -1,8 +1,8 @@
-"""API keys: who may come in, and as whom.
+"""API keys and tenants.
 
-Every route needs a key but the few in `OPEN_PATHS` and the page's static files. The decision is made on the same
-path that the router matches (decoded once by the HTTP server, never normalized), so that no spelling of a path can
-reach a route without passing here: what is not spelled exactly like an open path needs a key.
+Every route requires a key except those in `OPEN_PATHS` and the page's static files. The decision is made on the path
+that the router matches (decoded once by the HTTP server, never normalized), so no spelling of a path can bypass it:
+whatever is not exactly an open path requires a key.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TENANT_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who sends a request.
+    """The sender of a request.
 
     Attributes:
-        owner: what their requests are filed under in the engine, and their cached prefixes are kept apart by; ""
-            where there are not several tenants.
+        owner: identifies the tenant in the engine, and separates its cached prefixes; "" unless there are several
+            tenants.
         is_operator: may use the administrative routes, the live view and the metrics.
-        is_scraper: may read the metrics, and nothing else.
-        label: what their key is called in the log; "" where there is none.
+        is_scraper: may only read the metrics.
+        label: the key's name in the log; "" if there is none.
     """
 
     owner: str = ""
@@ -46,19 +46,19 @@ class Tenant:
 
 
 class Tenants:
-    """The keys of a server. Without any, everybody is the one tenant; with several, each key is its own.
+    """The keys of a server. Without keys, everybody is one tenant; with several, each key is a tenant.
 
-    The processes of one server agree about the tenants' names, since these follow from the keys. No key can be
-    guessed from a name by who does not know all the others, or the cluster's key.
+    Tenants' names are derived from the keys, so all processes of a server agree on them. Nobody can guess a key from a
+    name without knowing all other keys, or the cluster's key.
 
     Args:
         keys: the API keys; the first is the operator's.
-        metrics_keys: keys that open the metrics alone.
-        cluster_key: where servers share KV, a tenant's name follows from this and its own key: it stays the same when
-            others come, and is the same on every server. None: from all keys of this server.
+        metrics_keys: keys that only give access to the metrics.
+        cluster_key: if servers share KV, names are derived from this and the tenant's own key, so that they are the
+            same on every server and do not change with other keys. None: from all keys of this server.
 
     Attributes:
-        count: API keys.
+        count: number of API keys.
     """
 
     def __init__(self, keys: Sequence[str], metrics_keys: Sequence[str] = (), cluster_key: bytes | None = None) -> None:
@@ -76,7 +76,7 @@ class Tenants:
             self._tenants.append((self._digest(key.encode()), tenant))
 
     def find(self, authorization: Sequence[bytes]) -> Tenant | None:
-        """The tenant whose key the `Authorization` headers carry, or None. Takes equally long for every wrong key."""
+        """The tenant whose key is in the `Authorization` headers, or None. Takes the same time for every wrong key."""
         if not self._tenants:
             return Tenant()
         if len(authorization) != 1:
@@ -84,13 +84,13 @@ class Tenants:
         scheme, _, key = authorization[0].partition(b" ")
         given = self._digest(key.strip(b" \t"))
         found = None
-        for digest, tenant in self._tenants:  # all of them: where it is found must not show in the time
+        for digest, tenant in self._tenants:  # all of them, so that timing does not reveal where it is found
             if hmac.compare_digest(digest, given):
                 found = tenant
         return found if scheme.lower() == b"bearer" else None
 
     def _digest(self, key: bytes) -> bytes:
-        """Digests are of one length, and comparing them tells nothing about the keys' bytes."""
+        """Digests have one length, and comparing them reveals nothing about the keys' bytes."""
         return hashlib.blake2b(key, key=self._salt).digest()
 
 
@@ -99,14 +99,14 @@ def _named(key: str, secret: bytes) -> str:
 
 
 def is_open(path: str) -> bool:
-    """Whether this path, as the router sees it, is served without a key."""
+    """Whether this path, as the router sees it, needs no key."""
     return path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
 
 
 class AuthMiddleware:
-    """Answers 401 to who has no key, and puts the `Tenant` of who has one into the scope as "quire.tenant".
+    """Returns 401 without a valid key; otherwise puts the `Tenant` into the scope as "quire.tenant".
 
-    Where no key is needed, `policy` says who may come in instead.
+    If the server has no keys, `policy` decides instead.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class AuthMiddleware:
         await self.app(scope, receive, send)
 
     def _refusal(self, scope: Scope, tenant: Tenant | None) -> ApiError | None:
-        """Why the request may not come in, if so."""
+        """Why the request is refused, if it is."""
         if tenant is None:
             return unauthorized()
         if tenant.is_scraper and scope["path"] != METRICS_PATH:
@@ -139,13 +139,13 @@ class AuthMiddleware:
 
 
 def authorization_of(scope: Mapping[str, Any]) -> list[bytes]:
-    """The `Authorization` headers; without any, what Anthropic's clients send in `x-api-key`, as one."""
+    """The `Authorization` headers; without any, `x-api-key` of Anthropic's clients in their form."""
     found = [value for name, value in scope["headers"] if name == b"authorization"]
     return found or [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
 
 
 def tenant_of(scope: Mapping[str, Any]) -> Tenant:
-    """Who sends this request. Only routes that need a key ask."""
+    """The sender of this request. Only for routes that require a key."""
     tenant = scope["quire.tenant"]
     if not isinstance(tenant, Tenant):
         raise TypeError("a route that needs a tenant was reached without one")
@@ -153,7 +153,7 @@ def tenant_of(scope: Mapping[str, Any]) -> Tenant:
 
 
 def unauthorized() -> ApiError:
-    """The answer to a request without a valid key."""
+    """401: no valid key."""
     message = (
         "no valid API key: this server needs one of its keys in the header 'Authorization: Bearer KEY'; "
         "in OpenAI's clients set api_key"
@@ -163,11 +163,11 @@ def unauthorized() -> ApiError:
 
 
 def metrics_only() -> ApiError:
-    """The answer to a metrics key elsewhere."""
+    """403: a metrics key on another route."""
     return ApiError(403, "this key reads /metrics, and nothing else (--metrics-key)", code="metrics_only")
 
 
 def forbidden(alternative: str = "") -> ApiError:
-    """The answer to a tenant who asks for what only the operator may see or do. `alternative`: who else may."""
+    """403: only the operator may do this. `alternative`: who else may."""
     message = f"this needs the operator's API key, which is the first of the server's --api-key{alternative}"
     return ApiError(403, message, code="operator_only")

@@ -1,8 +1,7 @@
-"""A batch: requests in a file, one a line, and their answers in another one, in OpenAI's format.
+"""A batch: a file of requests, one per line, and a file of their answers, in OpenAI's format.
 
-The file of answers is the whole state. A line is appended when its request has been answered, and whatever was cut off
-by the end of a process is removed when the batch goes on: so it may be killed at any byte, and does nothing twice but
-what was in progress.
+The answer file is the only state. A line is appended for each answered request, and a truncated line is removed when
+the batch resumes. So a batch may be killed at any byte, and repeats only the requests that were in progress.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class _Counted(msgspec.Struct):
 
 
 class _Done(msgspec.Struct):
-    """What is read of an answer that was written."""
+    """The parts of a written answer that are read again."""
 
     id: str
     custom_id: str
@@ -66,7 +65,7 @@ class _Done(msgspec.Struct):
 
 
 class Answer(NamedTuple):
-    """What a server has said to a request: its body is JSON."""
+    """A server's response to a request; its body is JSON."""
 
     status: int
     request_id: str
@@ -74,7 +73,7 @@ class Answer(NamedTuple):
 
 
 Post = Callable[[str, bytes], Awaitable[Answer]]
-"""Asks a server; raises `BatchError` where there is no answer to be had."""
+"""Sends a request to a server; raises `BatchError` if it cannot be answered."""
 
 
 class Place(NamedTuple):
@@ -87,7 +86,7 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Counts:
-    """How far a batch is. `failed`: answers that are no 200, and lines that are no requests."""
+    """Progress of a batch. `failed`: answers other than 200, and lines that are no requests."""
 
     total: int = 0
     completed: int = 0
@@ -99,7 +98,7 @@ def read_line(data: bytes, number: int) -> Line:
     """The request in a line.
 
     Raises:
-        BatchError: it is none; the message says why.
+        BatchError: it is not a request; the message says why.
     """
     where = f"line {number}"
     try:
@@ -122,8 +121,8 @@ class Requests:
     """The requests of a file, read one by one.
 
     Attributes:
-        places: where each is, by its custom_id; a line that is no request has one made of its number.
-        problems: why such a line is none, by the same.
+        places: where each request is, by its custom_id; a line that is no request has one made from its number.
+        problems: why such lines are no requests, by that id.
 
     Raises:
         BatchError: two requests have one custom_id, a line is too long, or it is no regular file. OSError: it cannot be
@@ -171,13 +170,13 @@ class Requests:
 
 
 class Answers:
-    """The file of answers: what is there already, and what is appended.
+    """The answer file: what it has, and what is appended.
 
     Attributes:
-        done: the custom_ids that have one, and whether it went well.
+        done: the answered custom_ids, and whether the status was 200.
 
     Raises:
-        BatchError: another process writes it, or it holds something else. ConfigError: it cannot be written.
+        BatchError: another process is writing it, or it has other contents. ConfigError: it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -201,7 +200,7 @@ class Answers:
             raise
 
     def _take_up(self, path: Path) -> None:
-        """Read what is whole, and cut off what is not."""
+        """Read the complete lines, and remove a truncated one."""
         whole = 0
         with path.open("rb") as file:
             for number, data in enumerate(file, start=1):
@@ -236,7 +235,7 @@ class Answers:
         self.done[name] = answer is not None and answer.status == 200
 
     def close(self) -> None:
-        """Have it on the disk, and close it."""
+        """Sync and close the file."""
         with suppress(OSError):
             os.fsync(self._descriptor)
         os.close(self._descriptor)
@@ -245,14 +244,14 @@ class Answers:
 async def run(
     requests: Requests, answers: Answers, post: Post, concurrency: int, tell: Callable[[Counts], None]
 ) -> Counts:
-    """Answer all requests that have no answer yet, so many at a time.
+    """Answer all requests that have no answer yet, up to `concurrency` at a time.
 
     Args:
-        tell: is told how far it is, whenever that changes.
+        tell: called with the progress whenever it changes.
 
     Raises:
-        BatchError: `post` did; what is in progress is given up, and the batch may go on later. ConfigError: the answers
-            are those of other requests.
+        BatchError: from `post`; requests in progress are given up, and the batch can be resumed. ConfigError: the
+            answers belong to other requests.
     """
     strange = next((name for name in answers.done if name not in requests.places), None)
     if strange is not None:
@@ -277,7 +276,7 @@ async def _work(
     counts: Counts,
     tell: Callable[[Counts], None],
 ) -> None:
-    """One request after the other; all workers share `todo`."""
+    """Process one request after the other; all workers share `todo`."""
     for name in todo:
         answer, problem = None, requests.problems.get(name, "")
         if not problem:

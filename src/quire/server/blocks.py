@@ -1,5 +1,5 @@
-"""A reply as blocks one after the other: reasoning, text, and tool calls, as Anthropic's and OpenAI's newer interface
-tell of them. What is new is read by counters kept here, so that it does not matter how often a stream asks.
+"""A reply as consecutive blocks of reasoning, text and tool calls, as in Anthropic's and OpenAI's newer interface.
+Counters here find what is new, so it does not matter how often a stream asks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Block:
     """One block of a reply.
 
     Attributes:
-        index: its place in the reply.
+        index: its index in the reply.
         id, name: of a tool call.
-        text: so far; of a tool call, its arguments.
+        text: the text so far; of a tool call, its arguments.
     """
 
     index: int
@@ -31,7 +31,7 @@ class Block:
 
 
 class News(NamedTuple):
-    """Something has happened to a block: it begins, has more text, or ends."""
+    """A change of a block: it begins, has more text, or ends."""
 
     what: Literal["begin", "more", "end"]
     block: Block
@@ -47,7 +47,7 @@ class Blocks:
         self._ended = False
 
     def take(self, choice: CompletionOutput) -> Iterator[News]:
-        """What is new. A choice that failed ends no block: its stream ends with an error."""
+        """Yield what is new. A choice that failed ends no block, since its stream ends with an error."""
         events = news(choice, self._events, self._characters)
         self._events, self._characters = self._events + len(events), len(choice.text)
         for event in events:

@@ -1,7 +1,7 @@
-"""Request bodies: JSON from strangers.
+"""Request bodies: untrusted JSON.
 
-An object is first split into its fields, which stay bytes; each is decoded only when it is known and of a sensible
-size. So what is not asked for is never built, and a body of millions of empty objects costs a scan, not a heap.
+An object is first split into its fields, which stay bytes; only known fields of a sensible size are decoded. So a body
+with millions of empty objects costs a scan, but no memory.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from quire.server.errors import ApiError, invalid
 
 JSON = "application/json"
 MAX_FIELD_BYTES = 1 << 18
-"""JSON of one field, where nothing else is said."""
+"""Default limit on the JSON of one field."""
 SMALL_BYTES = 1 << 16
-"""Objects up to this size are split without looking at how much of them is known."""
+"""Objects up to this size are split without checking how much of them is known."""
 MAX_EXACT = 2.0**53
-"""Up to here every whole number is a float, and only there a float stands for one number."""
+"""Up to this size every integer is exact as a float."""
 MAX_IGNORED = 32
 MAX_IGNORED_LENGTH = 64
 
@@ -30,7 +30,7 @@ _POSITION = re.compile(r"\(byte (\d+)\)")
 
 
 def check_media_type(values: Sequence[str]) -> None:
-    """Refuse a body that does not say that it is JSON: a web page of another origin cannot send one that does.
+    """Refuse a body that is not declared as JSON, which a web page of another origin cannot send.
 
     Args:
         values: of the `Content-Type` headers.
@@ -92,9 +92,9 @@ def decode(data: Any, kind: type[T] | Any = Any, *, where: str = "") -> Any:
 
 
 def has_more_strings(data: bytes, most: int) -> bool:
-    """Whether JSON has certainly more than `most` strings, names of fields included; told without building them.
+    """Whether JSON certainly has more than `most` strings, names of fields included, without building them.
 
-    Every string has one quote at least that no backslash precedes, and if it is an ordinary one, two.
+    Every string has at least one quote that no backslash precedes, and an ordinary one has two.
     """
     return data.count(b'"') - data.count(b'\\"') > 2 * most
 
@@ -103,8 +103,8 @@ class Shape:
     """The fields that a JSON object may have.
 
     Args:
-        names: of the fields. The first `num_required` must be there where objects stand in a list.
-        where: what an error calls the object; empty for a whole body.
+        names: the fields. The first `num_required` are required in objects of a list.
+        where: the object's name in errors; empty for a whole body.
     """
 
     def __init__(self, names: Sequence[str], where: str = "", num_required: int = 0) -> None:
@@ -118,7 +118,7 @@ class Shape:
         self._attributes = [f"f{i}" for i in range(len(names))]
 
     def read(self, data: bytes | Raw) -> dict[str, Raw]:
-        """The fields of one object. Of equal names the last one counts. Raises `ApiError`."""
+        """The fields of one object. Of duplicate names the last one counts. Raises `ApiError`."""
         if memoryview(data).nbytes > SMALL_BYTES:
             self._check_unknown(data, [self._decode(data, self._known, "a JSON object")])
         fields: dict[str, Raw] = self._decode(data, dict[str, Raw], "a JSON object")
@@ -155,10 +155,10 @@ class Shape:
 
 
 class BodyFields:
-    """The fields of a body, decoded when they are asked for. null is the same as not given.
+    """The fields of a body, decoded on demand. null means not given.
 
     Args:
-        raw: JSON by name. prefix: what stands before names in errors, like "stream_options.".
+        raw: JSON by name. prefix: precedes names in errors, as in "stream_options.".
     """
 
     def __init__(self, raw: dict[str, Raw], prefix: str = "") -> None:
@@ -192,7 +192,7 @@ class BodyFields:
         raise wrong_type(self._prefix + name, value, "true or false")
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        """A field that is a whole number within bounds. Raises `ApiError`."""
+        """A field that is an integer within bounds. Raises `ApiError`."""
         value = self.get(name)
         if value is None:
             return None
@@ -228,17 +228,17 @@ def whole(value: Any) -> Any:
 
 
 def wrong_type(param: str, value: object, allowed: str) -> ApiError:
-    """A 400: a value of another type than the field has."""
+    """400: a value of the wrong type."""
     return invalid(f"{param} is {shorten(value)}; it must be {allowed}", param, "invalid_type")
 
 
 def wrong_value(param: str, value: object, allowed: str) -> ApiError:
-    """A 400: a value outside of what the field may be."""
+    """400: a value that is not allowed."""
     return invalid(f"{param} is {shorten(value)}; it must be {allowed}", param)
 
 
 def shorten(value: object) -> str:
-    """A value as the client wrote it, cut to a readable length."""
+    """A value as the client wrote it, shortened for messages."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return "a huge number"
     shown = msgspec.json.encode(value).decode() if not isinstance(value, list | dict) or len(value) < 16 else None

@@ -1,4 +1,4 @@
-"""A reply's events in the shapes of OpenAI's chat completions: deltas of a stream, and whole messages."""
+"""A reply in OpenAI's chat format: deltas of a stream, and whole messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.text.reply import ContentText, ReasoningText, Reply, ReplyEvent, Tool
 
 
 def news(choice: CompletionOutput, events: int, characters: int) -> Sequence[ReplyEvent]:
-    """What a choice has beyond so many events, or characters where nothing parses it."""
+    """A choice's events after the first `events`; if its reply is not parsed, its text after `characters`."""
     if choice.events is not None:
         return choice.events[events:]
     text = choice.text[characters:]
@@ -18,7 +18,7 @@ def news(choice: CompletionOutput, events: int, characters: int) -> Sequence[Rep
 
 
 def deltas(events: Iterable[ReplyEvent]) -> list[dict[str, Any]]:
-    """A delta for each event; neighbours of a kind in one."""
+    """A delta for each event; neighbours of the same kind are joined."""
     made: list[dict[str, Any]] = []
     last: ReplyEvent | None = None
     for event in events:
@@ -58,11 +58,11 @@ def message(reply: Reply) -> dict[str, Any]:
 
 
 def reasoning_fields(text: str) -> dict[str, Any]:
-    """Reasoning under its name, and under the one that older clients read."""
+    """Reasoning under its current name, and under the one that older clients read."""
     return {"reasoning": text, "reasoning_content": text}
 
 
 def finish_reason(choice: CompletionOutput) -> str | None:
-    """ "tool_calls" in place of "stop" where the reply calls tools."""
+    """ "tool_calls" instead of "stop" if the reply calls tools."""
     calls = any(isinstance(event, ToolCallBegin) for event in choice.events or ())
     return "tool_calls" if calls and choice.finish_reason == "stop" else choice.finish_reason

@@ -1,7 +1,7 @@
-"""ServerConfig: every option of the server, and what an HTTP process is told when it starts.
+"""ServerConfig: every option of the server, and the message with which an HTTP process starts.
 
-Like `EngineConfig`, whose fields these join as flags and YAML keys. Nothing but these two reaches a process: no
-environment variable, and nothing secret on a command line.
+Its fields are flags and YAML keys, like those of `EngineConfig`. Child processes get options only through these two:
+none from the environment, and no secrets on a command line.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ServerConfig:
     """Options of one server.
 
     Attributes:
-        api_key, metrics_key: the keys themselves; a file of them has been read by `from_options`. The first of
-            `api_key` is the operator's.
+        api_key, metrics_key: the keys themselves; `from_options` has read key files. The first `api_key` is the
+            operator's.
 
     Raises:
         ConfigError: an option has the wrong type, is out of range, or contradicts another one.
@@ -145,7 +145,7 @@ class ServerConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> ServerConfig:
-        """A configuration from named options, as flags or YAML keys give them; reads the files of keys.
+        """Make a configuration from options by name, as given by flags or YAML keys; reads key files.
 
         Raises:
             ConfigError: an option is unknown (the message names the nearest one), or invalid.
@@ -167,9 +167,9 @@ class ServerConfig:
         return config
 
     def model_names(self, model: str) -> tuple[str, ...]:
-        """What `model`, as the engine's option has it, is called in requests; never empty.
+        """The names of `model`, the engine's option, in requests; never empty.
 
-        A folder's path tells clients nothing that they need: they get its last part.
+        Of a folder, clients see only the last part of its path.
         """
         if self.served_model_name:
             return self.served_model_name
@@ -179,7 +179,7 @@ class ServerConfig:
 
 
 class Door(Protocol):
-    """What a server and a router have in common: where they listen, and who may come in."""
+    """The common options of servers and routers: where they listen, and who may send requests."""
 
     host: str
     uds: str | None
@@ -195,7 +195,7 @@ class Door(Protocol):
 
 
 def check_door(config: Any) -> None:
-    """Check the type and range of each field of a frozen dataclass, and what a `Door` has by its meaning.
+    """Check the types and ranges of a frozen dataclass's fields, and the meaning of those of a `Door`.
 
     Raises:
         ConfigError: a field is not valid.
@@ -223,7 +223,7 @@ def check_door(config: Any) -> None:
 
 
 def check_place(given: Mapping[str, Any]) -> None:
-    """Refuse two places to listen at, among options as they were given.
+    """Refuse options that give two places to listen at.
 
     Raises:
         ConfigError: there are two.
@@ -236,7 +236,7 @@ def check_place(given: Mapping[str, Any]) -> None:
 
 
 def check_certificates(config: Any) -> None:
-    """Read the files of certificates of a `Door`, to see whether they could be used.
+    """Read a `Door`'s certificate files, to check that they can be used.
 
     Raises:
         ConfigError: one could not.
@@ -248,7 +248,7 @@ def check_certificates(config: Any) -> None:
 
 
 def certificate_of(config: Any) -> ServerCertificate | None:
-    """What a `Door` shows to clients, where https is spoken.
+    """A `Door`'s certificate, if it speaks https.
 
     Raises:
         ConfigError: it cannot be used.
@@ -258,7 +258,7 @@ def certificate_of(config: Any) -> ServerCertificate | None:
 
 
 def _check_transport(door: Door) -> None:
-    """The socket's path, what is needed for TLS, and the path before all routes."""
+    """Check the socket's path, the TLS options, and `root_path`."""
     if door.uds is not None and not 1 <= len(os.fsencode(door.uds)) <= MAX_SOCKET_PATH:
         raise ConfigError(
             f"uds={door.uds!r} has {len(os.fsencode(door.uds))} bytes; paths of Unix sockets may have 1 to "
@@ -279,7 +279,7 @@ def _check_transport(door: Door) -> None:
 
 
 def _check_endpoint(url: str) -> None:
-    """Of a collector of traces; and there must be what speaks to it."""
+    """Check a trace collector's URL, and that OpenTelemetry is installed."""
     if not _ENDPOINT.fullmatch(url):
         raise ConfigError(f"otlp_traces_endpoint={url!r} is not a URL such as http://127.0.0.1:4318/v1/traces (HTTP)")
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
@@ -287,7 +287,7 @@ def _check_endpoint(url: str) -> None:
 
 
 def open_traces(endpoint: str | None, service: str) -> Traces | None:
-    """Where requests are traced, if that was asked for."""
+    """The trace exporter, if one was requested."""
     if endpoint is None:
         return None
     from quire.server.traces import Traces
@@ -296,7 +296,7 @@ def open_traces(endpoint: str | None, service: str) -> Traces | None:
 
 
 def as_tuple(value: Any) -> Any:
-    """One text or a list of them, as YAML may have it; anything else as it is, for the check."""
+    """A tuple of one string or a list of them, as in YAML; other values are left for the check."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
@@ -308,7 +308,7 @@ def _check_texts(name: str, value: Any) -> None:
 
 
 def _check_each(name: str, values: tuple[str, ...], allowed: re.Pattern[str], what: str) -> None:
-    """Refuse a value that does not look right, one that stands twice, and too many."""
+    """Refuse invalid values, duplicates, and too many."""
     for index, value in enumerate(values):
         if not allowed.fullmatch(value):
             raise ConfigError(f"{name}={value!r} is not valid; it must be {what}")
@@ -319,7 +319,7 @@ def _check_each(name: str, values: tuple[str, ...], allowed: re.Pattern[str], wh
 
 
 def _check_keys(name: str, keys: tuple[str, ...]) -> None:
-    """Refuse keys that no header could carry, or that stand twice. No message shows a key."""
+    """Refuse keys that cannot be in a header, and duplicates. No message shows a key."""
     for number, key in enumerate(keys, 1):
         if not key:
             raise ConfigError(f"{name} {number} is empty; remove it, or give a key")
@@ -338,7 +338,7 @@ def _check_keys(name: str, keys: tuple[str, ...]) -> None:
 
 
 def read_keys(texts: Sequence[str], option_name: str = "api_key") -> tuple[str, ...]:
-    """The keys that these stand for: `@FILE` is every line of the file but empty ones and those that begin with #.
+    """The keys of an option: `@FILE` stands for every line of the file but empty ones and those that begin with #.
 
     Raises:
         ConfigError: a file cannot be read, or holds no key.
@@ -367,17 +367,17 @@ def _keys_of_file(path: str, flag: str) -> list[str]:
 
 
 class HttpStart(msgspec.Struct, kw_only=True):
-    """What the supervisor tells an HTTP process on its standard input, as JSON.
+    """The supervisor's message to an HTTP process, as JSON on its standard input.
 
     Attributes:
         directory: the server's private folder.
         worker: this process's index, unique in the life of the server.
         fd: the listening socket, inherited.
         server: the server's options.
-        model_names: what the model may be called in requests; answers carry the first.
+        model_names: names of the model in requests; responses have the first.
         engine_options: every field of `EngineConfig`, before the memory plan.
-        replicas: engines of the server.
-        origins: where each option of both kinds came from: "flag", "file" or "preset"; absent: "default".
+        replicas: number of engines.
+        origins: where each option came from: "flag", "file" or "preset"; absent means "default".
     """
 
     directory: str

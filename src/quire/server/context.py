@@ -1,4 +1,4 @@
-"""What the routes of one HTTP process share. It is made once and passed; nothing is looked up globally."""
+"""Shared state of the routes of one HTTP process, created once and passed around; there are no globals."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from quire.text.tokenizer_pool import TokenizerPool
 
 RETRY_LOADING, RETRY_RESTARTING, RETRY_DRAINING = 2, 1, 5
-"""Seconds that `Retry-After` names while the engine loads, restarts, and when the server is leaving."""
+"""`Retry-After` in seconds while the engine loads, restarts, and while the server drains."""
 
 
 TOKENIZERS = "starting the tokenizers"
 REST_SECONDS = 10.0
-"""How long a request is held for an HTTP process whose engine is up already."""
+"""How long a request waits for an HTTP process that is not ready although its engine is."""
 
 
 @dataclass(slots=True)
@@ -34,17 +34,17 @@ class AppContext:
 
     Attributes:
         server: the server's options.
-        client: the wire to the engine.
+        client: the connection to the engines.
         metrics: this process's share of `/metrics`.
-        model_names: what the model may be called in requests; answers carry the first.
-        tenants: who may come in.
-        engine_options: engine options as the user gave them, by name. The engine's own account, with what the
-            memory plan found, is in `client.info.config`.
+        model_names: names of the model in requests; responses have the first.
+        tenants: the API keys.
+        engine_options: engine options as the user gave them. Those in effect, after the memory plan, are in
+            `client.info.config`.
         origins: where each engine and server option came from: "flag", "file", "preset"; absent means "default".
         pool: the tokenizer workers; None until the checkpoint's folder is known.
-        traces: where requests are traced; None: nowhere.
-        started: when this process began, in seconds of Unix time (`created` of the models).
-        stopping: set when a drain's time is over; see `stop`.
+        traces: the OpenTelemetry exporter, if any.
+        started: when this process started, in Unix time (`created` of the models).
+        stopping: set when the drain timeout is over; see `stop`.
     """
 
     server: ServerConfig
@@ -61,27 +61,27 @@ class AppContext:
 
     @property
     def is_ready(self) -> bool:
-        """Requests can be taken: the engine runs, tokenizers are there, and the server was not asked to leave."""
+        """Whether requests can be served: an engine and the tokenizers are ready, and the server is not draining."""
         return self.client.state == "ready" and self.pool is not None and not self.client.draining
 
     async def wait_for_the_rest(self) -> None:
-        """Wait a little where the engine is up and only this process is not: another one may have said 200 already."""
+        """Wait a little if only this process is not ready: another one may have returned 200 already."""
         end = time.monotonic() + REST_SECONDS
         while self.is_starting and self.loading_phase()[0] in ("ready", TOKENIZERS) and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
     @property
     def is_starting(self) -> bool:
-        """This process has not been ready yet."""
+        """Whether this process has not been ready yet."""
         return not self.client.draining and (self.client.state == "loading" or self.pool is None)
 
     def stop(self) -> None:
-        """A drain's time is over: what runs ends with what it has, what does not is told to try elsewhere."""
+        """End running requests with what they have when the drain timeout is over; others get a 503."""
         self.stopping.set()
         self.client.end_all()
 
     def not_ready(self) -> ApiError | None:
-        """Why no request can be taken right now, as a 503 with `Retry-After`; None if one can."""
+        """A 503 with `Retry-After` that says why no request can be served now; None if one can."""
         if self.is_ready:
             return None
         client = self.client
@@ -97,7 +97,7 @@ class AppContext:
         return _unavailable(f"the model is loading ({phase}, {percent} %); try again", "model_loading", RETRY_LOADING)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served; none is the served one.
+        """Refuse a model that is not served; None is the served one.
 
         Raises:
             ApiError: 404.
@@ -107,7 +107,7 @@ class AppContext:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def loading_phase(self) -> tuple[str, int]:
-        """What loading is at, for people, and its percentage."""
+        """The phase of loading, and its percentage."""
         if self.client.state == "ready":
             return TOKENIZERS, 100
         board = self.client.board
@@ -121,7 +121,7 @@ def _unavailable(message: str, code: str, retry_after: int | None = None) -> Api
 
 
 def stop_error() -> ApiError:
-    """What a request is told when the server leaves before it has ended, or has begun."""
+    """503 for requests that have not ended, or not begun, when the server stops."""
     headers = {"retry-after": str(RETRY_DRAINING), "connection": "close"}
     message = "the server is shutting down; try again"
     return ApiError(503, message, code="shutting_down", headers=headers)

@@ -1,6 +1,6 @@
-"""The messages of a chat, and how its prompt is to end.
+"""The messages of a chat, and how its prompt ends.
 
-What is about JSON, sizes and support is checked here; what a template makes of the messages, where it is rendered.
+JSON, sizes and support are checked here; what a chat template does with the messages is checked when it is rendered.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from quire.server.limits import (
 )
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""What a message's role may be, and what templates get: OpenAI's "developer" is what others call "system"."""
+"""Roles of messages, and what chat templates get: OpenAI's "developer" is "system" elsewhere."""
 
 RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
-"""Names that are no variables for a request to set. Those of special tokens are refused by the template itself."""
+"""Template variables that a request must not set. Names of special tokens are refused by the template itself."""
 
 STRINGS_PER_OBJECT = 8
-"""Names and values of a message, or of a text part, more than any client sends on the average."""
+"""Strings (names and values) of a message or text part: more than any client sends on average."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _KNOWN = {
@@ -41,7 +41,7 @@ _KNOWN = {
     "reasoning": MAX_REASONING_LENGTH,
     "reasoning_content": MAX_REASONING_LENGTH,
 }
-"""Texts that a message may have beside its content, and how long they may be."""
+"""Texts that a message may have besides its content, with their longest lengths."""
 
 _MESSAGE = Shape(["role", "content", "tool_calls", *_KNOWN, *MESSAGE_UNSUPPORTED], "messages", num_required=1)
 _TOOL_CALL = Shape(["id", "type", "function", "index"], "tool_calls", num_required=0)
@@ -51,7 +51,7 @@ _PART = Shape(["type", "text"], "messages", num_required=1)
 
 @dataclass(slots=True)
 class Conversation:
-    """A chat as it goes to the template. `ignored` names unknown fields of messages."""
+    """A chat as chat templates get it. `ignored` has the unknown fields of messages."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
@@ -93,7 +93,7 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 
 
 class _Reader:
-    """Reads the messages of one request; counts what they have together."""
+    """Reads the messages of one request, within limits on their total size."""
 
     def __init__(self, limits: Limits) -> None:
         self.ignored: dict[str, None] = {}
@@ -209,7 +209,7 @@ class _Reader:
 
 
 def _template_kwargs(given: BodyFields) -> dict[str, Any]:
-    """Variables of the template: few, with names and of bounded depth; their values are plain JSON."""
+    """Template variables: their number, names and depth are limited; values are plain JSON."""
     name = "chat_template_kwargs"
     values = given.get(name, MAX_TEMPLATE_KWARGS_BYTES)
     if values is None:
@@ -230,7 +230,7 @@ def _template_kwargs(given: BodyFields) -> dict[str, Any]:
 
 
 def _thinking(given: BodyFields) -> dict[str, Any]:
-    """Fields that stand for variables of the template."""
+    """Fields that set template variables."""
     made: dict[str, Any] = {}
     if given.has("enable_thinking"):
         made["enable_thinking"] = given.boolean("enable_thinking")

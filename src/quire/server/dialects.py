@@ -1,8 +1,8 @@
 """Sampling options of other engines' HTTP interfaces that Quire does not have.
 
-What would change tokens is refused by name, never ignored; the values that ask for nothing are let through, since
-clients of those engines send their defaults. Hints that change no token (`cache_prompt`, `id_slot`) stand nowhere here:
-they are listed as ignored like any unknown field.
+Values that would change tokens are refused by name, never ignored; those without effect are accepted, since clients of
+those engines send their defaults. Hints that change no token (`cache_prompt`, `id_slot`) are not listed here: they are
+reported as ignored, like any unknown field.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OTHER_DIALECTS: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),
     "stop_regex": ([],),
-    # those of text-generation-webui, KoboldCpp and Aphrodite
+    # text-generation-webui's, KoboldCpp's and Aphrodite's
     "do_sample": (True,),
     "encoder_repetition_penalty": (1, 1.0),
     "epsilon_cutoff": (0, 0.0),
@@ -61,8 +61,8 @@ OTHER_DIALECTS: dict[str, tuple[Any, ...]] = {
     "top_a": (0, 0.0),
     "typical": (1, 1.0),
     "watermark": (False,),
-    # Ollama's, in its own routes
+    # of Ollama's own routes
     "options": ({},),
     "template": ("",),
 }
-"""Names, each with the values that ask for nothing."""
+"""Names, each with the values that have no effect."""

@@ -1,7 +1,7 @@
-"""Errors as answers: OpenAI's shape, our words.
+"""Errors as responses, in OpenAI's format.
 
-What a client reads is written by us: a stable code and a text without paths, addresses or the messages of libraries.
-Those stay in the log, under the request's id.
+Clients get a stable code and a text of our own, without paths, addresses or messages of libraries. Those stay in the
+log, under the request's id.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CODES: dict[type[QuireError], str] = {
     ChatTemplateError: "chat_template_error",
     TokenizerTimeoutError: "tokenizer_timeout",
 }
-"""`error.code` of what is refused with a 400, by kind. Other kinds of `RequestError` have none."""
+"""`error.code` of 400s, by exception. Other kinds of `RequestError` have none."""
 
 _TEMPLATE_TEXTS = (
     "messages",
@@ -74,26 +74,26 @@ _TEMPLATE_TEXTS = (
     "the chat template changes the last message",
     "the chat template takes more memory",
 )
-"""Errors of chat templates that begin so are about the request, in our words or in the template's own."""
+"""Beginnings of chat template errors that are about the request; clients get these."""
 
 
 TEMPLATE_FIELDS = ("enable_thinking", "reasoning_effort")
 """Variables of chat templates that are fields of requests, too; others are in `chat_template_kwargs`."""
 
 _OWN_FAULTS = ("structured_outputs:", "structured_outputs.", "no token is left")
-"""Errors of generation that begin so are the request's own: no other server would make it either."""
+"""Beginnings of generation errors that are the request's fault: it would fail on any server."""
 
 
 class ApiError(Exception):
-    """An answer in OpenAI's error shape.
+    """An error response in OpenAI's format.
 
     Args:
-        status: of HTTP.
-        message: for the client: what is wrong, the value found, what is allowed, what to do.
-        type: OpenAI's kind of error; by default the one of the status (`TYPES`).
-        param: the field that is to blame.
-        code: a stable name of this error, for programs.
-        headers: to send with the answer, such as `retry-after`.
+        status: HTTP status.
+        message: what is wrong, the value found, what is allowed, what to do.
+        type: OpenAI's error type; default: that of the status (`TYPES`).
+        param: the field at fault.
+        code: stable name of this error, for programs.
+        headers: response headers, such as `retry-after`.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """The answer's JSON; in a stream, the data of the error event.
+        """The response's JSON; in a stream, the data of the error event.
 
         Args:
-            path: of the request: Anthropic's routes have a shape of their own.
+            path: the request's; Anthropic's routes have their own format.
         """
         if path.startswith(ANTHROPIC):
             kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
@@ -126,27 +126,27 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def stream_body(self, path: str) -> dict[str, Any]:
-        """The same as the data of an event named "error", in a stream whose events have names."""
+        """The same for a stream with named events, as the data of an "error" event."""
         if path.startswith(ANTHROPIC):
             return self.body(path)
         return {"type": "error", "code": self.code or self.type, "message": self.message, "param": self.param}
 
 
 def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
-    """A 400: the request itself is wrong."""
+    """400: the request is wrong."""
     return ApiError(400, message, param=param, code=code)
 
 
 def generation_error(failure: str) -> ApiError:
-    """What a request's output ended with, as an answer."""
+    """The response to a failed generation."""
     if failure.startswith(_OWN_FAULTS):
         return ApiError(400, failure, param="structured_outputs", code="generation_failed")
     return ApiError(500, failure, code="generation_failed")
 
 
 def api_error(error: Exception) -> ApiError:
-    """The answer to whatever went wrong: 400 for what the client can change, 503 where the engine or the tokenizers are
-    gone, and for everything else a 500 with a fixed text. The caller logs the error itself.
+    """The response to any exception: 400 for what the client can fix, 503 if the engine or the tokenizers are gone, and
+    otherwise a 500 with a fixed text. The caller logs the exception.
     """
     if isinstance(error, ApiError):
         return error
@@ -167,7 +167,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def _template_error(text: str, code: str | None) -> ApiError:
-    """A template's failure; a text that may hold a path or a library's message is replaced."""
+    """A chat template's error; a text that may contain a path or a library's message is replaced."""
     if "no chat template" in text:
         text = "this model has no chat template; use /v1/completions with a prompt that you render yourself"
         code = "no_chat_template"

@@ -1,8 +1,8 @@
-"""One call for text, from its body to the end of its answer.
+"""One call for text, from its body to the end of its response.
 
-The way of a call: read, parse, find a place in the queue, tokenize in the pool, check against the model, generate, and
-answer as one document or as a stream. Whatever ends it (its own end, an error, a client that left, the time, the
-server's leaving), its place in the queue is given back, what still runs for it is aborted, and one line is logged.
+A call is read, parsed, admitted to the queue, tokenized in the pool, checked against the model, and generated; the
+response is one document or a stream. However it ends (by itself, an error, a disconnect, a timeout, a shutdown), its
+place in the queue is released, what still runs for it is aborted, and one line is logged.
 """
 
 from __future__ import annotations
@@ -50,37 +50,37 @@ from quire.text.tokenizer_pool import TokenizerPool
 logger = logging.getLogger(__name__)
 
 MAX_IGNORED_NAMES = 1000
-"""So many names of unknown fields are logged, once each, in the life of a process."""
+"""Most names of unknown fields that a process logs, once each."""
 
 ASK_NAMES = "x-quire-names"
-"""The header by which a router asks that the engine tells it, in the names of `fleet/prompt.py`, what is cached."""
+"""Header with which a router asks for reports of what is cached, in the names of `fleet/prompt.py`."""
 
 REPLICA = "x-data-parallel-rank"
-"""The header by which a request names the replica that is to run it, as vLLM has it; and where a scope has that."""
+"""vLLM's header with which a request chooses its replica; also the scope's key for it."""
 
 PROMPT_TOKENS = "x-quire-prompt-tokens"
-"""The header that tells such a router how many tokens the prompts are: streams do not say it otherwise."""
+"""Response header that tells such a router the number of prompt tokens, which streams do not have otherwise."""
 
 PROMPT_NAMES = "quire.prompt_names"
-"""Where a scope has the names."""
+"""The scope's key for the names."""
 
 LARGE_BODIES = 16
-"""So many bodies of the largest size may be held at once, or more smaller ones, until they are parsed."""
+"""How many bodies of the largest size, or more smaller ones, may be held at once before they are parsed."""
 
 Call = CompletionCall | ChatCall
 Parse = Callable[[bytes, Limits], Any]
-"""Makes of a body the call that some kind of `Generation` answers."""
+"""Parses a body into the call of some kind of `Generation`."""
 C = TypeVar("C", bound=CompletionCall | ChatCall | TokenizeCall | DetokenizeCall)
 
 
 @dataclass(slots=True)
 class Shared:
-    """What the calls of one process share.
+    """Shared state of the calls of one process.
 
     Attributes:
         admission: the queue bound.
-        bodies: the bound on what is received and not yet parsed.
-        ignored: names of unknown fields that were logged already.
+        bodies: the bound on bodies that are received and not yet parsed.
+        ignored: names of unknown fields that have been logged.
     """
 
     context: AppContext
@@ -100,22 +100,22 @@ class Shared:
         return self.context.pool
 
     def log_ignored(self, names: tuple[str, ...]) -> None:
-        """Tell the log of unknown fields, each once, as long as there are not too many."""
+        """Log unknown fields, each once, up to `MAX_IGNORED_NAMES`."""
         for name in names:
             if name not in self.ignored and len(self.ignored) < MAX_IGNORED_NAMES:
                 self.ignored.add(name)
                 event(logger, "ignored_field", f"requests have a field {name!r}, which is ignored", field=name)
 
     def count_refused(self, error: ApiError) -> None:
-        """Tell the metrics of a call that did not run."""
+        """Count a refused call in the metrics."""
         self.context.metrics.rejected(_rejection(error))
 
 
 async def read_call(shared: Shared, request: Request, parse: Callable[[bytes, Limits], C]) -> C:
-    """What the request's body asks for, of a model that is served.
+    """Read and parse the request's body, and check that its model is served.
 
     Raises:
-        ApiError: it is not valid. ClientDisconnect: the client left before it was there.
+        ApiError: it is not valid. ClientDisconnect: the client left before it was complete.
     """
     server, info = shared.context.server, shared.context.client.info
     check_media_type(request.headers.getlist("content-type"))
@@ -124,7 +124,7 @@ async def read_call(shared: Shared, request: Request, parse: Callable[[bytes, Li
     limits = Limits(max_model_len=info.max_model_len if info is not None else None)
     with shared.bodies.holding(tenant_of(request.scope).owner) as fits:
         body = await read_body(request, server.max_body_bytes, fits, server.request_timeout)
-        # A large one in a thread, so that everybody else's tokens get their turns meanwhile.
+        # A large body is parsed in a thread, so that it does not delay the tokens of other requests.
         large = len(body) > SMALL_BODY_BYTES
         call = await asyncio.to_thread(parse, body, limits) if large else parse(body, limits)
         if request.headers.get(ASK_NAMES) is not None:  # a router's request
@@ -150,11 +150,11 @@ def _replica(named: str, count: int) -> int:
 
 
 Kind = Callable[[Shared, Parse, Scope], "Generation"]
-"""Makes what answers a call."""
+"""Makes the object that handles a call."""
 
 
 class GeneratedAnswer(Response):
-    """An answer that is made while it is sent: what a route returns."""
+    """The response that a route returns; it is generated while it is sent."""
 
     def __init__(self, shared: Shared, parse: Parse, kind: Kind | None = None) -> None:
         super().__init__()
@@ -168,8 +168,8 @@ class Generation:
     """One call.
 
     Args:
-        parse: makes a call of a body.
-        scope: of ASGI, with the tenant and the request's summary.
+        parse: parses its body.
+        scope: the ASGI scope, with the tenant and the request's summary.
     """
 
     def __init__(self, shared: Shared, parse: Parse, scope: Scope) -> None:
@@ -185,10 +185,10 @@ class Generation:
         self._error: str | None = None
 
     async def run(self, receive: Receive, send: Send) -> None:
-        """Answer.
+        """Handle the call.
 
         Raises:
-            ApiError: nothing has been sent yet; the app answers with it.
+            ApiError: it failed before anything was sent; the app responds with it.
             ClientDisconnect: the client is gone.
         """
         writer = self._writer(send)
@@ -211,7 +211,7 @@ class Generation:
         return AnswerWriter(send)
 
     async def _supervised(self, work: Coroutine[Any, Any, None], writer: AnswerWriter, receive: Receive) -> None:
-        """See `supervised`; what cuts an answer off becomes an error, or means that the client is gone."""
+        """See `supervised`. A cut-off becomes an error, or means that the client has disconnected."""
         limit = self._context.server.request_timeout
         try:
             await supervised(
@@ -229,7 +229,7 @@ class Generation:
             raise ClientDisconnect from None
 
     def _drop(self) -> None:
-        """Close the connection at once, whatever waits to be sent."""
+        """Close the connection at once, without sending what is buffered."""
         drop = self._scope.get("quire.drop")
         if drop is not None:
             drop()
@@ -237,7 +237,7 @@ class Generation:
     # -- the work ------------------------------------------------------------------------------------------
 
     async def _answer(self, call: Call, writer: AnswerWriter) -> None:
-        """Everything from the queue to the last byte; may be cancelled at any point."""
+        """Everything from admission to the last byte. It may be cancelled at any point."""
         ticket = self._shared.admission.enter(call.num_choices, call.price(), tenant_of(self._scope).owner)
         try:
             began = time.monotonic()
@@ -282,7 +282,7 @@ class Generation:
         return prepared
 
     async def _compile(self, wanted: StructuredOutputsParams) -> None:
-        """Whether a grammar can be used: tried where it can do no harm, before an engine compiles it."""
+        """Try to compile a grammar in a tokenizer worker, where it can do no harm, before an engine does."""
         try:
             await self._shared.pool.compile_grammar(wanted)
         except SamplingParamsError as error:
@@ -297,7 +297,7 @@ class Generation:
             ) from error
 
     async def _tokenize(self, call: Call) -> Sequence[tuple[str | None, list[int], ReplyForm | None]]:
-        """Each prompt's text, if it came as text, and tokens; of a chat, how the reply is to be read."""
+        """Each prompt's text, if it was given as text, its tokens, and for a chat the form of its reply."""
         pool = self._shared.pool
         if isinstance(call, ChatCall):
             chat = await pool.render(
@@ -317,7 +317,7 @@ class Generation:
         ]
 
     async def _generate(self, call: Call, prepared: list[Prepared], account: Account, writer: AnswerWriter) -> None:
-        """Run the prompts, all at once, and send what comes of them."""
+        """Run all prompts at once, and send their output."""
         responder = self._responder(call)
         headers = _headers(call, prepared)
         if PROMPT_NAMES in self._scope:
@@ -326,7 +326,7 @@ class Generation:
         chunks: list[bytes] = []
         if call.stream:
             await writer.start(headers)
-        # What a router knows, and what it has chosen by that, is of a body's one prompt.
+        # A router knows names, and chooses a replica, only for bodies with a single prompt.
         told = (self._scope.get(PROMPT_NAMES, b""), self._scope.get(REPLICA)) if len(prepared) == 1 else (b"", None)
         async with contextlib.aclosing(merged([self._stream(prompt, *told) for prompt in prepared])) as news:
             async for batch in news:
@@ -345,7 +345,7 @@ class Generation:
         ordered = [outputs[index] for index in range(len(prepared))]
         if not call.stream:
             if self._context.stopping.is_set() and account.has_nothing:
-                raise stop_error()  # clients try again; what they are given they would keep
+                raise stop_error()  # clients retry a 503, but would keep an empty response
             many = call.params.logprobs is not None or call.params.prompt_logprobs is not None
             body = await asyncio.to_thread(responder.full, ordered) if many else responder.full(ordered)
             await writer.whole(body, headers)
@@ -387,7 +387,7 @@ class Generation:
     # -- the end -------------------------------------------------------------------------------------------
 
     async def _fail(self, error: Exception, writer: AnswerWriter) -> None:
-        """Tell the client what went wrong, in whichever form there is still time for."""
+        """Report the error to the client, as a response or as the last event of its stream."""
         answer = api_error(error)
         if answer.code == "internal_error":
             text = f"{self._id}: an unexpected {type(error).__name__}"
@@ -403,7 +403,7 @@ class Generation:
             raise ClientDisconnect from None
 
     def _end(self) -> None:
-        """Close the books."""
+        """Finish the account and the summary."""
         if self._account is not None:
             self._account.close()
             self._account.add_to(self._summary)
@@ -411,7 +411,7 @@ class Generation:
 
 
 _CAUSES = {"request_timeout": "timeout", "shutting_down": "shutdown"}
-"""What the log says of errors that came from outside the request, by code."""
+"""What the log calls errors whose cause is outside the request, by code."""
 
 _REJECTIONS = {
     "model_not_found": "unknown_model",
@@ -423,12 +423,12 @@ _REJECTIONS = {
 
 
 def _no_text(token: int) -> str:
-    """A token's text where the checkpoint has no tokenizer."""
+    """A token's text if the checkpoint has no tokenizer."""
     return ""
 
 
 def _rejection(error: ApiError) -> str:
-    """Why a call was refused, in the metrics' words."""
+    """Why a call was refused: one of the metrics' reasons."""
     if isinstance(error, QueueFullError):
         return error.reason
     by_status = {400: "invalid", 413: "too_large", 415: "invalid"}
@@ -436,7 +436,7 @@ def _rejection(error: ApiError) -> str:
 
 
 def _headers(call: Call, prepared: list[Prepared]) -> dict[str, str]:
-    """What was done differently from what was asked: ignored fields, and the least `max_tokens` that runs."""
+    """Headers for differences from the request: ignored fields, loosened tools, and a clamped `max_tokens`."""
     headers: dict[str, str] = {}
     clamped = [prompt.max_tokens for prompt in prepared if prompt.clamped_from is not None]
     if clamped:

@@ -1,14 +1,14 @@
-"""Under which names a server without API keys may be reached, and from which pages.
+"""Which host names and origins a server without API keys accepts.
 
-Without a key, whatever reaches the port may use it, and that includes every web page that a browser near it has open:
+Without keys, anyone who reaches the port can use the server, and so can every web page open in a nearby browser:
 
-- A page can make its own name mean this server's address (DNS rebinding), and is then of the same origin as far as
-  the browser can tell. What it cannot do is to send another `Host` than its own name. So names must be known;
-  addresses are taken, since whoever is asked by its address was not reached by anybody's name.
-- A page of another origin can send requests without reading their answers. Browsers say so in `Origin` (RFC 6454) and
-  `Sec-Fetch-Site` (W3C, Fetch Metadata; not sent to plain HTTP on other machines, nor by older browsers).
+- A page can point its own name at this server's address (DNS rebinding), and the browser then treats both as one
+  origin. It cannot send any `Host` but its own name. So names must be known; addresses are accepted, since DNS
+  rebinding needs a name.
+- A page of another origin can send requests without reading the responses. Browsers reveal it by `Origin` (RFC 6454)
+  and `Sec-Fetch-Site` (W3C Fetch Metadata; not sent to plain HTTP on other machines, nor by older browsers).
 
-A page has no key of a server with keys, so nothing of this is needed there.
+No page has an API key, so a server with keys needs none of this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from quire.server.errors import ApiError
 
 MAX_NAME_LENGTH = 253
-"""Of a name in DNS (RFC 1035)."""
+"""Longest DNS name (RFC 1035)."""
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]*\]|[a-z0-9._~!$&'()*+,;=%-]*)(?::(?P<port>[0-9]{0,5}))?", re.IGNORECASE)
 _ORIGIN = re.compile(r"(?P<scheme>https?)://(?P<host>[^/?#@]+)", re.IGNORECASE)
@@ -30,7 +30,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class Host(NamedTuple):
-    """What a `Host` header or an origin names: a name in small letters, or an address; and a port, if one is named."""
+    """A host as in a `Host` header or an origin: a name in lower case or an address, and the port if given."""
 
     name: str
     port: int | None
@@ -75,19 +75,19 @@ class HostPolicy:
         self._origins = frozenset(origins)
 
     def refusal(self, scope: Mapping[str, Any]) -> ApiError | None:
-        """Why this request of ASGI is refused, if it is; its `Host` was found to be valid before."""
+        """Why this ASGI request is refused, if it is. Its `Host` is known to be valid."""
         hosts = [parse_host(value) for name, value in scope["headers"] if name == b"host"]
-        host = hosts[0] if hosts else None  # without one it is HTTP/1.0, which no browser speaks
+        host = hosts[0] if hosts else None  # without one it is HTTP/1.0, which browsers do not use
         if host is not None and not self._is_known(host.name):
             return unknown_host(host.name)
         return foreign_page() if self._is_foreign(scope, host) else None
 
     def _is_known(self, name: str) -> bool:
-        # Browsers and resolvers keep localhost and all below it on this machine (RFC 6761, 6.3).
+        # Browsers and resolvers resolve localhost and names below it to this machine (RFC 6761, 6.3).
         return self._any or name in self._names or name.endswith(".localhost") or _is_address(name)
 
     def _is_foreign(self, scope: Mapping[str, Any], host: Host | None) -> bool:
-        """Whether a browser sends this for a page of another origin that is not allowed."""
+        """Whether a browser sends this for a page whose origin is not allowed."""
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
         if self._origins & {"*", *given[:1]}:
             return False
@@ -97,9 +97,10 @@ class HostPolicy:
         return any(site not in (b"same-origin", b"none") for site in sites)
 
     def _is_own(self, origin: str, host: Host | None, tls: bool) -> bool:
-        """Whether a page of this origin came from here: from the host that is asked, or from a name that was
-        allowed, behind which a proxy may have put another `Host`. Who speaks https here has no page under http; the
-        other way round, a proxy may speak https for this server."""
+        """Whether a page of this origin is this server's: under the host of the request, or under an allowed name,
+        whose `Host` a proxy may have changed. A server with https has no page under http; but a proxy may speak https
+        for a server without.
+        """
         found = _ORIGIN.fullmatch(origin)
         page = parse_host(found["host"].encode("latin-1")) if found else None
         if found is None or page is None or (tls and found["scheme"].lower() != "https"):
@@ -110,13 +111,13 @@ class HostPolicy:
 
 
 def _names(hosts: Iterable[str]) -> list[str]:
-    """Names as they are compared; what is none, such as "*", is left out."""
+    """Names as they are compared, without those that are none, such as "*"."""
     found = (parse_host(host.encode("ascii", "replace")) for host in hosts if host != "*" and ":" not in host)
     return [host.name for host in found if host is not None and host.name]
 
 
 def unknown_host(name: str) -> ApiError:
-    """The answer to a request under a name that this server does not know."""
+    """403: the request uses a name that this server does not know."""
     shown = name if 0 < len(name) <= 80 else "NAME"
     message = (
         f"this server has no API key, and so answers only under names that it knows: web pages could reach it under "
@@ -127,7 +128,7 @@ def unknown_host(name: str) -> ApiError:
 
 
 def foreign_page() -> ApiError:
-    """The answer to a page of another origin."""
+    """403: a page of another origin."""
     message = (
         "pages of other origins may not use this server; --cors-origin ORIGIN allows one, and --allowed-host NAME its "
         "own page behind a proxy that changes the Host header"

@@ -1,7 +1,7 @@
 """An HTTP process of the server: `python -m quire.server.http_process`, started by the supervisor.
 
-It answers on the listening socket that it inherits before the rest of it is imported: `/health` and `/live` at once,
-everything else when the app is there, which is a moment later.
+It serves `/health` and `/live` on the inherited listening socket before the rest is imported, and everything else as
+soon as the app exists, a moment later.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ BEAT_SECONDS = 0.5
 
 
 class EarlyApp:
-    """Answers for the app until that is there, and hands everything to it afterwards."""
+    """Stands in for the app until it exists, and then passes everything on to it."""
 
     def __init__(self) -> None:
         self._app: asyncio.Future[ASGIApp] = asyncio.get_running_loop().create_future()
 
     def hand_over(self, app: ASGIApp) -> None:
-        """The app is there."""
+        """Pass requests to the app from now on."""
         self._app.set_result(app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +58,7 @@ def _import_worker() -> type[HttpWorker]:
 
 
 async def beat(board: Board) -> None:
-    """Show that the loop turns. A process whose loop does not is killed, and another one takes its place."""
+    """Advance the pulse while the event loop turns. A process whose loop is stuck is killed and replaced."""
     board.fields[PATIENCE] = 0
     while True:
         board.fields[PULSE] += 1
@@ -66,9 +66,9 @@ async def beat(board: Board) -> None:
 
 
 async def run(start: HttpStart) -> int:
-    """Serve until told to leave; returns the exit code."""
+    """Serve until told to stop; returns the exit code."""
     listener = socket.socket(fileno=start.fd)
-    listener.set_inheritable(False)  # children of this process would keep the port open
+    listener.set_inheritable(False)  # otherwise children of this process would keep the port open
     beating = asyncio.create_task(beat(Board(wire.http_board_path(Path(start.directory), start.worker))))
     early = EarlyApp()
     server = make_server(early, certificate=certificate_of(start.server))

@@ -1,4 +1,4 @@
-"""A server joins a router, or a Redis where routers look: it says, again and again, that it is there, or leaves."""
+"""Registers a server with a router, or in a Redis that routers read, and renews that until the server stops."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ JOINED = "joined"
 
 
 def url_for(router: str, listener: socket.socket, place: Place) -> str:
-    """Where the router finds this server. One that listens everywhere is found where it would speak to the router, and
-    one that speaks https by the name that it was given, if it was, since certificates are for names."""
+    """The URL at which the router reaches this server. If it listens on all addresses, this is the one from which it
+    would reach the router; with https it is the host name, if one was given, since certificates are for names.
+    """
     host, port = listener.getsockname()[:2]
     parts = urlsplit(router)
     if host not in ("0.0.0.0", "::"):
@@ -34,7 +35,7 @@ def url_for(router: str, listener: socket.socket, place: Place) -> str:
         return f"https://{host_and_port(place.host, port)}" if named else url_of(listener, place)
     try:
         with socket.socket(listener.family, socket.SOCK_DGRAM) as probe:
-            probe.connect((parts.hostname, parts.port or 80))  # sends nothing
+            probe.connect((parts.hostname, parts.port or 80))  # this sends nothing
             host = probe.getsockname()[0]
     except OSError:
         return url_of(listener, place)
@@ -42,13 +43,13 @@ def url_for(router: str, listener: socket.socket, place: Place) -> str:
 
 
 class Host(Protocol):
-    """What a server says to where it joins."""
+    """Where a server registers."""
 
     async def say(self, leaves: bool) -> str:
-        """That the server is there, or goes; "joined", or what is wrong."""
+        """Register, renew, or with `leaves` deregister; returns "joined", or what is wrong."""
 
     async def close(self) -> None:
-        """Say no more."""
+        """Close the connection."""
 
 
 class RouterHost:
@@ -90,7 +91,7 @@ class RouterHost:
 
 
 class RedisHost:
-    """A Redis in which routers look."""
+    """A Redis that routers read."""
 
     def __init__(self, redis: str, key: str, url: str, role: str) -> None:
         self._meeting, self._url, self._role = Meeting(redis, "--join", key), url, role
@@ -112,7 +113,7 @@ class RedisHost:
 async def keep_joined(
     router: str, key: str, url: str, role: str, leaving: Callable[[], bool], cacert: str | None = None
 ) -> None:
-    """Join, and join again, in case the router was started anew; until `leaving` says so. Never raises.
+    """Register and keep renewing, in case the router was restarted, until `leaving` returns true. Never raises.
 
     Args:
         router: its URL, or that of a Redis; both have been checked.

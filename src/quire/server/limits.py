@@ -1,4 +1,4 @@
-"""How large one call may be, before any work is done for it."""
+"""Limits on the size of one call, checked before any work is done for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one call. What a model's context allows is checked later, when the prompt has been tokenized.
+    """Limits of one call. The model's context is checked later, when the prompt has been tokenized.
 
     Attributes:
         prompts: prompts of one call.
@@ -16,9 +16,9 @@ class Limits:
         token_ids: token ids of all prompts.
         messages: messages of one chat. content_parts: text parts of them all.
         logprob_entries: log-probabilities that one call may ask for: tokens (of prompts and choices, as far as they
-            are known or bounded beforehand) times tokens asked for at each.
-        prompt_logprob_entries: the same of prompts alone, times choices: a stream sends them in one piece.
-        max_model_len: the context, where it is known: no choice can be longer.
+            are known or bounded beforehand) times entries per token.
+        prompt_logprob_entries: the same for prompts, times choices: a stream sends them in one piece.
+        max_model_len: the context length, if it is known: no choice can be longer.
     """
 
     prompts: int = 256
@@ -46,8 +46,7 @@ MAX_ID_LIST_BYTES = 1 << 21
 """JSON of `allowed_token_ids`: enough for every id of a large vocabulary."""
 
 BYTES_PER_TOKEN = 3
-"""A token of text has about four bytes in English and about three in Chinese: dividing by three estimates from above
-for ordinary text. Text that a tokenizer does not know well may have more tokens; what counts in the end is the true
-number, this is only for the queue's bound."""
+"""A token has about four bytes in English and three in Chinese, so dividing by three is an upper estimate for ordinary
+text. Unusual text may have more tokens. This is only for the queue's bound; later the true number counts."""
 TOKENS_PER_MESSAGE = 8
-"""What a template puts around a message, about."""
+"""Approximate tokens that a chat template adds around a message."""

@@ -8,7 +8,7 @@ from typing import Any
 from quire.engine.outputs import Logprob
 
 LEAST = -9999.0
-"""What stands for minus infinity, which JSON does not have; OpenAI's API says "very unlikely" by it."""
+"""Replaces minus infinity, which JSON does not have; in OpenAI's API it means "very unlikely"."""
 
 LOOKAHEAD = 4
 """Characters of a prompt that no token's own text stands for, like a character spread over several tokens."""
@@ -24,7 +24,7 @@ def ranked(entry: Entry, most: int) -> list[tuple[int, Logprob]]:
 
 
 def clamped(value: float) -> float:
-    """A log-probability as JSON can say it."""
+    """A log-probability as a JSON number."""
     return value if value > LEAST else LEAST
 
 
@@ -42,7 +42,7 @@ class CompletionLogprobs:
         self.lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
     def add(self, token: int, entry: Entry | None, offset: int | None = None) -> None:
-        """Append a token. `entry` is None for the first one of a prompt; `offset` is where it stands, if known."""
+        """Append a token. `entry` is None for a prompt's first token; `offset` is its place in the text, if known."""
         text = self._text(token, None if entry is None else entry.get(token))
         lists = self.lists
         lists["tokens"].append(text)
@@ -55,7 +55,9 @@ class CompletionLogprobs:
         lists["token_logprobs"].append(clamped(entry[token].logprob))
         top: dict[str, float] = {}
         for other, found in (*ranked(entry, self._most), (token, entry[token])):
-            top.setdefault(self._text(other, found), clamped(found.logprob))  # of equal texts the likelier stays
+            top.setdefault(
+                self._text(other, found), clamped(found.logprob)
+            )  # of tokens with equal texts, the likelier one is kept
         lists["top_logprobs"].append(top)
 
     def add_prompt(self, text: str, token_ids: Sequence[int], entries: Sequence[Entry | None]) -> None:
@@ -71,10 +73,9 @@ class CompletionLogprobs:
 
 
 def offsets(text: str, pieces: Sequence[str]) -> list[int]:
-    """Where tokens' texts stand in a text that holds them in order, though not all of them literally.
+    """Offsets of tokens in a text that has them in order, though not all literally.
 
-    A token that is not part of the text (one that begins every prompt, a part of a character) stands where the text
-    goes on.
+    A token that is not in the text (a BOS token, a part of a character) gets the offset of what follows.
     """
     found, position = [], 0
     for piece in pieces:
@@ -92,7 +93,7 @@ def offsets(text: str, pieces: Sequence[str]) -> list[int]:
 def chat_logprobs(
     token_ids: Sequence[int], entries: Sequence[Entry], most: int, token_text: TokenText
 ) -> dict[str, Any]:
-    """`logprobs` of a chat's choice, for these of its tokens."""
+    """`logprobs` of a chat's choice, for these tokens."""
 
     def shown(token: int, found: Logprob) -> dict[str, Any]:
         text = token_text(token) if found.decoded_token is None else found.decoded_token

@@ -1,8 +1,8 @@
-"""A Redis in which servers say where they are, and routers find them: one place for any number of both.
+"""A Redis in which servers register and routers find them, any number of both.
 
-Keys, all of which begin with `PREFIX`: `servers`, their URLs; `s:URL`, a server's role and its seal, which expires when
-it is not written again. The seal is a hash keyed with the first API key that server and router have in common, so that
-who may write to the Redis cannot have requests, and clients' keys, sent to a server of his own.
+Keys, all of which begin with `PREFIX`: `servers`, their URLs; `s:URL`, a server's role and signature, which expires
+unless it is renewed. The signature is a hash keyed with the first API key, which server and router share, so that
+someone who can write to the Redis cannot divert requests, and clients' keys, to a server of their own.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from quire.kv.directory.redis_link import RedisLink
 PREFIX = b"quire:{fleet}:"
 SCHEMES = "redis://", "rediss://", "unix://"
 LEASE_SECONDS = 15
-"""A server that says nothing for so long is not found any more."""
+"""How long a registration lasts unless it is renewed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """A server that was found. `is_ours`: its seal is right."""
+    """A registered server. `is_ours`: its signature is valid."""
 
     url: str
     role: str
@@ -34,12 +34,12 @@ class Meeting:
     """The servers and routers with one key.
 
     Args:
-        url: of the Redis.
-        option: by which it was given, for errors.
+        url: the Redis' URL.
+        option: the option that gave it, for errors.
         key: the first API key.
 
     Raises (also each call):
-        ConfigError: it can never be used so. DirectoryError (calls): it does not answer now.
+        ConfigError: it cannot be used this way. DirectoryError (calls): it does not answer now.
     """
 
     def __init__(self, url: str, option: str, key: str) -> None:
@@ -53,38 +53,38 @@ class Meeting:
         return self._link.where
 
     def check(self) -> None:
-        """Whether it can be used."""
+        """Check that it can be used."""
         self._link.check()
 
     def join(self, url: str, role: str) -> None:
-        """A server is there, for `LEASE_SECONDS`."""
+        """Register a server for `LEASE_SECONDS`."""
 
         def write() -> None:
             with self._link.client.pipeline() as pipe:
-                pipe.set(_key(url), f"{role}\n{self._seal(url, role)}", ex=LEASE_SECONDS)
+                pipe.set(_key(url), f"{role}\n{self._signature(url, role)}", ex=LEASE_SECONDS)
                 pipe.sadd(PREFIX + b"servers", url)
                 pipe.execute()
 
         self._link.call(write)
 
     def leave(self, url: str) -> None:
-        """It is there no longer."""
+        """Deregister a server."""
         self._link.call(lambda: self._link.client.delete(_key(url)))
 
     def found(self) -> list[Met]:
-        """All that are there."""
+        """All registered servers."""
         rows = self._link.call(lambda: self._list([PREFIX + b"servers"], [_key("")]))
         met = []
         for url, record in rows:
-            name, (role, _, seal) = url.decode(errors="replace"), record.decode(errors="replace").partition("\n")
-            met.append(Met(name, role, hmac.compare_digest(seal.encode(), self._seal(name, role).encode())))
+            name, (role, _, signature) = url.decode(errors="replace"), record.decode(errors="replace").partition("\n")
+            met.append(Met(name, role, hmac.compare_digest(signature.encode(), self._signature(name, role).encode())))
         return met
 
     def close(self) -> None:
-        """Ask no more."""
+        """Close the connection."""
         self._link.client.close()
 
-    def _seal(self, url: str, role: str) -> str:
+    def _signature(self, url: str, role: str) -> str:
         return blake3(f"{role}\n{url}".encode(), key=self._key).hexdigest()
 
 

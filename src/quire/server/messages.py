@@ -1,4 +1,4 @@
-"""POST /v1/messages: a chat, told as Anthropic's interface tells it. See `messages_protocol.py` for the way in."""
+"""POST /v1/messages: a chat in Anthropic's interface. See `messages_protocol.py` for requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Messages(Generation):
         return NamedEventWriter(send, lambda error: [_encode(error.body(ANTHROPIC))])
 
     async def _tokenize(self, call: Any) -> Sequence[tuple[str | None, list[int], ReplyForm | None]]:
-        """As of a chat; a model that never reasons need not be told that it is not to."""
+        """As for a chat; `thinking: disabled` is accepted for models that never reason."""
         try:
             return await super()._tokenize(call)
         except UnknownTemplateVariableError:
@@ -50,7 +50,7 @@ class CountTokens(Messages):
 
 
 class MessagesResponder:
-    """Makes the answer of one call, which has one choice."""
+    """Builds the response or the events of one call, which has one choice."""
 
     def __init__(self, call: ChatCall, response_id: str, model: str) -> None:
         self._params: SamplingParams = call.params
@@ -94,7 +94,7 @@ class MessagesResponder:
         return made
 
     def usage_chunk(self, outputs: list[RequestOutput]) -> bytes:
-        """Nothing: `message_delta` has it."""
+        """Nothing, since `message_delta` has the usage."""
         return b""
 
     def _stop(self, output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class MessagesResponder:
 
 
 def _content(block: Block, whole: bool) -> dict[str, Any]:
-    """A block as Anthropic's; one that begins has no text yet."""
+    """A content block; one that begins has no text yet."""
     text = block.text if whole else ""
     match block.kind:
         case "reasoning":
@@ -124,7 +124,7 @@ def _content(block: Block, whole: bool) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments of a call: an object, unless the answer was cut off within them; then what came of them."""
+    """The arguments of a tool call: an object; if the reply was cut off within them, what there is."""
     try:
         found = msgspec.json.decode(text or "{}", type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):

@@ -1,5 +1,5 @@
-"""POST /v1/responses: a chat, told as OpenAI's newer interface tells it. See `openai_responses_protocol.py` for the way
-in, and `response_store.py` for what is kept.
+"""POST /v1/responses: a chat in OpenAI's newer interface. See `openai_responses_protocol.py` for requests, and
+`response_store.py` for stored responses.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from quire.server.streaming import AnswerWriter, CutOffError, NamedEventWriter
 
 _encode = msgspec.json.Encoder().encode
 CANCEL_SECONDS = 10.0
-"""How long a response may take to end once it was cancelled."""
+"""How long a cancelled response may take to end."""
 
 
 class Responses(Generation):
     """One call of POST /v1/responses.
 
     Args:
-        store: keeps its response.
+        store: where its response is stored.
     """
 
     def __init__(self, shared: Shared, parse: Parse, scope: Scope, store: ResponseStore) -> None:
@@ -53,7 +53,9 @@ class Responses(Generation):
             return await super()._answer(call, writer)
         behind = self._behind(call)
         self._stored.making = asyncio.create_task(behind.run_behind(call))
-        await asyncio.sleep(0)  # it begins before anybody knows its id, since what never began ends without a word
+        await asyncio.sleep(
+            0
+        )  # start it before its id is known, since a task cancelled before its start records nothing
         await writer.whole(self._made.body("queued"), {})
 
     def _begin(self, call: ResponseCall) -> None:
@@ -62,11 +64,11 @@ class Responses(Generation):
         if call.stores:
             owner = tenant_of(self._scope).owner
             self._stored = Stored(self._id, owner, self._made.body("in_progress"), _encode(call.input))
-            if call.stream or call.asked.background:  # else its id is known when it has ended
+            if call.stream or call.asked.background:  # otherwise its id is known when it has ended
                 self._store.add(self._stored)
 
     def _behind(self, call: ResponseCall) -> Responses:
-        """This call as one that no connection waits for: its books are its own."""
+        """This call as a background one, which no connection waits for, with a log summary of its own."""
         scope = dict(self._scope)
         request_log.begin(scope)
         behind = Responses(self._shared, self._parse, scope, self._store)
@@ -75,7 +77,7 @@ class Responses(Generation):
         return behind
 
     async def run_behind(self, call: ResponseCall) -> None:
-        """Make the response; whatever happens is in the store afterwards, and in the log."""
+        """Generate the response; the result, or what went wrong, is stored and logged."""
         error: ApiError | None = None
         try:
             async with asyncio.timeout(self._context.server.request_timeout):
@@ -116,7 +118,7 @@ class Responses(Generation):
         return [self._made.event("response.failed", response=msgspec.Raw(self._made.body("failed", error=error)))]
 
     def _finish(self, error: ApiError | None) -> None:
-        """What has not ended by itself, ends as it is now."""
+        """End a response that did not complete, with what it has."""
         if self._stored is not None and self._made is not None and not self._stored.done.is_set():
             status = "failed" if error is not None else "cancelled"
             self._store.end(self._stored, self._made.body(status, error=error), self._made.items())
@@ -136,14 +138,14 @@ class InputTokens(Generation):
 
 
 async def _nowhere(message: Message) -> None:
-    """Nobody reads what is made in the background: it is read from the store."""
+    """Discards output: responses in the background are read from the store."""
 
 
 class ResponseObject:
     """A response as it grows.
 
     Args:
-        call: what it answers. model: its name. fingerprint: see `system_fingerprint` of the chat route.
+        call: its request. model: the model's name. fingerprint: `system_fingerprint`, as in the chat route.
     """
 
     def __init__(self, call: ResponseCall, response_id: str, model: str, fingerprint: str) -> None:
@@ -195,7 +197,7 @@ class ResponseObject:
         )
 
     def items(self) -> bytes:
-        """The JSON of all items up to its end, for a response that goes on from it."""
+        """The JSON of all items up to its end, for a response that continues it."""
         output = _encode([self.item(block, "completed") for block in self.blocks.blocks])
         return _encode([*self._call.items, *msgspec.json.decode(output, type=list[Item])])
 
@@ -223,7 +225,7 @@ class ResponseObject:
         return f"{_PREFIXES[block.kind]}_{self._suffix}_{block.index}"
 
     def count(self, output: RequestOutput, choice: CompletionOutput) -> None:
-        """How many tokens there are by now."""
+        """Update the usage."""
         prompt, tokens = len(output.prompt_token_ids), len(choice.token_ids)
         self._usage = {
             "input_tokens": prompt,
@@ -241,7 +243,7 @@ class ResponseObject:
 
 
 class ResponsesResponder:
-    """Tells of a response, and keeps it."""
+    """Builds the response and its events, and stores it."""
 
     def __init__(self, made: ResponseObject, store: ResponseStore, stored: Stored | None) -> None:
         self._made, self._store, self._stored = made, store, stored
@@ -273,7 +275,7 @@ class ResponsesResponder:
         return told
 
     def usage_chunk(self, outputs: list[RequestOutput]) -> bytes:
-        """Nothing: the last event has it."""
+        """Nothing, since the last event has the usage."""
         return b""
 
     def _ended(self, output: RequestOutput, choice: CompletionOutput) -> tuple[str, bytes]:
@@ -286,7 +288,7 @@ class ResponsesResponder:
         return status, body
 
     def _events(self, news: News, status: str) -> list[bytes]:
-        """What is new of a block; `status`: how it ends, if it does."""
+        """The events of one piece of news. `status`: how the block ends, if it does."""
         block, made, event = news.block, self._made, self._made.event
         at = {"item_id": made.id_of(block), "output_index": block.index}
         inner = {**at, "content_index": 0}
@@ -326,7 +328,7 @@ def _part(block: Block, text: str) -> dict[str, Any]:
 
 
 async def cancel(shared: Shared, store: ResponseStore, response_id: str, owner: str) -> bytes:
-    """End a response that is being made, and return it as it is then; one that has ended stays as it is.
+    """Cancel a response in progress, and return it; one that has ended is unchanged.
 
     Raises:
         ApiError: there is none of this id, or it does not end.
@@ -336,7 +338,7 @@ async def cancel(shared: Shared, store: ResponseStore, response_id: str, owner: 
         async with asyncio.timeout(CANCEL_SECONDS):
             while not stored.done.is_set():
                 if not await shared.context.client.abort_named(response_id, owner) and stored.making is not None:
-                    stored.making.cancel()  # it waits for its prompt
+                    stored.making.cancel()  # its prompt is still being prepared
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stored.done.wait(), 0.1)
     if not stored.done.is_set():

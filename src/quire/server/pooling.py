@@ -1,8 +1,8 @@
-"""Calls whose prompts are pooled: embeddings, and how well documents fit a query.
+"""Calls whose prompts are pooled: embeddings, scores and ranks.
 
-A model that its checkpoint calls an embedding model compares texts by the cosine of their embeddings. Any other one is
-asked, in its chat template, whether the document fits, and its "yes" is weighed against its "no": as Qwen3-Reranker
-was trained, and as vLLM scores it.
+An embedding model, as its checkpoint says, scores texts by the cosine of their embeddings. Any other model is asked
+through its chat template whether the document meets the query, and the score is the probability of "yes" against "no":
+as Qwen3-Reranker was trained, and as vLLM scores it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SYSTEM = (
 
 
 class Pooling(Generation):
-    """One call that is answered from its prompts alone."""
+    """One call whose response needs only the prompts."""
 
     async def _prepare(self, call: Any) -> list[Prepared]:
-        """The prompts, checked, and how each is pooled."""
+        """The prompts, checked, with the pooling of each."""
         self._config = await self._read_config()
         if isinstance(call, EmbeddingCall):
             self._config.check_dimensions(call.dimensions)
@@ -52,7 +52,7 @@ class Pooling(Generation):
         return [client.pooled(prompt, wanted) for prompt in prepared]
 
     async def _read_config(self) -> PoolingConfig:
-        """What the checkpoint says of its embeddings; small files, read by each call."""
+        """The checkpoint's pooling configuration; small files, read for each call."""
         info = self._context.client.info
         if info is None:
             raise self._context.not_ready() or ApiError(503, "the model is still loading; try again")
@@ -88,12 +88,12 @@ class Pooling(Generation):
         return await asyncio.gather(*[self._judged(call.instruction, *pair) for pair in call.pairs])
 
     async def _judged(self, instruction: str, query: str, document: str) -> tuple[str, list[int], None]:
-        """The prompt of which a chat model's next token is "yes" or "no"."""
+        """A prompt after which a chat model's next token is "yes" or "no"."""
         asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
         try:
             chat = await self._shared.pool.render(messages, variables={"enable_thinking": False})
-        except UnknownTemplateVariableError:  # it never thinks
+        except UnknownTemplateVariableError:  # without reasoning
             chat = await self._shared.pool.render(messages)
         return chat.text, chat.token_ids, None
 
@@ -102,14 +102,14 @@ class Pooling(Generation):
 
 
 class _Responder:
-    """Makes the one answer of a call."""
+    """Builds the response of a call."""
 
     def __init__(self, call: EmbeddingCall | ScoreCall, config: PoolingConfig, response_id: str, model: str) -> None:
         self._call, self._config = call, config
         self._head = {"id": response_id, "created": int(time.time()), "model": model}
 
     def full(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """The answer of outputs that have ended well, one a prompt."""
+        """The response for outputs that ended without errors, one per prompt."""
         count = sum(len(output.prompt_token_ids) for output in outputs)
         self._head["usage"] = {"prompt_tokens": count, "total_tokens": count}
         pooled = [output.pooled or [] for output in outputs]
@@ -145,13 +145,13 @@ class _Responder:
 
 
 def _prompted(call: ScoreCall, config: PoolingConfig) -> list[tuple[str, str]]:
-    """A call's pairs, with the checkpoint's prompts before queries and documents."""
+    """A call's pairs, with the checkpoint's prompts prepended to queries and documents."""
     query, document = config.before("query"), config.before("document")
     return [(query + asked, document + text) for asked, text in call.pairs]
 
 
 def _texts(call: ScoreCall, config: PoolingConfig) -> list[str]:
-    """Each text of a call's pairs once, as it is embedded."""
+    """The texts of a call's pairs, each once, as they are embedded."""
     return list(dict.fromkeys(text for pair in _prompted(call, config) for text in pair))
 
 

@@ -1,4 +1,4 @@
-"""From a body of /v1/embeddings, /v1/score or /v1/rerank to a call. The rules are those of `protocol.py`."""
+"""Parses the bodies of /v1/embeddings, /v1/score and /v1/rerank, by the rules of `protocol.py`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_INPUTS = 2048
 """Inputs of one call, as at OpenAI; pairs of one score."""
 MAX_DIMENSIONS = 1 << 20
 JUDGE_TOKENS = 128
-"""What stands around a query and a document when a chat model judges them, about."""
+"""Approximate tokens around a query and a document when a chat model judges them."""
 _EMBEDDING, _SCORE, _RERANK = (shape_of(table, UNSUPPORTED) for table in (EMBEDDING, SCORE, RERANK))
 
 
@@ -41,7 +41,7 @@ class EmbeddingCall(GenerationCall):
 
     Attributes:
         base64: embeddings are returned as base64 of 32-bit little-endian numbers.
-        dimensions: cut to so many; None: they are whole.
+        dimensions: embeddings are truncated to this many; None: they are not.
         prompt_name: see `LLM.embed`.
     """
 
@@ -66,9 +66,9 @@ class ScoreCall(GenerationCall):
     """POST /v1/score and /v1/rerank.
 
     Attributes:
-        pairs: what is compared: query and document.
-        instruction: what a chat model judges by. labels: its words for what fits, and for what does not.
-        ranks: the answer is sorted, and has the best `top_n`, with their documents where they are to be returned.
+        pairs: queries and documents to compare.
+        instruction: the criterion for a chat model. labels: its words for yes and no.
+        ranks: the response is sorted and has the best `top_n`, with their documents if `return_documents` is set.
     """
 
     pairs: list[tuple[str, str]]
@@ -80,7 +80,7 @@ class ScoreCall(GenerationCall):
 
     @property
     def num_choices(self) -> int:
-        """Prompts, at most."""
+        """Upper bound on the number of prompts."""
         return len(self.pairs)
 
     def price(self) -> int:
@@ -168,7 +168,7 @@ def _either(given: BodyFields, name: str, alias: str, limits: Limits) -> list[st
 
 
 def _judging(given: BodyFields, limits: Limits) -> dict[str, Any]:
-    """How a chat model is to judge."""
+    """The fields about how a chat model judges."""
     labels = given.get("labels")
     if labels is None:
         labels = [*LABELS]

@@ -1,7 +1,7 @@
-"""A path before all routes (`root_path`), where a proxy offers a server under one: https://example.org/llm/v1/models.
+"""The path under which a proxy exposes a server (`root_path`), as in https://example.org/llm/v1/models.
 
-It is taken off if it is there, so it does not matter whether the proxy has done that already. All that is inside sees
-paths without it; the page and the reference find everything by relative URLs, and the OpenAPI document names it.
+It is stripped if present, so the proxy may strip it or not. Everything inside sees paths without it; the page and the
+API reference use relative URLs, and the OpenAPI document names it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class PrefixMiddleware:
-    """Takes `root_path` off the paths of requests."""
+    """Strips `root_path` from the paths of requests."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self.app = app
@@ -25,7 +25,7 @@ class PrefixMiddleware:
                 return await _redirect(send, f"{path}/")
             if path.startswith(f"{self._prefix}/"):
                 scope["path"], raw = path.removeprefix(self._prefix), scope.get("raw_path") or b""
-                known = raw.startswith(self._prefix.encode())  # else it is there in another spelling
+                known = raw.startswith(self._prefix.encode())  # otherwise it is spelled differently
                 scope["raw_path"] = raw[len(self._prefix) :] if known else quote(scope["path"]).encode()
         await self.app(scope, receive, send)
 

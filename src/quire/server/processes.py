@@ -1,4 +1,4 @@
-"""What a supervisor is made of: the listening socket, the server's private folder, and child processes."""
+"""A supervisor's parts: the listening socket, the server's private folder, and child processes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from quire import child
 from quire.errors import ServerError
 
 BACKLOG = 2048
-"""Connections that may wait while every HTTP process is busy, or none is up yet."""
+"""Backlog: connections that may wait while every HTTP process is busy, or none is up yet."""
 
 MAX_SOCKET_PATH = 107
-"""Bytes of a Unix socket's path that the kernel takes."""
+"""Longest path of a Unix socket, in bytes."""
 
 LONGEST_NAME = "/engine-255-1000000.sock"
 LOCK_NAME = "lock"
@@ -44,7 +44,7 @@ MAX_BACKOFF = 15.0
 
 
 class Place(Protocol):
-    """Where a server or a router is to listen, and whether it speaks https there."""
+    """Where a server or a router listens, and whether it speaks https."""
 
     @property
     def host(self) -> str: ...
@@ -61,7 +61,7 @@ class Place(Protocol):
 
 @contextlib.contextmanager
 def listening(place: Place) -> Iterator[socket.socket]:
-    """A socket that listens there; a Unix socket's file is gone afterwards.
+    """A listening socket. A Unix socket's file is removed afterwards.
 
     Raises:
         ServerError: see `listen` and `listen_on_path`.
@@ -81,10 +81,10 @@ def listening(place: Place) -> Iterator[socket.socket]:
 
 
 def listen_on_path(path: str) -> socket.socket:
-    """A Unix socket that listens at `path`. What a killed server has left there is replaced.
+    """A Unix socket that listens at `path`. One that a killed server left there is replaced.
 
     Raises:
-        ServerError: somebody answers there, it is no socket, or it cannot be made.
+        ServerError: another program listens there, it is no socket, or it cannot be created.
     """
     at = f"cannot listen on the Unix socket {path}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -108,7 +108,7 @@ def listen_on_path(path: str) -> socket.socket:
 
 
 def _answers(path: str) -> bool:
-    """Whether a program listens on this Unix socket. Raises OSError where that cannot be known."""
+    """Whether a program listens on this Unix socket. Raises OSError if that cannot be determined."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -121,7 +121,7 @@ def _answers(path: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Where a name has several addresses, the first IPv4 one is taken.
+    """A socket that listens there. Of a name's addresses, the first IPv4 one is used.
 
     Raises:
         ServerError: the port is occupied or not allowed, or the host is unknown or not one of this machine's.
@@ -135,7 +135,7 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:  # "::" is every address, those of IPv4 too, whatever the system's default
+        if family == socket.AF_INET6:  # "::" means every address, of IPv4 too, whatever the system's default is
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind(address)
         listener.listen(BACKLOG)
@@ -162,8 +162,8 @@ def _why_not(error: OSError, host: str, port: int) -> str:
 
 
 def url_of(listener: socket.socket, place: Place) -> str:
-    """Where a browser on this machine finds the server; "every address" is shown as the loopback's. Of a Unix socket
-    it is unix:PATH, which Quire's own clients take.
+    """The server's URL on this machine; "every address" is shown as the loopback's. For a Unix socket it is unix:PATH,
+    which Quire's own clients accept.
     """
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
@@ -175,12 +175,12 @@ def url_of(listener: socket.socket, place: Place) -> str:
 
 
 def scheme_of(place: Place) -> str:
-    """What URLs of this server begin with."""
+    """The scheme of this server's URLs."""
     return "http" if place.ssl_certfile is None else "https"
 
 
 def host_and_port(host: str, port: int) -> str:
-    """As URLs have them."""
+    """Host and port as in URLs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -195,13 +195,13 @@ def is_loopback(listener: socket.socket) -> bool:
 
 
 class RuntimeFolder:
-    """A server's private folder: its sockets and boards, and metrics. A context manager; it is gone afterwards.
+    """A server's private folder, with its sockets, boards and metrics. A context manager that removes it.
 
-    A file in it is locked as long as the supervisor lives, so that the next server can tell what a killed one has
-    left, and remove it.
+    A file in it is locked while the supervisor lives, so that later servers can recognize and remove the folders of
+    killed ones.
 
     Args:
-        bases: where it may lie; the first with a short enough name is taken.
+        bases: where it may be; the first with a short enough path is used.
     """
 
     def __init__(self, bases: Sequence[Path] | None = None) -> None:
@@ -210,10 +210,10 @@ class RuntimeFolder:
         self._lock = -1
 
     def __enter__(self) -> Path:
-        """Make it.
+        """Create it.
 
         Raises:
-            ServerError: there is no place for it.
+            ServerError: none of the places can be used.
         """
         for base in self._bases:
             remove_stale(base)
@@ -242,7 +242,9 @@ class RuntimeFolder:
 
 
 def _locked(folder: Path) -> int:
-    """The descriptor of the folder's lock, which is taken before its file has the name that others look for."""
+    """Lock the folder; returns the descriptor. The lock is taken before its file has the name that other servers look
+    for.
+    """
     unlocked = folder / "new"
     lock = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -286,9 +288,9 @@ class Child:
     """A process of the server, as `quire.child` starts them.
 
     Attributes:
-        name: for people: "engine 1", "HTTP process 0".
+        name: in messages: "engine 1", "HTTP process 0".
         ended: set when it has ended and was waited for.
-        blame: why it was killed, if the supervisor did that; else None.
+        blame: why the supervisor killed it, if it did.
     """
 
     def __init__(self, name: str, process: Process) -> None:
@@ -307,10 +309,10 @@ class Child:
         fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> Child:
-        """Start it and give it its message; the rest: see `quire.child.spawn`.
+        """Start it and send it its message; see `quire.child.spawn`.
 
         Raises:
-            ServerError: the system does not start it.
+            ServerError: it cannot be started.
         """
         try:
             return cls(name, await child.spawn(command, message, fds=fds, environment=environment))
@@ -327,11 +329,11 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; a signal's number, negative, where one killed it."""
+        """None while it runs; negative if a signal killed it."""
         return self._process.returncode
 
     def fate(self) -> str:
-        """How it ended, for people and for clients: no paths, no addresses."""
+        """How it ended, for messages to clients, too: without paths and addresses."""
         if self.blame is not None:
             return self.blame
         code = self.exit_code or 0
@@ -343,14 +345,14 @@ class Child:
             return f"killed by signal {-code}"
 
     def kill(self, blame: str | None = None) -> None:
-        """End it at once, with whatever else is in its session's group."""
+        """Kill it and its process group."""
         if self._process.returncode is None:
             self.blame = self.blame or blame
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def leave(self, seconds: float) -> None:
-        """Wait until it has ended by itself; it is killed after so many seconds."""
+        """Wait until it ends by itself; it is killed after this many seconds."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.ended.wait(), seconds)
         if not self.ended.is_set():
@@ -359,7 +361,7 @@ class Child:
 
 
 class RestartBudget:
-    """How often, and how soon, what died may be started again: each replica of the engine, and HTTP processes.
+    """How often and how soon processes that died may be restarted: for each replica, and for HTTP processes.
 
     Args:
         limit: restarts within `RESTART_WINDOW`.
@@ -371,7 +373,7 @@ class RestartBudget:
         self._spent: deque[float] = deque()  # when
 
     def spend(self) -> float | None:
-        """Seconds to wait before the next restart: 0, then 1, 2, 4, ...; None if all were too many."""
+        """Seconds to wait before the next restart: 0, then 1, 2, 4, ...; None if the limit is reached."""
         now = self._clock()
         while self._spent and now - self._spent[0] >= RESTART_WINDOW:
             self._spent.popleft()

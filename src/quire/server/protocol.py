@@ -1,8 +1,8 @@
-"""From a request's body to a call: everything that can be checked without the model is checked here.
+"""Parses request bodies into calls, and checks all that can be checked without the model.
 
-Pure functions of bytes, safe to run in any thread. Every field is bounded before work is done for it, null is the
-same as not given, what OpenAI or vLLM know and Quire does not support is refused by name, and what is unknown is
-listed in `ignored`.
+Pure functions of bytes, safe to run in any thread. The size of every field is bounded before any work is done for it;
+null means not given; fields of OpenAI and vLLM that Quire does not support are refused by name; unknown ones are listed
+in `ignored`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = [
 
 DEFAULT_LIMITS = Limits()
 DEFAULT_COMPLETION_TOKENS = 16
-"""`max_tokens` of a completion that does not say, as at OpenAI."""
+"""Default `max_tokens` of a completion, as OpenAI's."""
 SEED_BITS = 53
-"""Seeds that are drawn here are exact in JavaScript's numbers too, so that a client can send them back."""
+"""Random seeds have this many bits, so that they are exact in JavaScript, too, and clients can send them back."""
 
 INTEGERS = [name for name, schema in tables.SAMPLING.items() if schema.get("type") == ["integer", "null"]]
 
@@ -52,19 +52,19 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 @dataclass(slots=True, kw_only=True)
 class GenerationCall:
-    """What calls of both routes have.
+    """The common part of completions and chats.
 
     Attributes:
-        model: the name asked for; None if it was not given.
-        params: how to sample. `seed` is always set. `prompt_logprobs` is what the engine must find, be it for `echo`
+        model: the requested name; None if it was not given.
+        params: sampling parameters. `seed` is always set. `prompt_logprobs` is what the engine must compute, for `echo`
             or for the field of that name.
-        stream: answer with events.
+        stream: respond with server-sent events.
         include_usage: end the stream with the usage.
-        continuous_usage: tell the usage so far in every chunk.
-        return_token_ids: the answer holds token ids.
-        prompt_logprobs: what to return in the field of that name; None if it was not asked for.
-        user: whom the client says it asks for; a label for the log.
-        ignored: names of unknown fields, fit for a header.
+        continuous_usage: every chunk has the usage so far.
+        return_token_ids: the response has token ids.
+        prompt_logprobs: what to return in the field of that name; None if it was not requested.
+        user: the client's name for its user; a label for the log.
+        ignored: names of unknown fields, as they may stand in a header.
     """
 
     model: str | None
@@ -84,7 +84,7 @@ class CompletionCall(GenerationCall):
 
     Attributes:
         prompts: texts or token ids, at least one.
-        echo: the answer's text begins with the prompt.
+        echo: the text begins with the prompt.
         add_special_tokens: how to tokenize texts.
     """
 
@@ -98,7 +98,7 @@ class CompletionCall(GenerationCall):
         return len(self.prompts) * self.params.n
 
     def price(self) -> int:
-        """Prompt tokens times choices, estimated from above without tokenizing: see `text_price`."""
+        """Upper estimate of prompt tokens times choices, without tokenizing: see `text_price`."""
         return self.params.n * sum(map(prompt_price, self.prompts))
 
 
@@ -110,8 +110,8 @@ class ChatCall(GenerationCall):
         messages: plain dicts with role and content; the content is a string or a list of text parts.
         add_generation_prompt, continue_final_message: how the prompt ends.
         chat_template_kwargs: variables of the template.
-        reply: what the reply may be, and what it must look like.
-        loosened: tools of which not all of the schema is enforced; known when the chat has been rendered.
+        reply: tools, and the required form of the reply.
+        loosened: tools whose schema is not fully enforced; known when the chat has been rendered.
     """
 
     messages: list[dict[str, Any]]
@@ -122,7 +122,7 @@ class ChatCall(GenerationCall):
     loosened: tuple[str, ...] = ()
 
     def constrain(self, chat: RenderedChat) -> None:
-        """Sample in the grammar of the whole reply, now that it is known."""
+        """Set the grammar of the whole reply, which is known once the chat is rendered."""
         self.loosened = tuple(chat.loosened)
         if chat.structured != self.params.structured_outputs:
             self.params = msgspec.structs.replace(self.params, structured_outputs=chat.structured)
@@ -133,14 +133,14 @@ class ChatCall(GenerationCall):
         return self.params.n
 
     def price(self) -> int:
-        """Prompt tokens times choices, estimated from above without rendering: see `text_price`."""
+        """Upper estimate of prompt tokens times choices, without rendering: see `text_price`."""
         tools = len(msgspec.json.encode(self.reply.tools)) if self.reply.tools else 0
         return self.params.n * (_messages_price(self.messages) + text_price(tools))
 
 
 @dataclass(slots=True, kw_only=True)
 class TokenizeCall:
-    """POST /tokenize: a text, or a chat. Exactly one of `prompt` and `messages` is there."""
+    """POST /tokenize: a text or a chat. Exactly one of `prompt` and `messages` is set."""
 
     model: str | None
     prompt: str | None = None
@@ -171,7 +171,7 @@ class DetokenizeCall:
 
 
 def text_price(num_bytes: int) -> int:
-    """Tokens of a text of so many bytes in UTF-8: an estimate from above for ordinary text (see `BYTES_PER_TOKEN`)."""
+    """Upper estimate of the tokens of ordinary text with this many bytes in UTF-8 (see `BYTES_PER_TOKEN`)."""
     return num_bytes // BYTES_PER_TOKEN + 1
 
 
@@ -300,7 +300,7 @@ def read_model(given: BodyFields) -> str | None:
 
 
 def _common(given: BodyFields) -> tuple[dict[str, Any], list[str]]:
-    """Fields that both routes read alike, and unknown names within them."""
+    """Fields that both routes have, and unknown names within them."""
     labels = {name: given.text(name, MAX_LABEL_LENGTH) for name in tables.LABELS}
     metadata = given.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
@@ -325,11 +325,11 @@ def _common(given: BodyFields) -> tuple[dict[str, Any], list[str]]:
 
 
 def check_unsupported(given: BodyFields, unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuses fields that are not supported, unless their value asks for nothing."""
+    """Refuse unsupported fields, unless their value has no effect."""
     for name, harmless in unsupported.items():
         raw = given.raw(name)
         if raw is not None:
-            if memoryview(raw).nbytes > MAX_FIELD_BYTES:  # it asks for something, whatever it is
+            if memoryview(raw).nbytes > MAX_FIELD_BYTES:  # no value without effect is that long
                 raise invalid(f"{name} is not supported here; leave it out", name, "unsupported_parameter")
             value = given.get(name)
             if not any(type(value) is type(one) and value == one for one in harmless):
@@ -349,11 +349,11 @@ def _unsupported(name: str, value: object, harmless: Sequence[Any]) -> ApiError:
 def _params(
     given: BodyFields, logprobs: int | None, *, echo: bool = False, max_tokens: int | None = None
 ) -> tuple[SamplingParams, int | None]:
-    """How to sample, with a seed; and `prompt_logprobs` as it was asked for.
+    """The sampling parameters, with a seed; and `prompt_logprobs` as it was requested.
 
     Args:
-        echo: `logprobs` are wanted of the prompt too.
-        max_tokens: where neither field for it is given.
+        echo: `logprobs` apply to the prompt, too.
+        max_tokens: the default.
     """
     options = {name: given.get(name) for name in tables.SAMPLING if name not in ("allowed_token_ids", "logit_bias")}
     options["allowed_token_ids"] = given.get("allowed_token_ids", MAX_ID_LIST_BYTES)
@@ -408,7 +408,7 @@ def _logit_bias(value: Any) -> dict[int, Any] | None:
 
 
 def _check_logprobs(call: CompletionCall | ChatCall, limits: Limits) -> None:
-    """Bounds the log-probabilities that a call can have, as far as that is known beforehand."""
+    """Limit the log-probabilities of a call, as far as their number is known beforehand."""
     params = call.params
     if params.prompt_logprobs is not None:
         advice = "shorten the prompt, or ask for less or a smaller n"  # each choice repeats them

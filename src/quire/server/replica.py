@@ -1,6 +1,6 @@
-"""One engine of a server, and those that come after it: started, watched, and started again when they die.
+"""A replica: an engine of a server, and its successors. It starts them, watches them, and restarts them when they die.
 
-A server has one, or with `data_parallel_size` so many; none knows of the others.
+A server has one, or `data_parallel_size` of them, which do not know of each other.
 """
 
 from __future__ import annotations
@@ -32,53 +32,53 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_SECONDS = 0.5
-"""How long a dead engine's last message may be under way."""
+"""How long to wait for a dead engine's last message."""
 
 STOP_SECONDS = 5.0
-"""How long an engine may take to leave: a step may be in the way."""
+"""How long an engine may take to exit, as it finishes its step first."""
 
 
 class Server(Protocol):
-    """What a replica needs of its supervisor."""
+    """What a replica needs from its supervisor."""
 
     options: ServeOptions
     directory: Path
     is_closing: bool
-    """Nothing is started again."""
+    """Set when nothing is to be restarted."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Do this beside the rest. If it fails, so does the server."""
+        """Run this as a task. If it fails, so does the server."""
 
     def tell_workers(self, message: wire.FromSupervisor) -> None:
-        """Tell every HTTP process."""
+        """Send a message to every HTTP process."""
 
     def post(self, to: str, message: wire.FromSupervisor) -> None:
-        """Tell one process."""
+        """Send a message to one process."""
 
     async def watch(self, process: Child, board: Board) -> None:
-        """Kill it when it shows no sign of life."""
+        """Kill the process if its pulse stops."""
 
     def replica_ready(self, replica: Replica, info: wire.EngineInfo) -> None:
         """An engine is ready for the first time."""
 
     def replica_failed(self, replica: Replica, fate: str, cause: str) -> None:
-        """It is not started again; `fate` is for the operator, `cause` for clients."""
+        """The replica is not restarted; `fate` is for the operator, `cause` for clients."""
 
     def cannot_start(self, error: str) -> None:
-        """It has never been ready, and will not be."""
+        """The first engine cannot be started."""
 
 
 class Replica:
     """One place for an engine.
 
     Args:
-        index: which one of the server's, from 0 on.
+        index: counted from 0.
 
     Attributes:
-        state: of its engine, as HTTP processes know it.
-        child: its process; None before the first one, and while the next one waits for its time.
-        board: its board, once there is one.
-        found: options as the first engine of the server has resolved them, which all others are to have too.
+        state: the engine's state, as HTTP processes know it.
+        child: its process; None before the first one, and until the next one is started.
+        board: its status board, once there is one.
+        found: options as the server's first engine has resolved them; all others get the same.
     """
 
     def __init__(self, index: int, server: Server) -> None:
@@ -93,12 +93,12 @@ class Replica:
 
     @property
     def name(self) -> str:
-        """The engine's, on the wire."""
+        """The engine's name in messages between processes."""
         return wire.engine_name(self.index, self.state.boot)
 
     @property
     def title(self) -> str:
-        """The engine, for people."""
+        """The engine's name in the log."""
         of_which = f" of replica {self.index}" if self._server.options.engine.replicas > 1 else ""
         return f"engine {self.state.boot}{of_which}"
 
@@ -108,7 +108,7 @@ class Replica:
         self._server.spawn(self._start())
 
     def hear(self, message: wire.ToSupervisor) -> None:
-        """What the present engine says."""
+        """Handle a message of the current engine."""
         if isinstance(message, wire.Located):
             self._set_state(path=message.path)
         elif isinstance(message, wire.EngineReady):
@@ -118,7 +118,7 @@ class Replica:
             self._server.spawn(self.child.leave(STOP_SECONDS))
 
     async def stop(self) -> None:
-        """End it in order."""
+        """Stop the engine."""
         if self.child is not None and self.state.state == "ready":
             self._server.post(self.name, wire.Stop())
             await self.child.leave(STOP_SECONDS)
@@ -126,13 +126,13 @@ class Replica:
     # -- its life ------------------------------------------------------------------------------------------
 
     def _set_state(self, **changes: Any) -> None:
-        """Change the engine's state and tell every HTTP process. Suspects are told once."""
+        """Change the engine's state and tell every HTTP process. Suspects are reported once."""
         state = msgspec.structs.replace(self.state, **changes)
         self._server.tell_workers(state)
         self.state = msgspec.structs.replace(state, suspects=[], culprit=None, killed=False)
 
     def _begin_boot(self, **changes: Any) -> None:
-        """There will be another engine."""
+        """Prepare the next engine's number and board."""
         boot, directory = self.state.boot + 1, self._server.directory
         spent = wire.board_path(directory, self.index, boot - 1) if boot > 1 else None
         self.board = make_board(wire.board_path(directory, self.index, boot), spent)
@@ -161,14 +161,14 @@ class Replica:
             self._server.spawn(self._server.watch(engine, board))
 
     def _config(self) -> dict[str, Any]:
-        """The options of the engine: as they were given, and where there are several, of one of them."""
+        """The engine's options: as given, or with several replicas, those of one of them."""
         options = self._server.options.engine
         config = dataclasses.asdict(options)
         if options.replicas > 1:
             config |= {"data_parallel_size": 1, **self.found}
             if options.disk_kv_path is not None:  # a folder of blocks has one writer
                 config["disk_kv_path"] = str(Path(options.disk_kv_path).expanduser() / f"replica-{self.index}")
-        if self.state.path is not None:  # the files that open requests have begun with
+        if self.state.path is not None:  # the files with which open requests have begun
             config |= {"model": self.state.path, "revision": None}
         return config
 
@@ -217,14 +217,14 @@ class Replica:
             await self._start()
 
     async def _hear_last_words(self) -> str | None:
-        """Why it could not start, if it said so: the message may arrive after its end."""
+        """Why it could not start, if it said so; the message may arrive after it has exited."""
         if self.state.state != "ready":
             await asyncio.wait([self._last_words], timeout=LAST_WORDS_SECONDS)
         return self._last_words.result() if self._last_words.done() else None
 
 
 def _was_killed(engine: Child) -> bool:
-    """Whether it was ended from outside, as far as its exit tells: it heeds no other signal (`quire.child`)."""
+    """Whether it was killed from outside, as far as its exit code shows; it ignores other signals (`quire.child`)."""
     return engine.blame is None and engine.exit_code == -signal.SIGKILL
 
 
@@ -235,8 +235,7 @@ def _described(engine: Child) -> str:
 
 
 def device_of(index: int, engine: EngineConfig) -> dict[str, str]:
-    """The environment that shows a replica its own GPUs of those that the server sees, one a rank; of one engine it
-    stays as it is.
+    """Environment variables that limit a replica to its own GPUs, one per rank; none with a single replica.
 
     See the CUDA C++ programming guide, CUDA_VISIBLE_DEVICES.
     """
@@ -250,7 +249,7 @@ def device_of(index: int, engine: EngineConfig) -> dict[str, str]:
 
 
 def make_board(path: Path, spent: Path | None) -> Board:
-    """A board; that of a dead process, if there is one, serves again."""
+    """A status board; that of a dead process is used again, if there is one."""
     try:
         if spent is not None:
             with contextlib.suppress(OSError):  # not every file system has hard links
@@ -262,7 +261,7 @@ def make_board(path: Path, spent: Path | None) -> Board:
 
 
 def again(delay: float | None) -> str:
-    """What follows a death, for its line in the log."""
+    """What follows a process's death, for the log."""
     if delay is None:
         return ""
     return f"; it is started again in {delay:g} s" if delay else "; it is started again"

@@ -1,4 +1,4 @@
-"""Small finished answers: JSON and errors, for routes and for middleware below them."""
+"""Short responses, JSON and errors, for routes and for middleware in front of them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from quire.server.errors import ApiError
 
 
 def json_reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer in JSON. `content` may be JSON already, as bytes."""
+    """A JSON response. Bytes are sent as they are."""
     body = content if isinstance(content, bytes) else msgspec.json.encode(content)
     return Response(body, status, headers, media_type="application/json")
 
 
 def error_reply(error: ApiError, path: str = "") -> Response:
-    """An error in the shape of the interface that this path belongs to, OpenAI's but for Anthropic's own."""
+    """An error in the format of this path: Anthropic's or OpenAI's."""
     return json_reply(error.body(path), error.status, error.headers)
 
 
 async def send_json(send: Send, content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-    """`content` in JSON, as a whole answer, straight to ASGI."""
+    """Send a JSON response over ASGI."""
     body = msgspec.json.encode(content)
     raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
     raw += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -33,5 +33,5 @@ async def send_json(send: Send, content: Any, status: int = 200, headers: Mappin
 
 
 async def send_error(error: ApiError, send: Send, path: str = "") -> None:
-    """See `error_reply`: as a whole answer, straight to ASGI."""
+    """Send `error_reply` over ASGI."""
     await send_json(send, error.body(path), error.status, error.headers)

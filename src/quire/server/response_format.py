@@ -1,4 +1,4 @@
-"""What an answer must look like: the fields for it, as OpenAI, vLLM, SGLang and llama.cpp spell them."""
+"""The fields for the required form of a reply, as OpenAI, vLLM, SGLang and llama.cpp spell them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from quire.server.errors import ApiError, api_error, invalid
 from quire.text.reply_grammar import ReplyRequest, reply_request
 
 MAX_FORMAT_BYTES = 4 << 20
-"""JSON of such a field: more than a schema's own bound, since JSON may spell text longer than it is."""
+"""Largest JSON of such a field: more than a schema's own limit, since JSON may escape characters."""
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""vLLM's older names, and what they are now."""
+"""vLLM's former names, and their current ones."""
 
 GRAMMARS = {
     "ebnf": "grammar",
@@ -24,16 +24,16 @@ GRAMMARS = {
     "json_schema": "json",
     "structural_tag": "structural_tag",
 }
-"""SGLang's and llama.cpp's, and an older one of vLLM."""
+"""SGLang's and llama.cpp's names, and a former one of vLLM's."""
 
 FORMATS = "text", "json_object", "json_schema", "structural_tag"
 
 
 def read_structured_outputs(given: BodyFields) -> StructuredOutputsParams | None:
-    """What was asked for in one of these fields; None: nothing.
+    """The required form, from any of these fields; None if there is none.
 
     Raises:
-        ApiError: a field is not valid, or there are several.
+        ApiError: a field is not valid, or several are given.
     """
     names = ["response_format", "structured_outputs", *GUIDED, *GRAMMARS]
     asked = {name: value for name in names if (value := given.get(name, MAX_FORMAT_BYTES)) is not None}
@@ -77,7 +77,7 @@ def read_reply(given: BodyFields, structured: StructuredOutputsParams | None) ->
 
 
 def _format_fields(value: Any) -> dict[str, Any] | None:
-    """OpenAI's `response_format` as fields of `StructuredOutputsParams`; None for text of any kind."""
+    """OpenAI's `response_format` as fields of `StructuredOutputsParams`; None for plain text."""
     if not isinstance(value, dict):
         raise wrong_type("response_format", value, f"an object with a type: {', '.join(FORMATS)}")
     kind = value.get("type")

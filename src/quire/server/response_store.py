@@ -21,11 +21,11 @@ class Stored:
     """One response.
 
     Attributes:
-        answer: its JSON, as it is now.
-        input: JSON of the items that it was asked with, alone.
-        items: JSON of all items up to its end, for a response that goes on from it.
+        answer: its JSON so far.
+        input: JSON of its request's items alone.
+        items: JSON of all items up to its end, for a response that continues it.
         done: set when it has ended.
-        making: the task that makes it, where no connection does.
+        making: the task that generates it in the background, if one does.
     """
 
     id: str
@@ -38,7 +38,7 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Its bytes in memory."""
         return len(self.answer) + len(self.input) + len(self.items)
 
 
@@ -57,7 +57,7 @@ class ResponseStore:
         """A response of this tenant.
 
         Raises:
-            ApiError: 404: there is none of this id, or it was dropped, or it is somebody else's.
+            ApiError: 404: it does not exist, was dropped, or belongs to another tenant.
         """
         found = self._stored.get((owner, response_id))
         if found is None:
@@ -67,12 +67,12 @@ class ResponseStore:
         return found
 
     def add(self, stored: Stored) -> None:
-        """Keep a response; one that is being made is dropped by nobody else."""
+        """Store a response; one in progress is never dropped to make room."""
         self._stored[stored.owner, stored.id] = stored
         self._size += stored.size
 
     def end(self, stored: Stored, answer: bytes, items: bytes) -> None:
-        """It has ended; where there is no room, others are dropped, or itself."""
+        """Store the final state of a response; if there is no room, others are dropped, or itself."""
         self._forget(stored)
         stored.answer, stored.items, stored.making = answer, items, None
         stored.done.set()
@@ -84,12 +84,12 @@ class ResponseStore:
             self._forget(ended)
 
     def drop(self, stored: Stored) -> None:
-        """It was never begun."""
+        """Remove a response that was not begun."""
         self._forget(stored)
         stored.done.set()
 
     def delete(self, response_id: str, owner: str) -> Stored:
-        """Forget a response, and return it. Raises as `find` does."""
+        """Remove a response, and return it. Raises as `find` does."""
         found = self.find(response_id, owner)
         self._forget(found)
         return found

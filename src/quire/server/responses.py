@@ -1,7 +1,7 @@
-"""From outputs to the JSON that clients read: whole answers, and the chunks of a stream.
+"""Turns outputs into the JSON that clients get: whole responses, and the chunks of a stream.
 
-The parts of a chunk that never change are made once; what is new is cut from the growing output by counters kept
-here, so that it does not matter how often, or how late, a stream asks.
+The constant parts of a chunk are made once. Counters here find what is new in the growing output, so it does not matter
+how often, or how late, a stream asks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CallT = TypeVar("CallT", CompletionCall, ChatCall)
 
 
 class _Sent:
-    """How much of a choice has gone out."""
+    """How much of a choice has been sent."""
 
     __slots__ = ("begun", "characters", "ended", "events", "offset", "tokens")
 
@@ -32,17 +32,17 @@ class _Sent:
         self.characters = 0
         self.events = 0
         self.tokens = 0
-        self.offset = 0  # where the next token stands in the returned text
+        self.offset = 0  # of the next token in the returned text
 
 
 class Responder(ABC, Generic[CallT]):
-    """Answers one call.
+    """Builds the response of one call.
 
     Args:
-        response_id: the answer's id. created: Unix time in whole seconds. model: the name to tell.
-        system_fingerprint: names what tokens depend on beside the request.
-        token_text: the text of a token by its id, for tokens that come without.
-        kv_transfer: where other engines find the prompt's blocks, for calls that are to be decoded elsewhere.
+        response_id: its id. created: Unix time in whole seconds. model: the model's name.
+        system_fingerprint: identifies what tokens depend on besides the request.
+        token_text: a token's text by its id, for tokens without one.
+        kv_transfer: where other engines find the prompt's blocks, for calls that are decoded elsewhere.
     """
 
     kind: str
@@ -76,10 +76,10 @@ class Responder(ABC, Generic[CallT]):
         self._sent: dict[int, _Sent] = {}
 
     def full(self, outputs: list[RequestOutput]) -> bytes:
-        """The whole answer.
+        """The whole response.
 
         Args:
-            outputs: one a prompt, in order, each of them finished and without errors.
+            outputs: one per prompt, in order, finished and without errors.
         """
         choices = [
             self._choice(self._index(number, choice), output, choice)
@@ -95,7 +95,7 @@ class Responder(ABC, Generic[CallT]):
         """
         scored = output.prompt_logprobs
         if scored is not None and len(scored) < len(output.prompt_token_ids) and not output.finished:
-            return []  # what the answer begins with is not complete
+            return []  # the response begins with them, and they are not complete
         made: list[bytes] = []
         for choice in output.outputs:
             index = self._index(prompt_index, choice)
@@ -107,14 +107,14 @@ class Responder(ABC, Generic[CallT]):
         return made
 
     def usage_chunk(self, outputs: list[RequestOutput]) -> bytes:
-        """The chunk of `include_usage`: without choices, after all others."""
+        """The last chunk with `include_usage`, which has no choices."""
         return b'%b,"choices":[],"usage":%b}' % (self._head, _encode(usage(outputs)))
 
     def _index(self, prompt_index: int, choice: CompletionOutput) -> int:
         return prompt_index * self._call.params.n + choice.index
 
     def _wrap(self, choice: bytes, output: RequestOutput, tokens: int, extras: bytes = b"") -> bytes:
-        """One choice's JSON as a chunk. `tokens`: how many of the choice have gone out with it."""
+        """One choice's JSON as a chunk. `tokens`: how many of the choice have been sent with it."""
         tail = self._tail
         if self._call.continuous_usage:
             tail = b',"usage":%b}' % _encode(_usage(len(output.prompt_token_ids), tokens, output.cached_tokens))
@@ -128,21 +128,21 @@ class Responder(ABC, Generic[CallT]):
 
     @abstractmethod
     def _extras(self, output: RequestOutput) -> dict[str, Any]:
-        """Further fields of the whole answer."""
+        """Further fields of the whole response."""
 
     @abstractmethod
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
-        """A choice of the whole answer."""
+        """A choice of the whole response."""
 
     @abstractmethod
     def _add_chunks(
         self, made: list[bytes], index: int, sent: _Sent, output: RequestOutput, choice: CompletionOutput
     ) -> None:
-        """Append the chunks that a choice has news for, and count what they hold."""
+        """Append the chunks with what is new in a choice, and count it as sent."""
 
 
 class CompletionResponder(Responder[CompletionCall]):
-    """Answers POST /v1/completions."""
+    """Responses of POST /v1/completions."""
 
     kind = chunk_kind = "text_completion"
 
@@ -199,7 +199,7 @@ class CompletionResponder(Responder[CompletionCall]):
         return None if most is None else CompletionLogprobs(most, offset, self._token_text)
 
     def _opening(self, output: RequestOutput) -> tuple[str, CompletionLogprobs | None]:
-        """What stands before a choice's own text, and lists of log-probabilities that begin with it."""
+        """What precedes a choice's own text, and the lists of log-probabilities that begin with it."""
         lists = self._lists(0)
         if not self._call.echo:
             return "", lists
@@ -217,7 +217,7 @@ class CompletionResponder(Responder[CompletionCall]):
                 lists.add(token, entry)
 
     def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
-        """A choice's fields about its prompt, where they were asked for."""
+        """A choice's fields about its prompt, if they were requested."""
         fields = self._asked_prompt_logprobs(output)
         if self._call.return_token_ids:
             fields["prompt_token_ids"] = output.prompt_token_ids
@@ -225,7 +225,7 @@ class CompletionResponder(Responder[CompletionCall]):
 
 
 class ChatResponder(Responder[ChatCall]):
-    """Answers POST /v1/chat/completions."""
+    """Responses of POST /v1/chat/completions."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -273,7 +273,7 @@ class ChatResponder(Responder[ChatCall]):
         sent.ended = choice.finish_reason is not None
 
     def _role_chunk(self, index: int, output: RequestOutput) -> bytes:
-        """A choice's first chunk: who speaks. The first of all also tells of the prompt, where that was asked for."""
+        """A choice's first chunk, with the role. The first choice's also has what was requested about the prompt."""
         choice = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % index
         return self._wrap(choice, output, 0, _members(self._extras(output)) if index == 0 else b"")
 
@@ -285,7 +285,7 @@ class ChatResponder(Responder[ChatCall]):
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Tokens of a whole call. A prompt counts once, however many choices it has."""
+    """Usage of a whole call. A prompt counts once, however many choices it has."""
     choices = [choice for output in outputs for choice in output.outputs]
     told = _usage(
         sum(len(output.prompt_token_ids) for output in outputs),
@@ -308,12 +308,12 @@ def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
 
 
 def _ending(choice: CompletionOutput, ends: bool, reason: Callable[[CompletionOutput], str | None]) -> bytes:
-    """How a chunk says whether its choice has ended, and why."""
+    """The fields of a chunk that say whether its choice has ended, and why."""
     if not ends:
         return b',"finish_reason":null'
     return b',"finish_reason":%b,"stop_reason":%b' % (_encode(reason(choice)), _encode(choice.stop_reason))
 
 
 def _members(fields: dict[str, Any]) -> bytes:
-    """Fields as further members of a JSON object that has some already."""
+    """Fields as JSON to append to an object's members."""
     return b"," + _encode(fields)[1:-1] if fields else b""

@@ -1,4 +1,4 @@
-"""The routes that work on text: completions, chats, tokenizing and its way back, and the ending of a response."""
+"""The routes for text: completions, chats, embeddings, scores, tokenizing, detokenizing, and aborting."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def router_for(context: AppContext) -> APIRouter:
 
 
 async def _abort(context: AppContext, request_id: str, owner: str) -> dict[str, bool]:
-    """End a response of this tenant's.
+    """Abort a request of this tenant.
 
     Raises:
-        ApiError: 404: there is none of this id, or it has ended, or it is somebody else's.
+        ApiError: 404: it does not exist, has ended, or belongs to another tenant.
     """
     if not REQUEST_ID.fullmatch(request_id) or not await context.client.abort_named(request_id, owner):
         raise ApiError(404, "no running request with this id was sent with this key", code="unknown_response")

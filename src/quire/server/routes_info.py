@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 STATS_SECONDS = 5.0
-"""`/metrics` waits so long for the engine's part, which is less than Prometheus waits for an answer."""
+"""How long `/metrics` waits for the engine's part: less than Prometheus waits for a response."""
 ROUTER_SECONDS = 2.0
-"""A router's questions wait so long: an engine that is in a long step answers after that, and the server is well. A
-router takes one that says nothing for five seconds for lost."""
+"""How long a router's requests wait for an engine, which may be in a long step; the server responds without it then. A
+router regards a server that does not respond for five seconds as lost."""
 MEASURED_TOKENS = 4096
-"""So many prompt tokens must have been computed for `/load` to say how fast that goes."""
+"""Prompt tokens that must have been computed before `/load` reports the prefill speed."""
 Since = Annotated[int, Query(ge=0, le=2**62, description="Only steps from this number on.")]
 SinceEvents = Annotated[
     str,
@@ -61,7 +61,7 @@ def static_files() -> StaticFiles:
 
 
 def open_router(context: AppContext) -> APIRouter:
-    """Routes that answer whatever state the engine is in."""
+    """Routes that work in any state of the engine."""
     router = APIRouter()
     _add_health(router, context)
     _add_documents(router)
@@ -74,7 +74,7 @@ def open_router(context: AppContext) -> APIRouter:
         "/server_info",
         summary="Every option, its value, and where it came from",
         tags=["server"],
-        dependencies=[Depends(_check_operator)],  # it names folders
+        dependencies=[Depends(_check_operator)],  # it has paths of folders
     )
     async def server_info() -> Response:
         return json_reply(_server_info(context))
@@ -121,12 +121,12 @@ def open_router(context: AppContext) -> APIRouter:
 
 def _add_health(router: APIRouter, context: AppContext) -> None:
     async def health() -> Response:
-        """200 only while the engine makes progress; else 503, with what it is at."""
+        """200 only while the engine makes progress; otherwise 503 with its state."""
         found = _health(context)
         return json_reply(found, 200 if found["status"] == "ok" else 503, _NOT_CACHED)
 
     async def live() -> Response:
-        """200 as long as this process answers at all."""
+        """200 while this process responds at all."""
         return json_reply({"status": "ok"}, headers=_NOT_CACHED)
 
     for path, endpoint, summary in (
@@ -141,7 +141,7 @@ _NOT_CACHED = {"cache-control": "no-store"}
 
 
 def _health(context: AppContext) -> dict[str, Any]:
-    """What `/health` says. Nothing of it is secret: it needs no key."""
+    """The body of `/health`. It needs no key, so it has nothing secret."""
     client = context.client
     if client.draining:
         return {"status": "draining"}
@@ -154,7 +154,7 @@ def _health(context: AppContext) -> dict[str, Any]:
 
 
 def _replicas(client: EngineClient) -> dict[str, Any]:
-    """Each replica's state, where there are several."""
+    """Each replica's state, if there are several."""
     return {"replicas": _states(client)} if len(client.links) > 1 else {}
 
 
@@ -176,7 +176,7 @@ def _server_info(context: AppContext) -> dict[str, Any]:
     for name in KEY_OPTIONS:
         server[name] = f"{len(server[name])} set"
     engine = dict(context.engine_options) if info is None else dict(info.config)
-    for name in ("data_parallel_size", "disk_kv_path"):  # replicas are told other ones
+    for name in ("data_parallel_size", "disk_kv_path"):  # replicas get different ones
         if name in context.engine_options:
             engine[name] = context.engine_options[name]
     described = {} if info is None else msgspec.to_builtins(info)
@@ -194,7 +194,7 @@ def _server_info(context: AppContext) -> dict[str, Any]:
 
 
 def _option(context: AppContext, name: str, value: Any) -> dict[str, Any]:
-    """An option's value and origin. What was not given and the engine has filled in came from its memory plan."""
+    """An option's value and origin. What was not given and the engine filled in comes from its memory plan."""
     if name == "kv_directory" and value is not None:
         value = masked(value)
     origin = context.origins.get(name, "default")
@@ -205,20 +205,20 @@ def _option(context: AppContext, name: str, value: Any) -> dict[str, Any]:
 
 
 async def _stats(context: AppContext, seconds: float = STATS_SECONDS) -> dict[int, dict[str, Any]]:
-    """What each engine counts, by its number, without those that do not tell."""
+    """Each engine's statistics, by its number, without engines that do not answer."""
     client = context.client
     if not client.healthy:
         return {}
     try:
         told = await client.inspect_all("stats", seconds)
-    except EngineClosedError:  # all just died, or are stuck: what is known here is told all the same
+    except EngineClosedError:  # all have died or are stuck: report what is known here
         logger.debug("no statistics from the engines", exc_info=True)
         return {}
     return {replica: msgspec.json.decode(stats) for replica, stats in told.items()}
 
 
 async def _load(context: AppContext) -> dict[str, Any]:
-    """What a router must know of this server, beside its models: of each engine, and of all of them the sum."""
+    """What a router needs to know of this server besides its models: of each engine, and the sum."""
     info, stats = context.client.info, await _stats(context, ROUTER_SECONDS)
 
     def total(name: str) -> Any:
@@ -242,7 +242,7 @@ async def _load(context: AppContext) -> dict[str, Any]:
 
 
 def _engine_load(link: EngineLink, stats: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a router must know of one engine. `engine`: which one it is; None: it has not told that just now."""
+    """What a router needs to know of one engine. `engine`: which one it is; None if it did not answer."""
     stats = stats or {}
     computed, seconds = stats.get("prefill_tokens", 0), stats.get("prefill_seconds", 0.0)
     return {
@@ -256,7 +256,7 @@ def _engine_load(link: EngineLink, stats: Mapping[str, Any] | None) -> dict[str,
 
 
 async def _prompts(client: EngineClient, since: Sequence[int]) -> list[msgspec.Raw | None]:
-    """What each engine tells of its cache, see `fleet/cached_prompts.py`; None: it does not answer."""
+    """Each engine's report of its cache, see `fleet/cached_prompts.py`; None if it does not answer."""
     numbers = [since[link.replica] if link.replica < len(since) else -1 for link in client.links]
     asked = (client.inspect("prompts", number, replica, ROUTER_SECONDS) for replica, number in enumerate(numbers))
     answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -264,7 +264,7 @@ async def _prompts(client: EngineClient, since: Sequence[int]) -> list[msgspec.R
 
 
 def _tiers(counts: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """Of each tier, what was counted by all engines."""
+    """Statistics of each tier, of all engines together."""
     sums: dict[str, dict[str, int]] = {}
     for tier, events in (item for each in counts for item in each.items()):
         of_tier = sums.setdefault(tier, {})
@@ -283,7 +283,7 @@ async def _metrics(context: AppContext) -> Response:
 
 
 def _add_documents(router: APIRouter) -> None:
-    """The web page, and the API's documentation, which needs nothing from another host."""
+    """The web page and the API reference, which load nothing from other hosts."""
 
     @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> Response:
@@ -291,7 +291,7 @@ def _add_documents(router: APIRouter) -> None:
 
     @router.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        """The page loads its files from beside it; a relative URL is right under any prefix, too."""
+        """The page loads its files by relative URLs, which work under any prefix."""
         return RedirectResponse("static/docs/index.html")
 
     @router.get("/openapi.json", include_in_schema=False)
@@ -310,7 +310,7 @@ def _file(name: str) -> Response:
 
 
 def model_router(context: AppContext) -> APIRouter:
-    """`/v1/models`: what this server serves, in OpenAI's shape."""
+    """`/v1/models`: the served models, in OpenAI's format."""
     router = APIRouter(prefix="/v1/models", tags=["models"])
 
     def described(name: str) -> dict[str, Any]:
@@ -343,14 +343,14 @@ def model_router(context: AppContext) -> APIRouter:
 
 
 def operator_router(context: AppContext) -> APIRouter:
-    """The live view, and with `--admin` what looks at everybody's requests or changes the engine."""
+    """The live view, and with `--admin` the routes that show all requests or change the engine."""
     router = APIRouter(tags=["operator"])
     operators = [Depends(_check_operator)]
 
     async def document(what: Any, since: int = 0, engine: int | None = None) -> Response:
         return json_reply(await _document(context, what, since, engine), headers=_NOT_CACHED)
 
-    # Where there are several tenants the view shows one the others' requests, so it is the operator's, if at all.
+    # With several tenants the view would show them each other's requests, so it is the operator's, if it is on at all.
     if context.server.admin or context.tenants.count <= 1:
 
         @router.get("/view", summary="The live view's data", dependencies=operators)
@@ -382,7 +382,7 @@ def operator_router(context: AppContext) -> APIRouter:
 
 
 async def _document(context: AppContext, what: Any, since: int, engine: int | None) -> bytes:
-    """One engine's document; of several, it also says whose it is, and how all of them do.
+    """One engine's document; with several, also which engine it is and the state of all.
 
     Raises:
         ApiError: 400, there is no such engine.
@@ -401,7 +401,7 @@ async def _document(context: AppContext, what: Any, since: int, engine: int | No
 
 
 def _joined(documents: Mapping[int, bytes]) -> bytes | dict[str, Any]:
-    """The requests of all engines: of several, each says which one has it."""
+    """The requests of all engines; with several, each names its engine."""
     if len(documents) == 1:
         return next(iter(documents.values()))
     decoded = {replica: msgspec.json.decode(document) for replica, document in documents.items()}

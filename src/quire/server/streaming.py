@@ -1,8 +1,8 @@
-"""The sending of an answer that takes its time: server-sent events, and what may cut an answer off.
+"""Sends responses while they are generated: server-sent events, and what may cut a response off.
 
-Starlette's streaming response makes a task group and a queue's worth of hand-overs for each answer; here a token is
-one `send`, and everything else that an answer must watch (its client, its time, the server's end) costs
-nothing a token: it is looked at when something happens, or a few times a minute.
+Starlette's streaming response creates a task group and passes everything through queues. Here a token is one `send`,
+and what else must be watched (disconnects, deadlines, shutdown) costs nothing per token: it is checked when something
+happens, or a few times a minute.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from quire.engine.outputs import RequestOutput
 from quire.server.errors import ApiError
 
 SILENCE_SECONDS = 15.0
-"""A stream that has nothing to say for so long says so in a comment, since proxies and clients close silent ones."""
+"""After this long without events a stream sends a comment, since proxies and clients close silent ones."""
 
 CLOSING_SECONDS = 2.0
-"""A stream that is cut off has so long to take its last event."""
+"""How long a stream that is cut off may take to send its last event."""
 
 EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would collect events otherwise
+    "x-accel-buffering": "no",  # otherwise nginx would buffer events
 }
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ Cause = Literal["disconnect", "timeout", "shutdown"]
 
 
 class CutOffError(Exception):
-    """An answer was ended from outside, because of this."""
+    """A response was cut off, for this cause."""
 
     def __init__(self, cause: Cause) -> None:
         super().__init__(cause)
@@ -44,12 +44,12 @@ class CutOffError(Exception):
 
 
 class AnswerWriter:
-    """One answer's way out: a whole body, or a stream of events.
+    """Writes one response: a whole body, or a stream of events.
 
-    It keeps the order and the form: headers once, whole events, one end. Writing waits while the reader is behind.
+    It keeps order and format: headers once, whole events, one end. Writing waits while the client is behind.
 
     Attributes:
-        begun: the status has been sent, so that it can be changed no more.
+        begun: the status has been sent and cannot be changed.
         ended: nothing more can be written.
     """
 
@@ -57,12 +57,12 @@ class AnswerWriter:
         self.begun = False
         self.ended = False
         self._send = send
-        self._lock = asyncio.Lock()  # a comment must not get between the parts of something else
+        self._lock = asyncio.Lock()  # so that a comment never interrupts another write
         self._streams = False
-        self._since = time.monotonic()  # when the write at hand began, or the last one ended
+        self._since = time.monotonic()  # when the current write began, or the last one ended
 
     async def whole(self, body: bytes, headers: Mapping[str, str]) -> None:
-        """Answer with this JSON."""
+        """Send a JSON body."""
         headers = {"content-type": "application/json", "content-length": str(len(body)), **headers}
         await self._start(200, headers)
         await self._write(body, more=False)
@@ -73,7 +73,7 @@ class AnswerWriter:
         self._streams = True
 
     async def events(self, bodies: Sequence[bytes]) -> None:
-        """Send events with these bodies, JSON each, at once."""
+        """Send events with these JSON bodies, in one write."""
         if bodies:
             await self._write(self._framed(bodies))
 
@@ -82,7 +82,7 @@ class AnswerWriter:
         await self._write(self._framed([*bodies, *self._last]), more=False)
 
     async def fail(self, error: ApiError) -> bool:
-        """End a stream with an error; False where it is too late for that."""
+        """End a stream with an error; False if it is too late for that."""
         if self.ended or not self._streams:
             return False
         with contextlib.suppress(TimeoutError):
@@ -96,23 +96,23 @@ class AnswerWriter:
         return b"".join([b"data: %b\n\n" % body for body in bodies])
 
     def _failed(self, error: ApiError) -> list[bytes]:
-        """The events that tell of an error."""
+        """The events that report an error."""
         return [msgspec.json.encode(error.body())]
 
-    # -- for who watches -----------------------------------------------------------------------------------
+    # -- for `supervised` ----------------------------------------------------------------------------------
 
     def is_silent(self) -> bool:
-        """The stream has said nothing for long."""
+        """Whether the stream has been silent for too long."""
         idle = self._streams and not self.ended and not self._lock.locked()
         return idle and time.monotonic() - self._since >= SILENCE_SECONDS
 
     def next_look(self) -> float:
-        """Seconds until that could become true."""
+        """Seconds until `is_silent` could become true."""
         left = self._since + SILENCE_SECONDS - time.monotonic()
         return left if left > 0 else SILENCE_SECONDS
 
     async def comment(self) -> None:
-        """Say that the stream is alive, unless something else is being said."""
+        """Send a comment, unless something else is being sent."""
         if self.is_silent():
             await self._write(b": waiting\n\n")
 
@@ -135,10 +135,10 @@ class AnswerWriter:
 
 
 class NamedEventWriter(AnswerWriter):
-    """The same where each event has a name, the `type` that its JSON begins with, and none says that it is the last.
+    """The same for streams with named events, without a last `[DONE]`. A name is the `type` that the JSON begins with.
 
     Args:
-        failed: the events that tell of an error.
+        failed: makes the events that report an error.
     """
 
     _last = ()
@@ -166,15 +166,15 @@ async def supervised(
     *,
     deadline: float | None = None,
 ) -> None:
-    """Make an answer, unless something cuts it off; whatever happens, `work` has ended when this returns.
+    """Run the work of a response until it is done or cut off; in any case `work` has ended when this returns.
 
     Args:
-        work: writes to `writer`. It is cancelled where the answer is cut off; what it raises is raised here.
-        receive: of ASGI, when the body has been read: it tells when the client leaves.
+        work: writes to `writer`. It is cancelled if the response is cut off; its exceptions are raised here.
+        receive: ASGI's, after the body has been read: it reports when the client disconnects.
         deadline: on the monotonic clock.
 
     Raises:
-        CutOffError: the client left, or the time is over.
+        CutOffError: the client disconnected, or the deadline has passed.
     """
     making = asyncio.create_task(work)
     gone = asyncio.create_task(_gone(receive))
@@ -190,13 +190,13 @@ async def supervised(
                 break
             cause = _cause(gone, deadline)
             if cause is None and writer.is_silent():
-                comment = asyncio.create_task(writer.comment())  # it may have to wait; who watches must not
+                comment = asyncio.create_task(writer.comment())  # it may have to wait, which must not block this loop
                 comments.add(comment)
                 comment.add_done_callback(comments.discard)
     finally:
         await _ended(making, gone, *comments)
     if not making.cancelled():
-        making.result()  # it may have ended just before it was to be cut off
+        making.result()  # it may have ended just before it was cut off
     elif cause is not None:
         raise CutOffError(cause)
     else:
@@ -204,10 +204,10 @@ async def supervised(
 
 
 async def unless(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` yields, unless the event is set before it has; then `work` is cancelled.
+    """The result of `work`, unless the event is set first; then `work` is cancelled.
 
     Raises:
-        CutOffError: the server leaves.
+        CutOffError: the server is shutting down.
     """
     working, leaving = asyncio.create_task(work), asyncio.create_task(stopping.wait())
     try:
@@ -220,7 +220,7 @@ async def unless(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
 
 
 def _cause(gone: asyncio.Task[None], deadline: float | None) -> Cause | None:
-    """Why the answer must end now, if it must."""
+    """Why the response must be cut off now, if it must."""
     if gone.done():
         return "disconnect"
     if deadline is not None and time.monotonic() >= deadline:
@@ -229,13 +229,13 @@ def _cause(gone: asyncio.Task[None], deadline: float | None) -> Cause | None:
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client has left."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _ended(*tasks: asyncio.Task[Any]) -> None:
-    """End tasks, and wait until they have; what they raise stays with them."""
+    """Cancel tasks and wait for them; their exceptions are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -244,10 +244,10 @@ async def _ended(*tasks: asyncio.Task[Any]) -> None:
 async def merged(
     streams: Sequence[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-    """What several streams hand out, with the stream's index, as it comes: all that is there at once in one list.
+    """The outputs of several streams, with the stream's index, as they come: all that are there at once in one list.
 
-    No stream is asked for more before its last output has been dealt with, so that its news add up meanwhile.
-    Closing this closes them all; the first error of one is raised, and ends the others.
+    A stream is asked for more only when its last output has been handled, so that news accumulates meanwhile. Closing
+    this closes all streams; the first error is raised, and ends the others.
     """
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as only:
@@ -266,23 +266,23 @@ async def merged(
 
 
 class _Merge:
-    """A task for each stream, and what they have brought since `take`."""
+    """A task for each stream, and their outputs since `take`."""
 
     def __init__(self, streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> None:
         self._batch: list[tuple[int, RequestOutput]] = []
         self._errors: list[Exception] = []
         self._news = asyncio.Event()
-        self._done = asyncio.Event()  # the batch that is being collected has been dealt with
+        self._done = asyncio.Event()  # set when the batch that is being collected has been handled
         self._left = len(streams)
         self.tasks = [asyncio.create_task(self._follow(index, stream)) for index, stream in enumerate(streams)]
 
     @property
     def running(self) -> bool:
-        """There is, or may be, something to take."""
+        """Whether there is, or may be, something to take."""
         return self._left > 0 or bool(self._batch) or bool(self._errors)
 
     async def take(self) -> tuple[list[tuple[int, RequestOutput]], asyncio.Event]:
-        """What has come, and the event to set when it has been dealt with."""
+        """The outputs since the last call, and the event to set when they have been handled."""
         await self._news.wait()
         self._news.clear()
         if self._errors:

@@ -1,11 +1,11 @@
-"""The supervisor of a server: starts its processes, starts again what dies, and ends all of them in order.
+"""The supervisor of a server: starts its processes, restarts those that die, and stops all of them in order.
 
-It computes nothing and serves no request, so there is little in it that could fail. Engine processes (`replica.py`) and
-HTTP processes are its children; they hear from it, and it from them, over `control.sock` (see `quire.ipc.wire`). Its
-listening socket is bound before anything else happens and is inherited by the HTTP processes.
+It computes nothing and serves no requests, so there is little in it that could fail. Engine processes (`replica.py`)
+and HTTP processes are its children; they exchange messages over `control.sock` (see `quire.ipc.wire`). The listening
+socket is bound first, and inherited by the HTTP processes.
 
-Of several replicas the first loads alone. It serves as soon as it is ready, and what it has made of the options, such
-as the longest context, is what the others are started with.
+With several replicas the first one loads alone. It serves as soon as it is ready, and the others are started with the
+options that it resolved, such as the longest context.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from quire.server.replica import Replica, again, make_board
 logger = logging.getLogger(__name__)
 
 FRAME_SECONDS = 0.1
-"""Between two looks at how far loading is."""
+"""Interval between reports of loading progress."""
 
 DRAIN_GRACE = 10.0
-"""Seconds beyond a drain's own time that HTTP processes have to send last words, and leave."""
+"""Seconds after the drain timeout that HTTP processes have to send last events, and exit."""
 
 FAILED_SECONDS = 2.0
-"""How long HTTP processes have to tell clients that there is no engine any more."""
+"""How long HTTP processes have to tell clients that the engine has failed."""
 
 LOOK_SECONDS = 1.0
-"""Between two looks at a child's pulse."""
+"""Interval between checks of a child's pulse."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What a server is.
+    """Options of a server and its processes.
 
     Attributes:
         origins: where each option came from: "flag", "file" or "preset"; absent: "default".
-        fault: for drills; see `quire.ipc.faults`.
+        fault: an injected fault, see `quire.ipc.faults`.
         engine_command, http_command: what the children run.
     """
 
@@ -66,37 +66,37 @@ class ServeOptions:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What the model is called in requests."""
+        """The model's names in requests."""
         return self.server.model_names(self.engine.model)
 
 
 class Screen(Protocol):
-    """Whom the supervisor tells how the start goes."""
+    """Shows how the start goes."""
 
     def listening(self) -> None:
-        """The port is open, and signals are heeded. Once, first of all."""
+        """The port is open, and signals are handled. Called once, first."""
 
     def loading(self, phase: str, percent: int) -> None:
-        """The engine loads; called again and again."""
+        """The engine is loading; called repeatedly."""
 
     def ready(self, info: wire.EngineInfo, seconds: float) -> None:
-        """Requests are served, so many seconds after the start. Once."""
+        """Requests are served, this many seconds after the start. Called once."""
 
     def close(self) -> None:
-        """There is nothing more to show of the start. May come more than once, and without `ready`."""
+        """The start is over. May be called more than once, and without `ready`."""
 
 
 class Supervisor:
     """One server's processes.
 
     Args:
-        listener: the listening socket. It is closed when the server leaves.
-        began: when the command was given, on the monotonic clock.
+        listener: the listening socket. It is closed when the server stops.
+        began: when the command started, on the monotonic clock.
     """
 
     def __init__(self, options: ServeOptions, listener: socket.socket, screen: Screen, began: float) -> None:
         self.options, self._listener, self._screen, self._began = options, listener, screen, began
-        self.is_closing = False  # nothing at all is started again
+        self.is_closing = False  # nothing is restarted
         self.replicas = [Replica(index, self) for index in range(options.engine.replicas)]
         self._budget = RestartBudget(options.server.restart_limit)  # of HTTP processes
         self._was_ready = False  # an engine has been ready once
@@ -104,17 +104,17 @@ class Supervisor:
         self._greeted: set[int] = set()
         self._was_greeted = False
         self._next_worker = 0
-        self._leaving = False  # no new requests; nothing that serves them is started again
+        self._leaving = False  # draining: no new requests, and HTTP processes are not restarted
         self._drain_end = 0.0
-        self._hurried = False  # the drain's time was cut short
-        self._exit: int | BaseException = 0  # how `run` ends when everybody has left
+        self._hurried = False  # the drain was cut short
+        self._exit: int | BaseException = 0  # the result of `run` when all processes have exited
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """Serve until a signal or a failure ends it; the exit code. Nothing is left behind.
+        """Serve until a signal or a failure; returns the exit code. No process or file is left.
 
         Raises:
-            ServerError: it cannot start or go on.
+            ServerError: it cannot start or continue.
         """
         loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[int] = loop.create_future()
@@ -143,7 +143,7 @@ class Supervisor:
             self.spawn(self._join(self.options.server.join))
 
     async def _join(self, router: str) -> None:
-        """Tell a router again and again that this server is there, until it leaves."""
+        """Keep this server registered with a router until it stops."""
         from quire.server.joining import keep_joined, url_for
 
         role = "prefill" if self.options.engine.kv_role == "prefill" else "serve"
@@ -153,7 +153,7 @@ class Supervisor:
         await keep_joined(router, server.api_key[0], url, role, leaving, server.cacert)
 
     async def _clean_up(self) -> None:
-        """End whatever is left of it."""
+        """Stop whatever is still running."""
         self.is_closing = self._leaving = True
         self._screen.close()
         self._listener.close()
@@ -167,7 +167,7 @@ class Supervisor:
             await one.ended.wait()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Do this beside the rest. If it fails, so does the server."""
+        """Run this as a task. If it fails, so does the server."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -197,7 +197,7 @@ class Supervisor:
             text = f"{number.name}: no new requests; running ones have {seconds:g} s to finish (Ctrl-C ends them now)"
             log.event(logger, "draining", text, seconds=seconds, signal=number.name)
             self._leave(seconds, 0)
-        elif number == signal.SIGHUP:  # some send it right behind SIGTERM: it is no second wish
+        elif number == signal.SIGHUP:  # some send it right after SIGTERM: it does not count as a second signal
             return
         elif not self._hurried:
             self._hurried = True
@@ -212,7 +212,7 @@ class Supervisor:
         self._leaving = True
         self._exit = outcome
         self._drain_end = time.monotonic() + seconds
-        self._listener.close()  # who connects now is refused at once
+        self._listener.close()  # connections are refused from now on
         self.tell_workers(wire.Drain(seconds))
         self.spawn(self._drain(seconds))
 
@@ -243,10 +243,10 @@ class Supervisor:
             if sender == f"http-{message.worker}" and message.worker < self._next_worker:
                 self._greet(message.worker)
         elif replica := next((each for each in self.replicas if each.name == sender), None):
-            replica.hear(message)  # else it is from an engine that has died since
+            replica.hear(message)  # otherwise it is from an engine that has died since
 
     def _greet(self, worker: int) -> None:
-        """An HTTP process is up: tell it how things stand."""
+        """An HTTP process is up: send it the current state."""
         self._greeted.add(worker)
         self._was_greeted = True
         for replica in self.replicas:
@@ -259,7 +259,7 @@ class Supervisor:
             self.post(f"http-{worker}", message)
 
     def post(self, to: str, message: wire.FromSupervisor) -> None:
-        """Send without waiting; what goes to a process that is gone is void."""
+        """Send without waiting; messages to a process that is gone are lost."""
         sent = asyncio.ensure_future(self._control.send_multipart((to.encode(), wire.encode(message))))
         sent.add_done_callback(lambda done: done.cancelled() or done.exception())
 
@@ -301,7 +301,7 @@ class Supervisor:
             self._leave(FAILED_SECONDS, ServerError(error))
 
     def _give_up(self, what: str, fate: str) -> None:
-        """Too many deaths: let clients know, and end with an error."""
+        """The restart limit is reached: tell clients, and end with an error."""
         if not self._leaving:
             error = ServerError(f"{what} died ({fate}) and is not started again: {self._limit()}")
             self._leave(FAILED_SECONDS, error)
@@ -319,9 +319,9 @@ class Supervisor:
             await asyncio.sleep(FRAME_SECONDS)
 
     async def watch(self, process: Child, board: Board) -> None:
-        """Kill a process whose pulse stands still for longer than the option allows, and than it says that it may.
+        """Kill a process whose pulse stops for longer than the option allows, and than its board allows.
 
-        Looks are counted, not seconds: this process, or the whole machine, may have been stopped too.
+        Checks are counted, not seconds, since this process, or the whole machine, may have been stopped, too.
         """
         limit, seen, quiet = self.options.server.stall_restart_s, -1, 0
         while limit and not process.ended.is_set():
@@ -356,7 +356,7 @@ class Supervisor:
         self.spawn(self.watch(process, board))
 
     async def _replace_worker(self, worker: int, process: Child) -> None:
-        """When an HTTP process has died, start another one, unless the server is leaving anyway."""
+        """When an HTTP process has died, start another one, unless the server is stopping."""
         await process.ended.wait()
         greeted = worker in self._greeted
         self._workers.pop(worker, None)

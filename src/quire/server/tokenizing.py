@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes. They wait in the same queue as the calls for text."""
+"""POST /tokenize and /detokenize, in vLLM's format. They wait in the same queue as calls for text."""
 
 from __future__ import annotations
 

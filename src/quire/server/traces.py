@@ -1,8 +1,8 @@
-"""Traces of requests, for a collector of OpenTelemetry's (OTLP over HTTP): what the log says in a line, as spans.
+"""Traces of requests for an OpenTelemetry collector (OTLP over HTTP): what the log says in a line, as spans.
 
-A span a request, with others in it for the time in the queue, prefill, decode, and what was fetched. One that comes
-with a `traceparent` is a part of its caller's trace (W3C Trace Context): a router's and its server's spans are one.
-Needs `quire[otel]`; without the option nothing of it is imported.
+Each request is a span, with children for queueing, prefill, decode, and fetched KV. With a `traceparent` header it is
+part of the caller's trace (W3C Trace Context), so a router's and its server's spans form one trace. Needs
+`quire[otel]`; without the option nothing is imported.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _HEADERS = (b"traceparent", b"tracestate")
 
 
 class Traces:
-    """Makes spans of requests and sends them, in batches, from a thread of its own.
+    """Makes spans of requests and sends them, in batches, from its own thread.
 
     Args:
-        endpoint: of the collector, such as http://127.0.0.1:4318/v1/traces.
-        service: what this process is called in traces.
+        endpoint: the collector's URL, such as http://127.0.0.1:4318/v1/traces.
+        service: this process's name in traces.
     """
 
     def __init__(self, endpoint: str, service: str) -> None:
@@ -40,7 +40,7 @@ class Traces:
         self._tracer = self._provider.get_tracer("quire")
 
     def begin(self, scope: MutableMapping[str, Any]) -> None:
-        """A request of ASGI has come."""
+        """An ASGI request begins."""
         carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _HEADERS}
         name = f"{scope['method']} {scope['path'][:256]}"
         scope[_SPAN] = self._tracer.start_span(name, _PROPAGATOR.extract(carrier), SpanKind.SERVER)
@@ -60,13 +60,13 @@ class Traces:
         span.end(end)
 
     def onward(self, scope: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
-        """The headers that make another server's spans of this request a part of its trace."""
+        """The headers that make another server's spans of this request part of its trace."""
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier, set_span_in_context(scope[_SPAN]))
         return [(name.encode(), value.encode("latin-1")) for name, value in carrier.items()]
 
     def close(self) -> None:
-        """Send what has not been sent."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 
@@ -86,7 +86,7 @@ def _attributes(summary: RequestSummary) -> dict[str, Any]:
 
 
 def _parts(summary: RequestSummary) -> list[tuple[str, float, float, dict[str, Any]]]:
-    """(name, seconds from the arrival to its begin, seconds, attributes) of what a request consists of."""
+    """The phases of a request: (name, seconds from its arrival to the phase, seconds, attributes)."""
     first = summary.first_token_seconds
     if first is None or not summary.prompt_tokens:
         return []

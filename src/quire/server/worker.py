@@ -1,6 +1,6 @@
-"""The working part of an HTTP process: the app and its parts, the tokenizers' start, and the way out.
+"""The main part of an HTTP process: the app, the start of the tokenizer workers, and the shutdown.
 
-Importing this takes most of such a process's start, so `http_process` does it while it answers already.
+Importing this takes most of the process's start, so `http_process` does it while it already serves `/health`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from quire.text.tokenizer_pool import TokenizerPool
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_SECONDS = 4.0
-"""How long requests have to send their last events when a drain's time is over."""
+"""How long requests have to send their last events after the drain timeout."""
 POLL_SECONDS = 0.05
 
 
 class HttpWorker:
-    """What an HTTP process does, from the moment that all is imported to its end. To be made where a loop runs.
+    """Runs an HTTP process once everything is imported. Create it in a running event loop.
 
     Args:
-        start: what the supervisor said.
-        http: the server that listens already.
+        start: the supervisor's message.
+        http: the server, which is already listening.
 
     Attributes:
-        app: what the server is to serve from now on.
+        app: the app to serve from now on.
     """
 
     def __init__(self, start: HttpStart, http: HttpServer) -> None:
@@ -66,13 +66,13 @@ class HttpWorker:
         self._exit_code = 0
 
     def _refused(self, request_id: str, error: ApiError) -> None:
-        """What was refused before it was a request."""
+        """Count what was refused before it was a request."""
         self.context.metrics.rejected("invalid" if error.status == 400 else "other")
         if self.context.server.log_requests:
             log_unread(request_id, error)
 
     async def run(self, serving: asyncio.Task[None]) -> int:
-        """Go on until `serving`, the server's task, has ended; returns the exit code."""
+        """Run until `serving`, the server's task, has ended; returns the exit code."""
         await self.context.client.start(self._drain)
         loading = asyncio.create_task(self._load_tokenizers())
         loading.add_done_callback(self._loaded)
@@ -89,7 +89,7 @@ class HttpWorker:
         return self._exit_code
 
     async def _load_tokenizers(self) -> None:
-        """Start the tokenizer workers as soon as it is known what they load."""
+        """Start the tokenizer workers as soon as the checkpoint's folder is known."""
         client, server = self.context.client, self.context.server
         await client.located.wait()
         if client.folder is None:
@@ -107,7 +107,7 @@ class HttpWorker:
         log.event(logger, "reply_format", f"replies: {pool.reply_syntax.described}")
 
     def _loaded(self, loading: asyncio.Task[None]) -> None:
-        """Without tokenizers nothing can be served: then this process ends, and the supervisor decides."""
+        """End this process if the tokenizers cannot start, since it could serve nothing."""
         if loading.cancelled() or loading.exception() is None:
             return
         error = loading.exception()
@@ -118,13 +118,13 @@ class HttpWorker:
     # -- leaving -------------------------------------------------------------------------------------------
 
     def _drain(self, seconds: float) -> None:
-        """The supervisor wants this process to leave. A second call can bring the end nearer, not farther away."""
+        """Stop, as the supervisor asks. A second call can only shorten the time left."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave())
 
     async def _leave(self) -> None:
-        """Let what runs come to its end, then end what is left, then stop serving."""
+        """Let running requests finish, then end the rest, then stop serving."""
         while not self._http.started:
             await asyncio.sleep(POLL_SECONDS)
         self._http.stop_listening()
