@@ -1,7 +1,7 @@
-"""What passes between the machines of an engine: messages of two frames, what it is and its bytes, over ZeroMQ.
+"""Messages between the machines of an engine, over ZeroMQ: a frame that says what it is, and one with its bytes.
 
-The first machine listens at one port, and the others connect to it. Both sides make their CURVE keys from a token that
-they share, so who has it not can neither read nor say anything, nor learn the keys.
+The first machine listens on one port, and the others connect to it. Both sides derive their CURVE keys from a shared
+token; without it nobody can read or send anything, or learn the keys.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class Hello(msgspec.Struct, tag=True):
     """A machine's first message. Every version of Quire can read this one.
 
     Attributes:
-        host: the machine's name, for people.
-        ranks: how many it brings; 0: as many as the first machine says.
+        host: the machine's name, for messages.
+        ranks: how many it contributes; 0: as many as the first machine says.
     """
 
     version: str
@@ -32,27 +32,27 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class Seats(msgspec.Struct, tag=True):
-    """All machines are there: start these ranks."""
+    """All machines have joined: start these ranks."""
 
     starts: list[RankStart]
 
 
 class Carried(msgspec.Struct, tag=True):
-    """Bytes of a rank's link, from one of its ends to the other; none: it was closed."""
+    """Bytes of a rank's link, from one end to the other; empty if it was closed."""
 
     rank: int
 
 
 class Written(msgspec.Struct, tag=True):
-    """What `Mirror.news` has told of a rank of a group."""
+    """What `Mirror.news` returned for a rank of a group."""
 
     group: int
     rank: int
 
 
 class Alive(msgspec.Struct, tag=True):
-    """The first machine is there, though it may have nothing to say. (A time-to-live of ZeroMQ's own ends with each
-    message that is no heartbeat, and begins with the next that is one; which a machine that hangs never sends.)
+    """The first machine is alive, even if it has nothing to send. (ZeroMQ's own time-to-live ends with each message
+    that is no heartbeat and begins with the next heartbeat, which a machine that hangs never sends.)
     """
 
 
@@ -66,7 +66,7 @@ class Exited(msgspec.Struct, tag=True):
 
 FromFirst = Refused | Seats | Carried | Written | Alive
 ALIVE_SHARE = 0.25
-"""Of `collective_timeout_s`: so often the first machine says that it is there."""
+"""Share of `collective_timeout_s` after which the first machine sends its next `Alive`."""
 
 ToFirst = Hello | Carried | Written | Exited
 
@@ -76,7 +76,7 @@ def _curve(token: bytes) -> Curve:
 
 
 def listening(context: Context, token: bytes, timeout: float) -> Socket:
-    """The first machine's socket, not bound yet; it drops who is silent for `timeout` seconds, and they it."""
+    """The first machine's socket, not bound yet. Both sides drop a peer that is silent for `timeout` seconds."""
     made = _unbounded(_curve(token).listening(context))
     heartbeats(made, timeout)
     return made
@@ -88,10 +88,10 @@ def connecting(context: Context, token: bytes) -> Socket:
 
 
 def doorkeeper(context: Context, token: bytes) -> Doorkeeper:
-    """Who lets machines in that have the token."""
+    """The authenticator, which admits machines that have the token."""
     return Doorkeeper(context, _curve(token))
 
 
 def _unbounded(made: Socket) -> Socket:
-    made.sndhwm = made.rcvhwm = 0  # steps follow one another, so there is never much
+    made.sndhwm = made.rcvhwm = 0  # steps run one after the other, so there is never much
     return made

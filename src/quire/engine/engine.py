@@ -1,4 +1,4 @@
-"""The engine: a model, its KV blocks, and a scheduler, driven a step at a time."""
+"""The engine: a model, its KV blocks and a scheduler, driven step by step."""
 
 from __future__ import annotations
 
@@ -64,55 +64,54 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GRAMMAR = "grammar"
-"""Kind of the event that a request's grammar is compiled."""
+"""Kind of the event that a request's grammar has been compiled."""
 
 GRAMMAR_SECONDS = 0.005
-"""So long a step waits for one where there is nothing else to do."""
+"""How long a step waits for one if there is nothing else to do."""
 
 
 class StepObserver(Protocol):
-    """Told of every step, before it runs and after it has committed."""
+    """Observes every step, before it runs and after it has committed."""
 
     def planned(self, plan: StepPlan, begin: float, seconds: float) -> None:
-        """A step is about to run; scheduling it began at `begin` and took `seconds`."""
+        """A step is about to run; scheduling began at `begin` and took `seconds`."""
         ...
 
     def committed(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:
-        """It has run, and this is what it yielded."""
+        """A step has run, with this result."""
         ...
 
     def given_up(self) -> None:
-        """No step that was planned and has not committed ever will: their requests are planned anew."""
+        """All steps that have not committed are given up; their requests are planned again."""
         ...
 
 
 class Engine:
-    """Runs requests to their end, a step a call.
+    """Runs requests to their end, one step per call.
 
     Args:
         config: its options.
-        on_load: told how far starting is.
-        observer: told of every step.
-        open_checkpoint: opens the folder that `config.model` names; another one may make its tensors up.
-        proposer: drafts in place of what `config.speculative_config` names.
-        hash_key: 32 secret bytes: engines that have the same give equal blocks equal hashes; None: a random one.
-        neighbours: other engines of the same options that share this machine's memory.
+        on_load: called with the progress of the start.
+        observer: observes every step.
+        open_checkpoint: opens the folder that `config.model` names; another function may make tensors up.
+        proposer: drafts instead of what `config.speculative_config` names.
+        hash_key: 32 secret bytes; engines with the same key give equal blocks equal hashes. None: a random one.
+        neighbours: number of other engines with the same options that share this machine's memory.
 
     Attributes:
-        blocked: the last step found nothing that can run before others bring what requests wait for; the next one
-            would not either.
-        computing: entered around what may take long and writes no books, so that it may be interrupted there: launching
-            steps, and waiting for them.
+        blocked: nothing could run in the last step, nor can in the next, until others bring what requests wait for.
+        computing: context entered around what may take long and changes no bookkeeping, so that it may be interrupted
+            there: launching steps, and waiting for them.
         path: folder of the checkpoint.
-        grammars: compiles what replies must look like.
-        expert_balancer: moves experts between ranks; None: they share every expert, or there are none.
-        kv_cache: the device's blocks, a cache a KV group.
-        model_name: what the user called it.
-        threads: how many a step uses.
+        grammars: compiles the required forms of replies.
+        expert_balancer: moves experts between ranks; None if ranks share every expert, or there are none.
+        kv_cache: the device's blocks, one cache per KV group.
+        model_name: the model's name as given by the user.
+        threads: number of threads of a step.
         tiers: the tiers below the pool, and other engines.
-        awaits_tiers: the last step found nothing that can run before blocks come from there.
+        awaits_tiers: nothing could run in the last step before blocks arrive from the tiers.
         wait_seconds: how long such a step waits for them.
-        notes: what was decided at start without being asked for.
+        notes: messages for the user about what was decided at start.
 
     Raises:
         ConfigError, CheckpointError: and what derives from them, when the engine cannot start.
@@ -142,7 +141,7 @@ class Engine:
         if config.device == "auto":
             config = replace(config, device=find_device()[0])
         self.config = config
-        trace = None if config.profile is None else TraceFile(config.profile)  # before a bad folder costs a load
+        trace = None if config.profile is None else TraceFile(config.profile)  # before the model is loaded in vain
         report("finding the checkpoint", 0.0)
         self.path: Path = resolve(config.model, config.revision)
         self.device = open_device(config.device)
@@ -159,13 +158,13 @@ class Engine:
         self._timeline = None if trace is None else self._make_timeline(trace)
         self._observers: list[StepObserver] = [each for each in (observer, self._timeline) if each is not None]
         self._in_flight: deque[tuple[StepPlan, PendingResult]] = deque()
-        # Steps in flight beside the one that is waited for.
+        # Steps in flight besides the one that is waited for.
         self._depth = config.pipeline_parallel_size - 1 + int(config.async_scheduling)
         self.computing: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._updates: list[RequestUpdate] = []  # not handed out yet
-        self._compiles: list[StructuredOutputsParams | None] = []  # grammars of which the ranks have not been told
+        self._updates: list[RequestUpdate] = []  # not returned yet
+        self._compiles: list[StructuredOutputsParams | None] = []  # grammars that the ranks do not have yet
         self._committing: list[int] = []  # requests of the step that is being committed
-        self._computing = False  # else it is being decided, and books are written
+        self._computing = False  # otherwise it is being scheduled or committed, and bookkeeping changes
         self._closed = False
         self.blocked = self.awaits_tiers = False
         self.wait_seconds = WAIT_SECONDS
@@ -188,7 +187,7 @@ class Engine:
         hash_key: bytes,
         neighbours: int,
     ) -> Started:
-        """Load the model, plan the memory, and make what schedules and what computes."""
+        """Load the model, plan the memory, and create the scheduler and the executor."""
         config = self.config
         group, stage = (self._ranks.group, self._ranks.stage) if self._ranks else (OneRank(), None)
         self.model, self.speculation = load(
@@ -236,7 +235,7 @@ class Engine:
         return started
 
     def _planned(self, report: OnLoad, neighbours: int) -> MemoryPlan:
-        """What the memory is used for, that of all ranks once they have loaded."""
+        """The memory plan, for all ranks once they have loaded."""
         loaded = self.config, self.model, self.device
         if self._ranks:
             report("waiting for the other ranks", 0.0)
@@ -257,10 +256,10 @@ class Engine:
     def _start_ranks(
         self, report: OnLoad, open_checkpoint: Callable[[Path], Checkpoint], proposer: Proposer | None
     ) -> Ranks:
-        """The other ranks, which load while this one does.
+        """The other ranks, which load at the same time.
 
         Raises:
-            ConfigError: so many cannot share the model, or what they would need cannot be sent to them.
+            ConfigError: the model cannot be shared by this many, or they cannot be sent what they need.
         """
         config, stages = self.config, self.config.pipeline_parallel_size
         sizes = {
@@ -279,7 +278,7 @@ class Engine:
         how = config.tensor_parallel_size, config.redundant_experts, stages, config.data_parallel_size
         widest, vocabulary = check_ranks(self.path, *how)
         matrix = max(widest * config.max_num_batched_tokens, vocabulary) * torch.float32.itemsize
-        room = MESSAGE_BYTES if self.device.asynchronous else matrix  # there, matrices stay on the devices
+        room = MESSAGE_BYTES if self.device.asynchronous else matrix  # there matrices stay on the devices
         return Ranks(config, self.path, self.device, room, report)
 
     def _make_timeline(self, trace: TraceFile) -> Timeline:
@@ -287,9 +286,9 @@ class Engine:
         return Timeline(trace, self.scheduler, kernels)
 
     def _kv_managers(self, hash_key: bytes, host: HostTier | None) -> list[KVManager]:
-        """Of each replica; the host tier is that of all of them."""
+        """Per replica; the host tier is shared by all of them."""
         config, speculation = self.config, self.speculation
-        # All that a block's bytes depend on beside its tokens.
+        # Everything that a block's bytes depend on besides its tokens.
         identity = fingerprint.parts(self.path, self.model, config.kv_cache_dtype) | {
             "block_size": str(config.block_size),
             "layout of the KV": "|".join(
@@ -297,7 +296,7 @@ class Engine:
             ),
             "drafting model": "none" if speculation is None else speculation.fingerprint or "none",
         }
-        if not config.deterministic:  # ranks that add make other bits
+        if not config.deterministic:  # sums over ranks have other bits
             identity["tensor_parallel_size"] = str(config.tensor_parallel_size)
         hasher = BlockHasher(hash_key, "|".join(f"{name}={value}" for name, value in identity.items()))
         ahead = speculation is not None and speculation.needs_next_token
@@ -320,7 +319,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """Counters, as they stand now."""
+        """Current counters."""
         if not self._closed:
             scheduler = self.scheduler
             self._stats.cached_tokens, self._stats.preemptions = scheduler.num_cached_tokens, scheduler.num_preemptions
@@ -332,13 +331,13 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing is waiting, running, to be moved, or left to tell."""
+        """Whether nothing is waiting, running, being moved, or left to report."""
         scheduler = self.scheduler
         moving = any(kv.fetches.has_moves for kv in scheduler.kvs)
         return scheduler.idle and not moving and not self._in_flight and not self._updates and not scheduler.has_updates
 
     def add(self, request: Request) -> None:
-        """Queue a request; see `Scheduler.add`. One whose grammar is not compiled yet waits for that."""
+        """Queue a request; see `Scheduler.add`. It waits until its grammar is compiled."""
         self._check_open()
         self.blocked = False
         wanted = request.params.structured_outputs
@@ -373,7 +372,7 @@ class Engine:
             kv.release(handle)
 
     def check_ranks(self) -> None:
-        """Whether all ranks are there, though no step may be asking for them.
+        """Check that all ranks are alive, even if no step is running.
 
         Raises:
             RankLostError: one is not.
@@ -382,7 +381,7 @@ class Engine:
             self._ranks.check()
 
     def rank_stats(self) -> dict[str, Any]:
-        """What passed between ranks, and how even their work is; nothing where there is one rank."""
+        """Traffic between ranks, and the balance of their work; empty with one rank."""
         if not self._ranks:
             return {}
         counts = self._ranks.group.counts
@@ -396,25 +395,25 @@ class Engine:
         return stats | reduced | experts | stages
 
     def exchange(self) -> None:
-        """Take in what other engines say, and answer, though there may be no step; see `KVTiers`."""
+        """Exchange messages with other engines, even if no step runs; see `KVTiers`."""
         self.tiers.exchange(self.scheduler)
         self.tiers.tell(self.scheduler, self._stats.steps)
 
     def prefilled(self, numbers: Sequence[int]) -> None:
-        """Requests that computed prompts for other engines are over; see `KVTiers.to_compute`."""
+        """Requests that computed prompts for other engines have ended; see `KVTiers.to_compute`."""
         if (exports := self.scheduler.kvs[0].sources.exports) is not None:
             for number in numbers:
                 exports.computed(number)
 
     def take_updates(self) -> list[RequestUpdate]:
-        """Ends that `abort` caused since the last step."""
+        """Updates from `abort` since the last step."""
         return self.scheduler.take_updates()
 
     def step(self) -> list[RequestUpdate]:
-        """Run the next step; what the requests got from it. Nothing to run gives only late aborts.
+        """Run the next step; returns its updates. If there is nothing to run, these are only late aborts.
 
-        Whatever it raises, the next call goes on as if this one had not been: all steps in flight are given up, their
-        requests are computed again, and no request gets a token twice or misses one.
+        After an exception, the next call continues as if this one had not happened: all steps in flight are given up,
+        their requests are recomputed, and no request gets a token twice or misses one.
         """
         self._check_open()
         try:
@@ -435,7 +434,7 @@ class Engine:
         self._take_grammars()
         plan = self.scheduler.schedule(begin)
         self.tiers.tell(self.scheduler, self._stats.steps)
-        # 2. Launch it. Where nothing can run, others must bring what requests wait for, or there is a bug.
+        # 2. Launch it. If nothing can run, others must bring what requests wait for, or there is a bug.
         if plan:
             scheduled = time.monotonic()
             if self.expert_balancer:
@@ -454,16 +453,16 @@ class Engine:
             self.blocked = not self.awaits_tiers and self.scheduler.expects_others
             if not self.awaits_tiers and not self.blocked:
                 self._end_stalled()
-        # 3. Take in the oldest steps, until no more are in flight than may overlap.
+        # 3. Commit the oldest steps, until no more are in flight than may overlap.
         depth = 0 if self.scheduler.trials.on else self._depth
-        # Once no request is left, what is in flight is surplus, and nothing comes to overlap it with.
-        waits = plan is None  # for the oldest: then there may be something to plan
+        # Once no request is left, steps in flight are surplus, and there is nothing to overlap them with.
+        waits = plan is None  # for the oldest one, after which there may be something to plan
         while self._in_flight and (waits or len(self._in_flight) > depth or self.scheduler.idle):
             self._commit(*self._in_flight.popleft())
             waits = False
 
     def _take_grammars(self, seconds: float = 0.0) -> None:
-        """Grammars that have been compiled, or cannot be; where there is none, it is waited for so long."""
+        """Take grammars that have been compiled, or cannot be; waits up to this many seconds for one."""
         for wanted, error in self.grammars.ended(seconds) if self.grammars.compiling else ():
             if error is None:
                 self.scheduler.arrived(Event(GRAMMAR, wanted))
@@ -510,7 +509,9 @@ class Engine:
             invariants.check(scheduler)
 
     def _compute(self, call: Callable[[], T]) -> T:
-        """What the executor's `call` returns. No books are written meanwhile: if it raises, they are whole."""
+        """The result of the executor's `call`. Bookkeeping does not change meanwhile, so it is consistent if this
+        raises.
+        """
         self._computing = True
         with self.computing():
             result = call()
@@ -518,10 +519,10 @@ class Engine:
         return result
 
     def _give_up(self, failed: StepFailedError | None = None) -> None:
-        """All steps in flight: the last one could not be planned, computed or committed.
+        """Give up all steps in flight, since the last one could not be planned, computed or committed.
 
-        Where that failed while it was computed, its requests are tried in halves, and who is to blame ends. Of a step
-        that failed while it was committed, it is not known which tokens were handed out, so all its requests end.
+        If it failed while it was computed, its requests are tried in halves, and the one at fault ends. If it failed
+        while it was committed, it is unknown which tokens were returned, so all its requests end.
         """
         whole, self._computing = self._computing, False
         ended, self._committing = self._committing, []
@@ -543,7 +544,7 @@ class Engine:
             observer.given_up()
 
     def _log_failure(self, error: StepFailedError, culprit: Request | None) -> None:
-        """With a traceback where it is new, or somebody ends by it."""
+        """Log an error, with a traceback if it is new or ends a request."""
         halvings = self.scheduler.trials.num_halvings
         if culprit is None:
             cause = error if halvings == 1 else None
@@ -556,7 +557,9 @@ class Engine:
         )
 
     def _end_stalled(self) -> None:
-        """Requests are there, and none can run: a bug. The first one ends with an error, so the others go on."""
+        """There are requests and none can run: a bug. The first one ends with an error, so that the others can
+        continue.
+        """
         request = min(self.scheduler.requests.values(), key=lambda each: (each.awaits is not None, each.order))
         logger.error("no request can run; request %d (%s) is ended", request.id, request.status.value)
         self.scheduler.fail(request.id, "the scheduler could not run this request", time.monotonic())

@@ -1,4 +1,4 @@
-"""Where steps run. An executor takes plans in order and answers each with a result to wait for."""
+"""Where steps run. An executor takes plans in order, and returns a pending result for each."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class PendingResult(Protocol):
         """Its result, once it has run.
 
         Raises:
-            StepFailedError: it came to nothing. The runner refuses all plans from there on up to a gap.
-            DeviceLostError: no step can run any more in this process.
+            StepFailedError: it failed. The runner refuses all later plans up to a gap in their numbers.
+            DeviceLostError: no more steps can run in this process.
         """
         ...
 
 
 class Executor(Protocol):
-    """Runs steps somewhere: here, in a thread, on other ranks."""
+    """Runs steps: in this thread, in another one, or on other ranks."""
 
     def submit(self, plan: StepPlan) -> PendingResult:
         """Start a step; raises what `PendingResult.wait` does."""
         ...
 
     def close(self) -> None:
-        """Free what it holds, once the steps that were submitted have run."""
+        """Free its resources, once the submitted steps have run."""
         ...
 
 
 class InlineExecutor:
-    """Launches each step in the calling thread. A device that works by itself computes it while the caller goes on."""
+    """Launches each step in the calling thread. A GPU computes it while the caller continues."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -63,25 +63,27 @@ class _Launched:
 class RunnerThread:
     """A thread that calls a runner, one call after the other.
 
-    It ends with this object, and a program that ends before waits for its calls: torch does not survive it if they go
-    on while the interpreter is taken down.
+    It ends with this object. A program that exits before waits for its calls: torch crashes if they run while the
+    interpreter shuts down.
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "quire-runner")
-        self._thread.submit(int)  # it starts now: Ctrl-C may interrupt `submit`, and a thread that starts is lost then
+        self._thread.submit(
+            int
+        )  # start it now: Ctrl-C may interrupt `submit`, and would lose a thread that is starting
 
     def submit(self, call: Callable[[], T]) -> Callable[[], T]:
-        """What waits for this call, and returns or raises as `attempt` does."""
+        """A function that waits for this call, and returns or raises as `attempt` does."""
         return self._thread.submit(attempt, call).result
 
     def close(self) -> None:
-        """Once all calls have ended."""
+        """End the thread once all calls have ended."""
         self._thread.shutdown()
 
 
 class ThreadExecutor:
-    """Runs each step in a thread of its own, one after the other: a CPU computes it while the caller goes on."""
+    """Runs steps in a separate thread, one after the other: a CPU computes them while the caller continues."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner, self._thread = runner, RunnerThread()
@@ -101,13 +103,13 @@ class _InThread:
 
 
 def now(call: Callable[[], T]) -> Callable[[], T]:
-    """The same as `RunnerThread.submit`, called at once in this thread; raises what that would raise later."""
+    """As `RunnerThread.submit`, but called at once in this thread; raises what that would raise later."""
     made = attempt(call)
     return lambda: made
 
 
 def attempt(call: Callable[[], T]) -> T:
-    """What the runner's `call` returns; any error of it is one of those that `PendingResult.wait` names."""
+    """The result of the runner's `call`; its errors become those of `PendingResult.wait`."""
     try:
         return call()
     except DeviceLostError:

@@ -1,4 +1,4 @@
-"""Decides when experts move between ranks (EPLB), and says it in the plans of steps."""
+"""Decides when experts move between ranks (EPLB), and puts moves into the plans of steps."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from quire.runner.expert_mover import Prepared
 logger = logging.getLogger(__name__)
 
 WORTH = 0.95
-"""A layer's experts are moved where the imbalance becomes at most so much of what it is."""
+"""A layer's experts are moved only if the imbalance shrinks at least to this share."""
 
 
 AHEAD = 2
-"""Steps before a look in which stages tell each other what experts have got: that has certainly run then."""
+"""How many steps before a look stages exchange their experts' loads, so that the exchange has certainly ended by
+then."""
 
 
 @dataclass(slots=True)
 class MoveStats:
-    """What was moved since the engine started.
+    """Moves since the engine started.
 
     Attributes:
         expert_moves: layers whose experts were moved.
         experts_moved: experts that ranks had to read.
-        expert_bytes_moved: of these.
-        expert_move_seconds: of the last move, from when it was decided to when it was in force.
-        expert_read_seconds: of the last move, what the slowest rank needed to read what is new to it.
-        imbalance_before, imbalance_after: of the last move, what the busiest rank had to do over the mean.
+        expert_bytes_moved: their bytes.
+        expert_move_seconds: time from the decision for the last move until it was in use.
+        expert_read_seconds: time the slowest rank took to read its new experts in the last move.
+        imbalance_before, imbalance_after: load of the busiest rank over the mean, before and after the last move.
     """
 
     expert_moves: int = 0
@@ -49,15 +50,15 @@ class MoveStats:
 
 
 class ExpertBalancer:
-    """Looks every so many steps at how many tokens each expert has got since, and moves experts, a layer at a time.
+    """Compares the experts' loads every `interval` steps, and moves experts, one layer at a time.
 
-    Ranks read what they will have while steps go on; once all have, all use it from the same step on. In a pipeline
-    the ranks of each stage share its experts, and stages tell each other what theirs have got shortly before a look.
+    Ranks read their new experts while steps go on; once all have read them, all use them from the same step on. In a
+    pipeline the ranks of each stage share its experts, and stages exchange their loads shortly before a comparison.
 
     Args:
         model: the first rank's.
-        prepared: what each rank has said last; another thread writes it.
-        interval: steps from one look to the next; 0: experts stay where they are.
+        prepared: each rank's last message; another thread writes it.
+        interval: steps between comparisons; 0: experts are never moved.
     """
 
     def __init__(self, model: Model, prepared: Sequence[Prepared | None], interval: int) -> None:
@@ -69,14 +70,14 @@ class ExpertBalancer:
         self._seen = self._loads()
         self._slots = dict.fromkeys(self._seen, first_slots(self._experts, model.expert_slots))  # by layer
         self._version = self._steps = 0
-        self._next_number: int | None = None  # of the next plan, unless steps are given up
-        self._queue: list[tuple[int, list[int]]] = []  # layers to look at, with their loads
+        self._next_number: int | None = None  # number of the next plan, unless steps are given up
+        self._queue: list[tuple[int, list[int]]] = []  # layers to consider, with their loads
         self._move: ExpertMove | None = None
-        self._began = 0.0  # when the move at hand was decided
+        self._began = 0.0  # when the current move was decided
         self._stats = MoveStats()
 
     def plan(self, plan: StepPlan, now: float) -> None:
-        """Completes the plan of a step that is about to be computed."""
+        """Add moves to the plan of a step that is about to run."""
         gap, self._next_number = plan.number != self._next_number, plan.number + 1
         self._steps += 1
         if self._interval and not self._queue and self._move is None and self._steps % self._interval == 0:
@@ -93,7 +94,7 @@ class ExpertBalancer:
         plan.expert_version = self._version
 
     def stats(self) -> dict[str, Any]:
-        """Counters, and how uneven the ranks' work is as experts lie now, by what tokens have asked for lately."""
+        """Counters, and the imbalance of ranks with the current placement and recent loads."""
         lately = zip(self._loads().values(), self._seen.values(), self._slots.values(), strict=True)
         uneven = [imbalance((now - then).tolist(), slots, self._ranks) for now, then, slots in lately]
         return asdict(self._stats) | {"rank_imbalance": max(uneven, default=1.0)}
@@ -107,7 +108,7 @@ class ExpertBalancer:
         self._seen = loads
 
     def _decided(self, layer: int, loads: Sequence[int]) -> ExpertMove | None:
-        """The move of this layer's experts that is worth it, if any."""
+        """The move of this layer's experts, if it is worth it."""
         before = self._slots[layer]
         after = balance(loads, len(before), self._ranks, self._groups, before=before)
         ratios = imbalance(loads, before, self._ranks), imbalance(loads, after, self._ranks)
@@ -117,7 +118,7 @@ class ExpertBalancer:
         return ExpertMove(self._version + 1, layer, list(after))
 
     def _carry_on(self, move: ExpertMove, now: float) -> None:
-        """The move that is at hand comes into force if it is time."""
+        """Use the current move once all ranks are prepared."""
         said = [prepared for prepared in self._prepared if prepared is not None and prepared.version == move.version]
         error = next((prepared.error for prepared in said if prepared.error), "")
         if error:

@@ -1,4 +1,4 @@
-"""A name for what tokens depend on: the checkpoint's content, and how and by what kernels it is computed."""
+"""Identifies what tokens depend on: the checkpoint's contents, and how and with which kernels it is computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.models.model import Model
 
 
 def parts(folder: Path, model: Model, kv_cache_dtype: str) -> dict[str, str]:
-    """Each of these by what it is called."""
+    """These, by name."""
     return {
         "checkpoint": content_hash(folder),
         "precision": model.precision,
@@ -21,6 +21,6 @@ def parts(folder: Path, model: Model, kv_cache_dtype: str) -> dict[str, str]:
 
 
 def system(folder: Path, model: Model, kv_cache_dtype: str = "auto") -> str:
-    """One short name for all of it, as responses carry it."""
+    """A short hash of them, as in responses."""
     text = "|".join(f"{name}={value}" for name, value in parts(folder, model, kv_cache_dtype).items())
     return "qr-" + blake3.blake3(text.encode()).hexdigest(length=8)

@@ -1,7 +1,7 @@
 """The client's side of the engine: from prompts to requests, and from updates to text.
 
-`LLM` and `AsyncLLM` share it, and a server will: it validates and tokenizes what comes in, splits a prompt
-into its `n` choices, turns tokens back into text step by step, finds stop strings, and keeps the outputs.
+`LLM`, `AsyncLLM` and the server use it: it validates and tokenizes prompts, splits a prompt into its `n` choices, turns
+tokens back into text step by step, finds stop strings, and keeps the outputs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or either in a dictionary as vLLM has it: `{"prompt": ...}`, `{"prompt_token_ids": ...}`."""
+"""Text, token ids, or either in a dictionary as in vLLM: `{"prompt": ...}`, `{"prompt_token_ids": ...}`."""
 
 _Plain = str | Sequence[int]
 
@@ -60,26 +60,26 @@ ID_LETTERS = string.ascii_letters + string.digits
 
 @dataclass(slots=True)
 class _Choice:
-    """One choice in flight: the core's request number, and its way back to text."""
+    """One choice in flight: its request number in the core, and its detokenizer."""
 
     request: int
     output: CompletionOutput
     detokenizer: Detokenizer | None
     parser: ReplyParser | None = None
-    stopped_by: str | None = None  # the stop string that was found
+    stopped_by: str | None = None  # the stop string found
     aborted: bool = False
     detokenize_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A prompt that was validated and tokenized, and nothing runs yet.
+    """A prompt that has been validated and tokenized, but does not run yet.
 
     Attributes:
-        max_tokens: how many the engine makes at most.
-        clamped_from: the `max_tokens` that was asked for, where the context did not hold it.
-        pooling: how the prompt is pooled; then no tokens are made.
-        reply: how the reply is to be read, of a chat.
+        max_tokens: most tokens to generate.
+        clamped_from: the requested `max_tokens`, if the context has no room for it.
+        pooling: how the prompt is pooled; then no tokens are generated.
+        reply: for a chat, the form of the reply.
     """
 
     text: str | None
@@ -93,14 +93,14 @@ class Prepared:
 
     @property
     def reasoning(self) -> ReasoningBudget | None:
-        """A bound on the reply's reasoning."""
+        """The limit on the reply's reasoning, if any."""
         tokens = self.params.thinking_token_budget
         return None if tokens is None or self.reply is None else self.reply.budget(tokens)
 
 
 @dataclass(slots=True)
 class _Live:
-    """A user's request, from its submission until its reader has its last output: so long its id is in use."""
+    """A user's request, from its submission until its last output was returned; its id is in use for that time."""
 
     output: RequestOutput
     prepared: Prepared
@@ -108,7 +108,7 @@ class _Live:
     owner: str = ""
     choices: list[_Choice] = field(default_factory=list)
     stats: dict[int, RequestStats] = field(default_factory=dict)  # by choice
-    dropped: bool = False  # it is not read any more
+    dropped: bool = False  # nobody reads it
 
 
 class Frontend:
@@ -118,11 +118,11 @@ class Frontend:
         tokenizer: None for a checkpoint without one: then prompts are token ids and outputs have no text.
         defaults: the checkpoint's sampling defaults.
         add: queues a request in the engine.
-        abort: ends one there, given its number and a reason; returns the terminal update where the engine is
-            in this process, and nothing where it comes later.
-        first_number: requests are numbered from here on.
-        compile: checks what outputs must look like, see `Grammars.compile`; None: that was done elsewhere.
-        causal: see `ModelSizes`: else prompts are embedded, and nothing else.
+        abort: ends a request there, given its number and a reason; returns its last update if the engine is in this
+            process, and nothing if it comes later.
+        first_number: the first request's number.
+        compile: checks required forms of outputs, see `Grammars.compile`; None: that is done elsewhere.
+        causal: see `ModelSizes`; if false, prompts can only be embedded.
     """
 
     def __init__(
@@ -171,10 +171,10 @@ class Frontend:
         bad_words: list[list[int]],
         reply: ReplyForm | None = None,
     ) -> Prepared:
-        """Check a prompt that is tokenized. `max_tokens` is clamped to what the context has left.
+        """Check a tokenized prompt. `max_tokens` is clamped to the rest of the context.
 
         Args:
-            reply: how the reply is to be read, of a chat.
+            reply: for a chat, the form of the reply.
 
         Raises:
             RequestError: one of its kinds, for whatever is wrong with the prompt or its parameters.
@@ -211,7 +211,7 @@ class Frontend:
         least = max(params.min_tokens, 0 if asked == 0 else 1)
         if least > room:
             size, completion = len(token_ids), least if asked is None else asked
-            raise PromptTooLongError(  # the first sentence is OpenAI's: clients look for its words
+            raise PromptTooLongError(  # the first sentence is OpenAI's, which clients look for
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
                 f"{size + completion} tokens ({size} in the prompt, {completion} in the completion); "
                 f"shorten the prompt, {'lower min_tokens, ' if params.min_tokens > 1 else ''}or raise max_model_len",
@@ -222,10 +222,10 @@ class Frontend:
         return Prepared(text, token_ids, params, max_tokens, bad_words, clamped_from, reply=reply)
 
     def pooled(self, prompt: Prepared, pooling: PoolingParams) -> Prepared:
-        """A prompt that is checked, to be pooled.
+        """Check a prompt to be pooled.
 
         Raises:
-            RequestError: it asks for tokens, too, or labels are not tokens of the vocabulary.
+            RequestError: it also asks for tokens, or labels are not in the vocabulary.
         """
         if prompt.max_tokens or prompt.params.n != 1:
             raise SamplingParamsError("a pooled prompt generates no tokens; set max_tokens=0 and n=1")
@@ -246,16 +246,16 @@ class Frontend:
         params: Sequence[SamplingParams | None],
         replies: Sequence[ReplyForm | None] | None = None,
     ) -> list[Prepared]:
-        """Check and tokenize prompts, all of them before any may run; an error's `index` says which is bad.
+        """Check and tokenize prompts, all of them before any may run; an error's `index` is the prompt's.
 
         Args:
-            replies: how replies are to be read, of chats.
+            replies: for chats, the forms of the replies.
         """
         plain = [_at(index, functools.partial(_plain, prompt)) for index, prompt in enumerate(prompts)]
         try:
             encoded = self._encode(plain)
         except RequestError:
-            for index, prompt in enumerate(plain):  # the batch does not tell which one it was
+            for index, prompt in enumerate(plain):  # the batch's error does not say which one it was
                 _at(index, functools.partial(self._encode, [prompt]))
             raise
         replies = replies or [None] * len(prompts)
@@ -263,7 +263,7 @@ class Frontend:
         return [_at(index, functools.partial(self._check, *check)) for index, check in checks]
 
     def _encode(self, prompts: Sequence[_Plain]) -> list[list[int]]:
-        """Token ids; texts are encoded in one batch, which does not hold the interpreter's lock."""
+        """The prompts' token ids. Texts are encoded in one batch, which releases the GIL."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if texts and self.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json; give prompts as lists of token ids")
@@ -284,7 +284,7 @@ class Frontend:
         return self.check(text, token_ids, params, self._bad_words(params), reply)
 
     def _with_defaults(self, params: SamplingParams) -> SamplingParams:
-        """Unset fields from the checkpoint, and a seed where there is none."""
+        """Fill in unset fields from the checkpoint, and a seed if there is none."""
         base = self.default_params
         params = params.resolved({name: getattr(base, name) for name in SamplingParams.__struct_fields__})
         return params if params.seed is not None else replace(params, seed=secrets.randbits(63))
@@ -320,18 +320,18 @@ class Frontend:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
             choice = self._choice(number, completion, prepared)
             live.choices.append(choice)
-            self._add(self._request(live, choice, now))  # the first refuses what all would
+            self._add(self._request(live, choice, now))  # if all are refused, the first one is
             output.outputs.append(choice.output)
             self._by_request[number] = (live, choice)
         self._live[request_id] = live
         return output
 
     def _request(self, live: _Live, choice: _Choice, now: float) -> Request:
-        """What the engine gets, with what the choice has so far."""
+        """The engine's request, with what the choice has so far."""
         prepared, output = live.prepared, choice.output
         params, index, scored = prepared.params, output.index, live.output.prompt_logprobs
         if index and params.prompt_logprobs is not None:
-            params = replace(params, prompt_logprobs=None)  # the choices share them: one computes them
+            params = replace(params, prompt_logprobs=None)  # the choices share them, so one computes them
         return Request(
             choice.request,
             prepared.token_ids,
@@ -371,7 +371,7 @@ class Frontend:
         return _Choice(number, completion, Detokenizer(self.tokenizer, prepared.params, parser), parser)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request; one that is not there is ignored. Returns its output, if it has ended by that."""
+        """End a request; an unknown one is ignored. Returns its output, if that ended it."""
         live = self._live.get(request_id)
         updates: list[RequestUpdate] = []
         for choice in live.choices if live else ():
@@ -381,10 +381,10 @@ class Frontend:
         return self.absorb(updates)
 
     def drop(self, output: RequestOutput) -> None:
-        """This output is not read any more. What still runs of it is ended, and its id is free when that is done."""
+        """Nobody reads this output any more: what still runs of it is ended, and its id is free after that."""
         live = self._live.get(output.request_id)
         if live is None or live.output is not output:
-            return  # it was read to its end
+            return  # its last output was returned
         live.dropped = True
         if output.finished:
             del self._live[output.request_id]
@@ -392,11 +392,11 @@ class Frontend:
             self.abort(output.request_id)
 
     def resume(self, numbers: Container[int] | None = None) -> tuple[list[Request], list[RequestOutput]]:
-        """After the engine's death: what a new one must go on with, and outputs that changed because they were
-        being ended: a choice after a stop string, or one that was aborted, has all it needs.
+        """After the engine's death: the requests for a new one, and outputs that ended now, since they were being ended
+        (after a stop string or an abort) and lack nothing.
 
         Args:
-            numbers: the requests that it had; None: all.
+            numbers: the requests of that engine; None: all.
         """
         requests, ended = [], []
         for number, (live, choice) in self._by_request.items():
@@ -419,21 +419,21 @@ class Frontend:
 
     @property
     def idle(self) -> bool:
-        """No request is in flight."""
+        """Whether no request is in flight."""
         return not self._by_request
 
     def hand_out(self, output: RequestOutput) -> RequestOutput:
-        """The output as it goes to its reader: what comes after begins new deltas. After the last, its id is free."""
+        """Mark an output as returned to its reader: later text starts new deltas. After the last, its id is free."""
         live = self._live.get(output.request_id)
         if output.finished and live is not None and live.output is output:
             del self._live[output.request_id]
         return output.hand_out()
 
     def absorb(self, updates: list[RequestUpdate]) -> list[RequestOutput]:
-        """Bring outputs up to date; returns those that changed and have a reader, each once.
+        """Apply updates to the outputs; returns those that changed and have a reader, each once.
 
-        A choice that a stop string ended counts as finished when the engine has ended it too, so that there is
-        one end, with its metrics. Deltas grow until the output is handed out.
+        A choice that a stop string ended is finished when the engine has ended it, too, so that there is one end, with
+        its metrics. Deltas grow until the output is returned.
         """
         changed: dict[str, _Live] = {}
         queue = list(updates)
@@ -457,19 +457,19 @@ class Frontend:
         return [live.output for live in changed.values() if not live.dropped]
 
     def _fail(self, choice: _Choice, error: Exception) -> list[RequestUpdate]:
-        """End one choice, of which something cannot be made; all others go on."""
+        """End one choice whose output cannot be made; the others continue."""
         why = f": {error}" if isinstance(error, TokenizerFailedError) else ""
         choice.output.finish_reason, choice.output.error = "error", f"the output of this request could not be made{why}"
         self._by_request.pop(choice.request, None)
         return self._abort(choice.request, "abort")
 
     def _apply(self, live: _Live, choice: _Choice, update: RequestUpdate) -> list[RequestUpdate]:
-        """Take in one update; returns the updates that ending the choice gave."""
+        """Apply one update; returns the updates from ending the choice."""
         output = choice.output
         if update.prompt_logprobs and live.output.prompt_logprobs is not None:
             live.output.prompt_logprobs += [self._logprobs(entry) for entry in update.prompt_logprobs]
         live.output.pooled = update.pooled
-        if output.index == 0 and not output.token_ids:  # later, on a new engine, its own tokens might be cached too
+        if output.index == 0 and not output.token_ids:  # later, on a new engine, its own tokens might be cached, too
             live.output.cached_tokens = update.cached_tokens
         stopped_before = choice.stopped_by is not None
         if not stopped_before:
@@ -481,7 +481,7 @@ class Frontend:
         return []
 
     def _append(self, choice: _Choice, update: RequestUpdate) -> None:
-        """Tokens, their text, and log-probabilities, up to the end of a stop string."""
+        """Append tokens, their text and log-probabilities, up to the end of a stop string."""
         output, kept = choice.output, len(update.tokens)
         if choice.detokenizer is not None:
             begin = time.perf_counter()
@@ -500,7 +500,7 @@ class Frontend:
         if update.logprobs is not None and output.logprobs is not None:
             entries = update.logprobs[:kept]
             output.logprobs += [self._logprobs(entry) for entry in entries]
-            for entry in entries:  # one by one: the sum must not depend on how many came at once
+            for entry in entries:  # one by one, since the sum must not depend on how many came at once
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry.values[0]
 
     def _finish(self, live: _Live, choice: _Choice, update: RequestUpdate) -> None:
@@ -518,7 +518,7 @@ class Frontend:
             live.stats[output.index] = update.stats
 
     def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """The token that stands there, then the best ones, by id."""
+        """The token at that position, then the best ones, by id."""
         text = self.tokenizer.token_text if self.tokenizer else (lambda token: None)
         result: dict[int, Logprob] = {}
         for token, value, rank in zip(entry.ids, entry.values, entry.ranks, strict=True):
@@ -527,7 +527,7 @@ class Frontend:
 
 
 def _at(index: int, check: Callable[[], T]) -> T:
-    """What a check of one prompt of a list gives; its error says which prompt it was."""
+    """The result of a check of one prompt in a list; its error has the prompt's index."""
     try:
         return check()
     except RequestError as error:
@@ -535,17 +535,17 @@ def _at(index: int, check: Callable[[], T]) -> T:
 
 
 def _call_id(prepared: Prepared, choice: int, number: int) -> str:
-    """The id of a tool call: the same wherever the request runs, and another one in another turn of a chat."""
+    """The id of a tool call: it does not depend on where the request runs, and differs between turns of a chat."""
     told = repr((prepared.token_ids, prepared.params.seed, choice, number)).encode()
     value = int.from_bytes(hashlib.blake2b(told, digest_size=16).digest())
     return "".join(ID_LETTERS[value // len(ID_LETTERS) ** place % len(ID_LETTERS)] for place in range(ID_LENGTH))
 
 
 def _plain(prompt: Prompt) -> _Plain:
-    """What a dictionary holds. Where it has both, token ids count, and the text is what they stand for.
+    """The prompt in a dictionary. If it has both, token ids are used, and the text is taken as theirs.
 
     Raises:
-        RequestError: it has neither, or something else that would be ignored.
+        RequestError: it has neither, or a field that would be ignored.
     """
     if not isinstance(prompt, Mapping):
         return prompt
@@ -578,7 +578,7 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
 
 
 def _metrics(stats: Mapping[int, RequestStats]) -> RequestMetrics:
-    """Times of the first choice, counts of all."""
+    """Metrics: times of the first choice, counts of all choices."""
     first = stats.get(0) or next(iter(stats.values()), None)
     if first is None:
         return RequestMetrics()

@@ -1,8 +1,8 @@
-"""Ranks on other machines: here, each looks like one of this machine. A thread carries what their links say, and what
-they and the ranks here write into the memory that each machine has for itself (`Mirror`), from machine to machine.
+"""Ranks on other machines, which look like local ones here. A thread forwards their links' messages, and what ranks
+write into the memory that each machine has a copy of (`Mirror`), between machines.
 
-All connections are to the first machine, which passes on what others are to have; so there is one port, and a machine
-that is gone is one connection that ends.
+All connections are to the first machine, which relays between the others; so there is one port, and a lost machine is
+one connection that ends.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 18
-"""Bytes of a link that are carried at a time."""
+"""Bytes of a link that are forwarded at a time."""
 
 LOOK_SECONDS = 1.0
-"""Between looks at those who are to join."""
+"""Interval between checks of machines that are joining."""
 
 EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
@@ -62,8 +62,8 @@ class _Host:
     """A machine that has joined.
 
     Attributes:
-        peer: what its messages begin with. descriptor: of the connection.
-        ranks: as many as it brings; which ones is known when all have joined.
+        peer: the first frame of its messages. descriptor: the connection's.
+        ranks: how many it contributes; which ones is known when all have joined.
     """
 
     def __init__(self, peer: bytes, descriptor: int, hello: Hello, address: str, ranks: int) -> None:
@@ -93,7 +93,7 @@ class Hosts:
         self._address = Address(config.master_addr, config.master_port)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._hosts: dict[bytes, _Host] = {}
-        self._tunnels: dict[int, socket.socket] = {}  # by rank: the end that stands for its process
+        self._tunnels: dict[int, socket.socket] = {}  # by rank: the end that represents its process
         self._processes: dict[int, RemoteRank] = {}
         self._mirrors: dict[int, Mirror] = {}
         self._handlers: dict[object, Callable[[], None]] = {}
@@ -132,10 +132,10 @@ class Hosts:
     # -- until all have joined -----------------------------------------------------------------------------------
 
     def wait_joined(self, report: OnLoad) -> None:
-        """Until there are as many machines as were asked for.
+        """Wait until all machines have joined.
 
         Raises:
-            ConfigError: too few have come in time.
+            ConfigError: too few have joined in time.
         """
         others, seconds = self._config.nnodes - 1, self._config.join_timeout_s
         how = f"quire rank --join {self._address} --token-file FILE"
@@ -186,7 +186,7 @@ class Hosts:
     # -- with all of them ----------------------------------------------------------------------------------------
 
     def start(self, starts: Sequence[RankStart], machine: Machine) -> list[tuple[socket.socket, RemoteRank]]:
-        """Have the others start their ranks; of each, an end of its link, and its process."""
+        """Start the ranks on the other machines; returns an end of each one's link, and its process."""
         made = []
         self._mirrors = machine.mirrors
         for host in self._hosts.values():
@@ -220,20 +220,20 @@ class Hosts:
                 self._lose(host, "was let go")
 
     def _tell(self) -> None:
-        """Tell others what ranks of this machine have brought; for what they bring after this the bell rings."""
+        """Send the others what ranks of this machine have written. The bell rings for what they write after this."""
         for group, mirror in self._mirrors.items():
             mirror.doze()
             for rank, news in mirror.news():
                 self._pass_on(Written(group, rank), news)
 
     def _pass_on(self, what: Written, news: bytes | bytearray | memoryview, source: _Host | None = None) -> None:
-        """To all machines that have ranks of the group, but where it comes from."""
+        """Send to all machines with ranks of the group, except the one it comes from."""
         for host in self._hosts.values():
             if host is not source and meets(host.ranks, self._groups[what.group]):
                 self._send(host.peer, what, news)
 
     def _carry(self, rank: int) -> None:
-        """What this side has written into a rank's link."""
+        """Forward what this side has written into a rank's link."""
         data = received(self._tunnels[rank])
         peer = next((host.peer for host in self._hosts.values() if rank in host.ranks), None)
         if peer is not None:
@@ -250,7 +250,7 @@ class Hosts:
     # -- what comes ----------------------------------------------------------------------------------------------
 
     def _turn(self, seconds: float) -> None:
-        """Wait for something to come, and take it in: first who is gone, as others may get that descriptor."""
+        """Wait for messages and handle them: lost machines first, since others may get their descriptors."""
         ready = dict(self._poller.poll(int(seconds * 1000)))
         for source, call in [*self._handlers.items()]:
             if source in ready and source in self._handlers:
@@ -312,14 +312,14 @@ class Hosts:
             self._processes[message.rank].ended(*how_it_ended(message.code, message.out_of_memory))
             self._end_of_link(message.rank)
         elif tunnel := self._tunnels.get(message.rank):
-            with contextlib.suppress(OSError):  # this side has closed it
+            with contextlib.suppress(OSError):  # closed by this side
                 tunnel.sendall(body)
 
     def _send(self, peer: bytes, message: FromFirst, body: bytes | bytearray | memoryview = b"") -> None:
         self._socket.send_multipart([peer, msgspec.msgpack.encode(message), body], zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Let the other machines go; they wait for the next engine."""
+        """Release the other machines, which wait for the next engine."""
         self._stop.set()
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
@@ -335,12 +335,12 @@ class Hosts:
 
 
 def named(ranks: range) -> str:
-    """For people."""
+    """The machine, for messages."""
     return f"rank {ranks.start}" if len(ranks) == 1 else f"ranks {ranks.start} to {ranks.stop - 1}"
 
 
 def received(link: socket.socket) -> bytes:
-    """What has come; nothing: it is closed."""
+    """The bytes that have arrived; empty if it is closed."""
     try:
         return link.recv(CHUNK)
     except OSError:
@@ -348,6 +348,6 @@ def received(link: socket.socket) -> bytes:
 
 
 def emptied(bell: int) -> None:
-    """Whoever rang is looked for anyway."""
+    """Drain the bell; all ranks are checked anyway."""
     with contextlib.suppress(BlockingIOError):
         os.read(bell, 8)

@@ -1,7 +1,7 @@
-"""Ctrl-C while an engine is driven in the calling thread: it waits for the end of a step, so none is left half-way.
+"""Ctrl-C while an engine is driven in the calling thread waits for the end of a step, so that none is left half-done.
 
-A second one does not wait. But it comes through only where that does no harm: while a step is computed, not while books
-are written.
+A second one does not wait, but takes effect only where that does no harm: while a step is computed, not while
+bookkeeping changes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 
 class Interrupts:
-    """Holds SIGINT back from what must come to its end. Belongs to one thread, as what it guards does."""
+    """Delays SIGINT during what must not be interrupted. Belongs to one thread, as what it guards does."""
 
     def __init__(self) -> None:
-        self._handler: Callable[[int, FrameType | None], Any] | None = None  # whose signals are held
+        self._handler: Callable[[int, FrameType | None], Any] | None = None  # the thread whose signals are delayed
         self._num_held = 0
         self._open = False
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Ctrl-C takes effect at the end, or when `deliver` is called; within another one, when that one's does."""
+        """Ctrl-C takes effect at the end, or when `deliver` is called; if nested, at the outer end."""
         before = signal.getsignal(signal.SIGINT)
-        # Only the main thread is interrupted by signals, and only where Python handles them.
+        # Signals only interrupt the main thread, and only if Python handles them.
         if self._handler is not None or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -49,14 +49,14 @@ class Interrupts:
             self.deliver()
 
     def deliver(self) -> None:
-        """What was held back so far takes effect now."""
+        """Let a delayed Ctrl-C take effect now."""
         if self._handler is not None and self._num_held:
             self._num_held, self._open = 0, False
             self._handler(signal.SIGINT, None)
 
     @contextlib.contextmanager
     def second_comes_through(self) -> Iterator[None]:
-        """Within, a second Ctrl-C takes effect at once, be it pressed now or before."""
+        """Inside, a second Ctrl-C takes effect at once, even if it was pressed before."""
         self._open = True
         try:
             if self._num_held > 1:

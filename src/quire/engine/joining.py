@@ -1,4 +1,4 @@
-"""A machine that brings ranks to an engine on another one: see `hosts.py` for the other side."""
+"""A machine that contributes ranks to an engine on another one; `hosts.py` is the other side."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from quire.engine.rank import RankStart
 from quire.errors import ConfigError
 
 RETRY_SECONDS = 0.5
-"""Between attempts to connect."""
+"""Interval between attempts to connect."""
 
 ENDS = zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED
 REFUSING = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 REFUSALS = 3
-"""So many handshakes in a row that fail are no accident, such as an engine that ends meanwhile."""
+"""After this many failed handshakes in a row the token is wrong; fewer may come from an engine that ends meanwhile."""
 
 LEAVE_SECONDS = 2.0
-"""A rank that has not left so long after its engine is killed."""
+"""How long a rank may take to exit after its engine, before it is killed."""
 
 
 class Joining:
-    """Brings ranks of this machine to the engine at an address.
+    """Contributes ranks of this machine to the engine at an address.
 
     Args:
-        address: of the first machine.
+        address: the first machine's.
         token: see `read_token`.
         ranks: how many; 0: as many as the first machine says.
-        model: the checkpoint's folder here; "": what the engine's options name.
-        tell: told, for people, what happens.
+        model: the checkpoint's folder here; "": the one in the engine's options.
+        tell: called with messages for the user.
     """
 
     def __init__(self, address: Address, token: bytes, ranks: int, model: str, tell: Callable[[str], None]) -> None:
@@ -82,7 +82,7 @@ class Joining:
             context.destroy(linger=200)
 
     def _connected(self, context: Context) -> tuple[Socket, Socket]:
-        """A connection to an engine, once there is one, and what tells of its end."""
+        """A connection to an engine, once there is one, and the monitor that reports its end."""
         self._tell(f"looking for an engine at {self._address}")
         refusals = 0
         while True:
@@ -119,7 +119,7 @@ class Joining:
 
 
 def _messages(connection: Socket, monitor: Socket) -> Iterator[tuple[FromFirst, memoryview]]:
-    """What the first machine says, until the connection ends."""
+    """The first machine's messages, until the connection ends."""
     poller = zmq.Poller()
     poller.register(connection, zmq.POLLIN)
     poller.register(monitor, zmq.POLLIN)
@@ -132,16 +132,16 @@ def _messages(connection: Socket, monitor: Socket) -> Iterator[tuple[FromFirst, 
 
 
 def _message(connection: Socket, flags: int = 0) -> tuple[FromFirst, memoryview]:
-    """The next message. Raises zmq.Again with `zmq.NOBLOCK`, where there is none."""
+    """The next message. With `zmq.NOBLOCK`, raises zmq.Again if there is none."""
     head, body = connection.recv_multipart(flags, copy=False)
     return msgspec.msgpack.decode(head.buffer, type=FromFirst), body.buffer
 
 
 class _Session:
-    """The ranks of this machine, while there is their engine.
+    """The ranks of this machine, for one engine.
 
     Args:
-        timeout: seconds after which an engine that says nothing is lost, or a rank that does not listen.
+        timeout: seconds after which a silent engine, or a rank that does not read, is regarded as lost.
     """
 
     def __init__(self, machine: Machine, connection: Socket, timeout: float) -> None:
@@ -160,7 +160,7 @@ class _Session:
         self._machine.all_started()
 
     def run(self, monitor: Socket) -> None:
-        """Until the engine ends, or is lost."""
+        """Run until the engine ends, or is lost."""
         self._poller.register(self._connection, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         if self._machine.bell >= 0:
@@ -183,27 +183,27 @@ class _Session:
                 return
 
     def _tell(self) -> None:
-        """Tell others what ranks of this machine have brought; for what they bring after this the bell rings."""
+        """Send the others what ranks of this machine have written. The bell rings for what they write after this."""
         for group, mirror in self._machine.mirrors.items():
             mirror.doze()
             for rank, news in mirror.news():
                 self._send(Written(group, rank), news)
 
     def _take_in(self) -> None:
-        """All that the first machine has said."""
+        """Handle all messages of the first machine."""
         with contextlib.suppress(zmq.Again):
             while True:
                 message, body = _message(self._connection, zmq.NOBLOCK)
                 if isinstance(message, Written):
                     self._machine.mirrors[message.group].bring(message.rank, body)
                 elif isinstance(message, Carried) and (link := self._links.get(message.rank)):
-                    with contextlib.suppress(OSError):  # it has ended, or hangs: others wait for it, and are told so
+                    with contextlib.suppress(OSError):  # it has ended or hangs: tell the others, which wait for it
                         link.sendall(body) if len(body) else link.shutdown(socket.SHUT_RDWR)
                 elif isinstance(message, Refused):
                     raise ConfigError(message.message)
 
     def _carry(self, rank: int, link: socket.socket) -> None:
-        """What a rank has said; or that it has ended."""
+        """Forward a rank's message, or its end."""
         if data := received(link):
             self._send(Carried(rank), data)
             return
@@ -213,11 +213,11 @@ class _Session:
         self._send(Exited(rank, code, out_of_memory_kills() > self._out_of_memory))
 
     def _send(self, message: ToFirst, body: bytes | bytearray = b"") -> None:
-        with contextlib.suppress(zmq.Again):  # the connection has ended, as the monitor will say
+        with contextlib.suppress(zmq.Again):  # the connection has ended, as the monitor will report
             self._connection.send_multipart([msgspec.msgpack.encode(message), body], zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Let all ranks leave, or end them."""
+        """Stop all ranks, or kill them."""
         for link in self._links.values():
             link.close()
         end = time.monotonic() + LEAVE_SECONDS
@@ -227,7 +227,7 @@ class _Session:
 
 
 def _code_of(process: subprocess.Popen[bytes], seconds: float = LEAVE_SECONDS) -> int:
-    """How a rank ended that does not answer any more; after so many seconds it is killed."""
+    """How an unresponsive rank ended; it is killed after this many seconds."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Messages between the first rank and another one, over a pair of sockets: a length, and so many bytes."""
+"""Messages between the first rank and another one, over a socket pair: a length, and that many bytes."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ LENGTH_BYTES = 4
 
 
 class Loaded(msgspec.Struct, tag=True):
-    """This rank's part of the model is there. `kernels`: what computes it, see `Kernels.describe`."""
+    """This rank's part of the model is loaded. `kernels`: see `Kernels.describe`."""
 
     kernels: str
 
 
 class Measure(msgspec.Struct, tag=True):
-    """All ranks have loaded: how much memory is free now?"""
+    """All ranks have loaded: report the free memory."""
 
 
 class Begin(msgspec.Struct, tag=True):
-    """Make the KV blocks that the first rank has planned, and take plans of steps; `kv_key`: see `start_runner`."""
+    """Allocate the KV blocks that the first rank has planned, and accept plans; `kv_key`: see `start_runner`."""
 
     plan: MemoryPlan
     kv_key: bytes
 
 
 class Ready(msgspec.Struct, tag=True):
-    """This rank takes plans."""
+    """This rank accepts plans."""
 
 
 class Failed(msgspec.Struct, tag=True):
-    """This rank cannot start. `known`: the message is for users."""
+    """This rank cannot start. `known`: whether the message is for users."""
 
     message: str
     known: bool
 
 
 class Computed(msgspec.Struct, tag=True):
-    """What the requests of a replica got from the plan of this number; None: it was not computed, `error` says why."""
+    """A replica's result of the plan with this number; None if it was not computed, and `error` says why."""
 
     number: int
     result: StepResult | None
@@ -50,7 +50,9 @@ class Computed(msgspec.Struct, tag=True):
 
 
 class Timed(msgspec.Struct, tag=True):
-    """When this rank computed the plan of this number, by its machine's monotonic clock; -1: a slot without a plan."""
+    """When this rank computed the plan with this number, on its machine's monotonic clock; -1: a slot without a
+    plan.
+    """
 
     number: int
     begin: float
@@ -68,10 +70,10 @@ class Link:
         self._message, self._sent = b"", [0]  # the last one, and how many bytes of it each call has sent
 
     def send(self, payload: bytes) -> None:
-        """Send a message. One that was interrupted, as by Ctrl-C, is sent to its end before the next one.
+        """Send a message. One that was interrupted, as by Ctrl-C, is completed before the next one.
 
         Raises:
-            OSError: the other end is gone, or does not read for as long as the socket waits.
+            OSError: the other end is gone, or does not read within the socket's timeout.
         """
         self._finish()
         self._message, self._sent = len(payload).to_bytes(LENGTH_BYTES, "little") + payload, [0]
@@ -79,11 +81,11 @@ class Link:
 
     def _finish(self) -> None:
         while (sent := sum(self._sent)) < len(self._message):
-            # One call sends and notes how much it was, so that an interrupt comes before both or after both.
+            # One call sends and records how much, so that an interrupt comes before both or after both.
             self._sent.extend(map(self.socket.send, [memoryview(self._message)[sent:]]))
 
     def receive(self) -> bytes | None:
-        """The next message; None: the other end was closed, or stands still in the middle of one."""
+        """The next message; None if the other end was closed, or stopped in the middle of one."""
         head = self._read(LENGTH_BYTES)
         return None if head is None else self._read(int.from_bytes(head, "little"))
 

@@ -1,4 +1,4 @@
-"""A model and what drafts for it, as an engine's options ask for them: the same on every rank."""
+"""Loads a model and its drafter, as an engine's options say; the same on every rank."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from quire.runner.start import OnLoad
 from quire.speculate.methods import make_speculation
 
 EARLIER = 0.8
-"""Of `collective_timeout_s`: those who share layers find sooner than the others which of them does not answer."""
+"""Share of `collective_timeout_s` for ranks that share layers, so that they notice a silent one before the others."""
 
 
 def contents(config: EngineConfig, path: Path) -> dict[str, str]:
-    """A hash of each checkpoint that ranks read, by the option that names it; `path`: the model's folder."""
+    """A hash of each checkpoint that ranks read, by its option; `path`: the model's folder."""
     found, spec = {"model": content_hash(path)}, config.speculation
     if spec is not None and spec.model is not None:
         found["speculative_config"] = content_hash(resolve(spec.named_model()))
@@ -37,10 +37,10 @@ def contents(config: EngineConfig, path: Path) -> dict[str, str]:
 
 
 def check_contents(config: EngineConfig, path: Path, expected: Mapping[str, str]) -> None:
-    """Whether a rank's checkpoints are those of the first one.
+    """Check that a rank's checkpoints are the first rank's.
 
     Raises:
-        ConfigError: one is another.
+        ConfigError: one differs.
     """
     for name, found in contents(config, path).items() if expected else ():
         if found != expected[name]:
@@ -64,9 +64,9 @@ def join(
     """A rank's place among all ranks, and among those that share its layers, see `Model`.
 
     Args:
-        memory, stage_memory: of the two, see `SharedGroup`; the second only where both kinds are more than one.
-        store: see `TorchGroup`; -1: the device is the CPU.
-        bytes: of the largest matrix.
+        memory, stage_memory: of these two groups, see `SharedGroup`; the second only with several ranks of both kinds.
+        store: see `TorchGroup`; -1 on a CPU.
+        bytes: bytes of the largest matrix.
         bell: see `SharedGroup`.
 
     Raises:
@@ -96,7 +96,7 @@ def load(
     open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
     proposer: Proposer | None = None,
 ) -> tuple[Model, Speculation | None]:
-    """The model, or this rank's part of it, and what drafts; `stage`: see `Model`.
+    """The model, or this rank's part of it, and its drafter; `stage`: see `Model`.
 
     Raises:
         ConfigError, CheckpointError: and what derives from them.
@@ -131,11 +131,11 @@ def load(
 
 
 def for_whole_prompts(config: EngineConfig) -> EngineConfig:
-    """The options of an engine whose model's tokens see those that follow them: each prompt is one span, nothing of it
-    is computed before, and no other one may go on from it.
+    """Options for a model with bidirectional attention: each prompt is one span, computed at once, without prefix
+    caching.
 
     Raises:
-        ConfigError: an option has no meaning then.
+        ConfigError: an option cannot be used then.
     """
     if config.speculation is not None:
         raise ConfigError(
@@ -145,7 +145,7 @@ def for_whole_prompts(config: EngineConfig) -> EngineConfig:
 
 
 def open_grammars(path: Path, vocab_size: int) -> Grammars:
-    """What compiles grammars for a model; its tokenizer is loaded when the first one comes."""
+    """The grammar compiler of a model; its tokenizer is loaded with the first grammar."""
 
     def vocabulary() -> Vocabulary | None:
         from quire.text.tokenizer import Tokenizer
@@ -157,10 +157,10 @@ def open_grammars(path: Path, vocab_size: int) -> Grammars:
 
 
 def sampling_defaults(path: Path) -> dict[str, Any]:
-    """What unset sampling parameters mean, as a checkpoint's `generation_config.json` says.
+    """Defaults of sampling parameters, from a checkpoint's `generation_config.json`.
 
     Raises:
-        ModelConfigError: it says what is not allowed.
+        ModelConfigError: a value is not allowed.
     """
     file = path / "generation_config.json"
     defaults = Fields.read(file).picked(NEUTRAL)

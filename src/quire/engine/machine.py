@@ -1,4 +1,4 @@
-"""The ranks of one machine: what they have in common, and how they are started."""
+"""The ranks of one machine: what they share, and how they are started."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from quire.ops.memory import shared
 from quire.ops.threads import usable_threads
 
 MESSAGE_BYTES = 1 << 20
-"""Of a `SharedGroup` whose matrices stay on devices: room for what ranks tell each other."""
+"""Size of a `SharedGroup` whose matrices stay on devices: room for messages between ranks."""
 
 
 def groups_of(config: EngineConfig) -> list[range]:
-    """The ranks of each group that gathers: all; then those of each stage, where both kinds are more than one."""
+    """The ranks of each group: all, and those of each stage, if there are several of both kinds."""
     size, width = config.num_ranks, config.tensor_parallel_size
     return [range(size), *(range(first, first + width) for first in range(0, size, width) if 1 < width < size)]
 
 
 def check_gpus(config: EngineConfig, found: int) -> None:
-    """Whether ranks can run on the GPUs of this machine, of which so many were found: each has one of its own.
+    """Check that ranks can run on this machine's GPUs, one each.
 
     Raises:
-        ConfigError: there are too few, or ranks are to share the work in a way that only CPUs do so far.
+        ConfigError: there are too few, or the work would be shared in a way that only works on CPUs so far.
     """
     others = {
         f"pipeline_parallel_size={config.pipeline_parallel_size}": config.pipeline_parallel_size > 1,
@@ -55,7 +55,7 @@ def check_gpus(config: EngineConfig, found: int) -> None:
 
 
 def meets(some: range, others: range) -> bool:
-    """Whether there is a rank in both."""
+    """Whether a rank is in both."""
     return some.start < others.stop and others.start < some.stop
 
 
@@ -64,14 +64,14 @@ class Machine:
 
     Args:
         config: the engine's options.
-        own: which of all ranks are here.
+        own: the ranks of this machine.
         matrix_bytes: see `SharedGroup`.
 
     Attributes:
         bell: see `SharedGroup`.
-        mirrors: of the groups that have ranks elsewhere, by number.
-        threads: of each rank here.
-        host_memory: descriptor of the host tier's memory, which belongs to the caller; -1: there is none.
+        mirrors: mirrors of groups with ranks on other machines, by number.
+        threads: threads per rank.
+        host_memory: descriptor of the host tier's memory, which belongs to the caller; -1 if there is none.
 
     Raises:
         ConfigError: see `SharedGroup`.
@@ -98,10 +98,10 @@ class Machine:
         return self._memories[0], self._memories.get(1 + rank // self._width, -1), self._store
 
     def start(self, start: RankStart) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-        """A rank's process, and this end of its link.
+        """Start a rank; returns its process, and this end of its link.
 
         Raises:
-            OSError: the system does not start it.
+            OSError: it cannot be started.
         """
         memory, stage_memory, store = self.memories(start.rank)
         own, other = socket.socketpair()
@@ -115,14 +115,14 @@ class Machine:
         return own, process
 
     def all_started(self) -> None:
-        """All ranks that share the memory have it open: it needs no descriptor here any more."""
+        """Close the memory's descriptors, once all ranks that share it have opened it."""
         for descriptor in (*self._memories.values(), *([self._store] if self._store >= 0 else [])):
             os.close(descriptor)
         self._memories.clear()
         self._store = -1
 
     def close(self) -> None:
-        """Free what no rank needs any more; the mirrors are used no longer."""
+        """Free the memory. The mirrors must not be used after this."""
         self.all_started()
         self.mirrors.clear()
         if self.bell >= 0:
@@ -131,10 +131,10 @@ class Machine:
 
 
 class RemoteRank:
-    """The process of a rank on another machine, as far as is known of it here.
+    """The process of a rank on another machine.
 
     Args:
-        where: the machine, for people.
+        where: the machine, for messages.
     """
 
     def __init__(self, where: str) -> None:
@@ -142,28 +142,28 @@ class RemoteRank:
         self._how: tuple[str, bool] = ("", False)
 
     def ended(self, how: str, outside: bool) -> None:
-        """See `how_it_ended`; what is told first is true."""
+        """Record its end, see `how_it_ended`; the first report counts."""
         if not self._exited.is_set():
             self._how = how, outside
             self._exited.set()
 
     def how_it_ended(self, seconds: float) -> tuple[str, bool] | None:
-        """None: it has not, so many seconds from now."""
+        """How it ended; None if it has not within this many seconds."""
         return self._how if self._exited.wait(seconds) else None
 
     def wait(self, seconds: float | None = None) -> int:
-        """As of a `Popen`."""
+        """As `Popen`'s."""
         if not self._exited.wait(seconds):
             raise subprocess.TimeoutExpired("a rank on another machine", seconds or 0.0)
         return 0
 
     def kill(self) -> None:
-        """Its machine ends it, when the connection is closed."""
+        """Record it as ended; its machine kills it when the connection is closed."""
         self.ended("was left", True)
 
 
 def out_of_memory_kills() -> int:
-    """How many processes of this machine the system has killed for want of memory; 0 where it does not tell."""
+    """Number of processes that this machine's OOM killer has killed; 0 if the system does not report it."""
     with contextlib.suppress(OSError):
         counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
         return int(counters.get("oom_kill", 0))
@@ -171,11 +171,11 @@ def out_of_memory_kills() -> int:
 
 
 def how_it_ended(code: int, out_of_memory: bool) -> tuple[str, bool]:
-    """How a rank ended, in words, and whether it was ended from outside, so that no request is to blame.
+    """How a rank ended, in words, and whether it was killed from outside, so that no request is at fault.
 
     Args:
-        code: as `Popen.wait` gives it.
-        out_of_memory: the system has killed processes for want of memory meanwhile.
+        code: as returned by `Popen.wait`.
+        out_of_memory: whether the OOM killer has killed processes meanwhile.
     """
     if code >= 0:
         return f"ended with exit code {code}; its log says why", False

@@ -14,7 +14,7 @@ from quire.observe.timeline import Timeline
 from quire.ops import choice_note
 
 OF_GPUS = ("gpu_memory_utilization", "cuda_graphs", "enforce_eager")
-"""Options that change nothing on a CPU."""
+"""Options without effect on a CPU."""
 
 TWO_FORMS = (
     "deterministic=False: each step computes latent attention in its cheaper form, so "
@@ -35,10 +35,10 @@ REJECTION_NOTE = (
 def notes_of(
     config: EngineConfig, model: Model, sampling_defaults: Mapping[str, Any], timeline: Timeline | None
 ) -> list[str]:
-    """Of an engine with these options, a line each.
+    """Notes about an engine with these options, one line each.
 
     Args:
-        sampling_defaults: what unset sampling parameters mean.
+        sampling_defaults: the checkpoint's defaults of sampling parameters.
     """
     notes = _of_cpu(config, model) if config.device == "cpu" else []
     changed = [f"{name}={value}" for name, value in sampling_defaults.items() if value != NEUTRAL[name]]
@@ -72,7 +72,7 @@ def notes_of(
 
 
 def _of_cpu(config: EngineConfig, model: Model) -> list[str]:
-    """Why it is slower than it might be, and what changes nothing here although it was set."""
+    """Why it is slower than it could be, and which options have no effect on a CPU."""
     notes = [note for note in (find_device()[1], choice_note(config.cpu_kernels)) if note]
     if not config.deterministic:
         if model.config.layer.expands:

@@ -1,4 +1,4 @@
-"""Where ranks run that another program places: processes that torchrun has started, or Ray's machines."""
+"""Ranks that are placed by another program: torchrun's processes, or Ray's machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
-"""What torchrun tells the processes that it starts, in their environment."""
+"""Environment variables that torchrun sets."""
 
 TORCHRUN = (
     "torchrun's own store listens at MASTER_PORT on all addresses, without authentication; Quire does not use it, "
@@ -27,8 +27,8 @@ def placed(config: EngineConfig, environment: Mapping[str, str] = os.environ) ->
     """The options with which this process runs the engine.
 
     With `ray`, Ray starts `quire rank` on other machines, and knows this one's address.
-    With `external_launcher`, torchrun has started as many processes as there are ranks, each a machine of its own for
-    us: the first one runs the engine, and every other one brings a rank to it, and ends with it.
+    With `external_launcher`, torchrun has started one process per rank, each of which counts as a machine: the first
+    one runs the engine; every other one contributes a rank to it, and ends with it.
 
     Raises:
         ConfigError: Ray is not there; or the processes are not as many as the ranks, or were not started by torchrun.
@@ -65,7 +65,7 @@ def placed(config: EngineConfig, environment: Mapping[str, str] = os.environ) ->
 
 
 def notes_of(config: EngineConfig) -> list[str]:
-    """What a user should know of several machines and their ports."""
+    """Notes for the user about several machines and their ports."""
     address = Address(config.master_addr, config.master_port)
     notes = [
         f"the ranks are on {config.nnodes} machines; what passes between them goes through {address} alone (ZeroMQ "

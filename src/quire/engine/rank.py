@@ -1,6 +1,7 @@
-"""A rank but the first: `python -m quire.engine.rank`, started by the engine, or by `quire rank` on another machine.
+"""A rank other than the first: `python -m quire.engine.rank`, started by the engine, or by `quire rank` on another
+machine.
 
-It computes the same plans as the first rank does, with its own part of the model, and samples the same tokens.
+It runs the same plans as the first rank, with its own part of the model, and samples the same tokens.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 class RankStart(msgspec.Struct, kw_only=True):
-    """What the first rank tells another one on its standard input.
+    """The first rank's message to another one, on its standard input.
 
     Attributes:
         config: fields of `EngineConfig`.
-        path: the checkpoint's folder; "": what `config` names, on a machine that has its own.
-        checkpoints: what `contents` finds on the first machine.
-        threads: of this rank. local_ranks: those of its machine.
-        link: descriptor of its end of the sockets, which it inherits.
+        path: the checkpoint's folder; "": the one in `config`, on a machine with its own files.
+        checkpoints: the result of `contents` on the first machine.
+        threads: of this rank. local_ranks: number of ranks on its machine.
+        link: descriptor of its end of the socket pair, which it inherits.
         memory, stage_memory, store, bell: see `join`. host_memory: see `start_runner`.
         matrix_bytes: see `SharedGroup`.
         log_format, debug: see `log.configure`.
@@ -62,7 +63,7 @@ class RankStart(msgspec.Struct, kw_only=True):
 
 
 def main() -> int:
-    """Load, compute plans until there are no more, and leave; 1 if it could not start, or must not go on."""
+    """Load, run plans until there are no more, and exit; returns 1 if it could not start, or must not continue."""
     start = child.begin(RankStart, dies_with_parent=False)
     log.configure(start.log_format, start.debug)
     link = Link(socket.socket(fileno=start.link))
@@ -84,11 +85,11 @@ def main() -> int:
 
 
 def _compute(rank: int, runner: ModelRunner, link: Link, answers: Link | None, profile: Link | None) -> int:
-    """All plans that come. Those that this rank cannot compute are given up, and the first one decides what follows.
+    """Run all plans. If this rank cannot run one, it is given up, and the first rank decides what follows.
 
     Args:
-        answers: where what comes of them goes, if the first rank has other requests.
-        profile: where it is told when they were computed, if somebody draws it.
+        answers: where to send results, if the first rank has other requests.
+        profile: where to send the times of steps, if a timeline is drawn.
     """
     decoder, failed = msgspec.msgpack.Decoder(StepPlan), False
     while (encoded := link.receive()) is not None:
@@ -113,17 +114,21 @@ def _compute(rank: int, runner: ModelRunner, link: Link, answers: Link | None, p
         except StepGivenUpError:  # by another rank, whose own log says why
             failed = True
         except Exception as error:
-            if runner.device.asynchronous:  # others wait for what this one has not begun
+            if runner.device.asynchronous:  # the others wait for a step that this one has not begun
                 logger.exception("rank %d ends: a step failed", rank)
                 return 1
-            level = logging.DEBUG if failed else logging.WARNING  # plans may be under way that rest on the failed one
+            level = (
+                logging.DEBUG if failed else logging.WARNING
+            )  # plans that depend on the failed one may be on their way
             logger.log(level, "rank %d: a step failed: %s: %s", rank, type(error).__name__, error, exc_info=True)
             failed = True
     return 0
 
 
 def _begin_compiling(grammars: Grammars | None, plan: StepPlan) -> None:
-    """Whatever comes of it: a request that starts before has its matcher wait, and one that cannot does not start."""
+    """Compile the plan's grammars, whatever the result: a request's matcher waits for its grammar, and an invalid one
+    never starts.
+    """
     if grammars is not None:
         grammars.ended()
         for wanted in plan.compiles:
@@ -131,7 +136,7 @@ def _begin_compiling(grammars: Grammars | None, plan: StepPlan) -> None:
 
 
 def _answer(runner: ModelRunner, plan: StepPlan, answers: Link | None) -> None:
-    """Compute a plan, and tell what came of it where somebody waits for that."""
+    """Run a plan, and send its result if somebody waits for it."""
     answer = Computed(plan.number, None)
     try:
         step = runner.launch(plan)
@@ -146,7 +151,7 @@ def _answer(runner: ModelRunner, plan: StepPlan, answers: Link | None) -> None:
 
 
 def _leave_with_first(link: int) -> None:
-    """When the first rank has closed its end, or is gone, whatever is computed here is of no use."""
+    """Exit when the first rank has closed its end, or is gone, since nothing computed here is of use."""
     closed = select.poll()
     closed.register(link, select.POLLRDHUP)
     closed.poll()
@@ -155,11 +160,11 @@ def _leave_with_first(link: int) -> None:
 
 
 def _silent(phase: str, share: float) -> None:
-    """The first rank tells how far starting is."""
+    """Ignores progress: the first rank reports it."""
 
 
 def _load(start: RankStart, link: Link) -> ModelRunner | None:
-    """What computes plans; None: the first rank has given up."""
+    """Start the runner; None if the first rank has given up."""
     from quire.engine.loading import check_contents, join, load, open_grammars
     from quire.models.hub import resolve
     from quire.runner.device import open_device
@@ -186,7 +191,7 @@ def _load(start: RankStart, link: Link) -> ModelRunner | None:
     if runner.mover is not None:
         runner.mover.on_prepared = lambda prepared: link.send(msgspec.msgpack.encode(prepared))
     gc.collect()
-    gc.freeze()  # as the engine does, see there: all ranks wait for one that looks for garbage
+    gc.freeze()  # as in the engine: all ranks would wait for one that collects garbage
     link.send(msgspec.msgpack.encode(Ready()))
     return runner
 

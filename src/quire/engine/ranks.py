@@ -1,6 +1,6 @@
-"""Several ranks: the first one is the engine's process, and starts the others, tells them its plans and watches them.
+"""Several ranks: the first one is the engine's process; it starts the others, sends them its plans and watches them.
 
-On one machine nothing of it has a name or a port, so nothing is left when all are gone; of others see `hosts.py`.
+On one machine nothing has a name or a port, so nothing is left when all are gone. For other machines see `hosts.py`.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0
-"""A rank that has not left after so long is killed."""
+"""How long a rank may take to exit before it is killed."""
 
 
 Answers = Sequence[queue.SimpleQueue[Computed | None]]
-"""By replica but the first, what came of its plans; None: a rank is lost."""
+"""Results of plans, for each replica but the first; None: a rank is lost."""
 
 
 class Ranks:
-    """The other ranks, as the first one sees them. They load while the first one does, and end with this object.
+    """The other ranks. They load at the same time as the first one, and end with this object.
 
     Args:
         config: the engine's options.
         path: the checkpoint's folder.
         device: the first rank's.
         matrix_bytes: see `SharedGroup`.
-        report: told what is waited for.
+        report: called with what is being waited for.
 
     Attributes:
-        threads: of the first rank. num_here: ranks of this machine. host_memory: see `Machine`.
-        group: the first rank's place among them. stage: among those that share its layers, see `Model`.
-        prepared: what each rank has said last of experts that move.
-        computed: what comes of the plans of other replicas.
+        threads: the first rank's. num_here: ranks of this machine. host_memory: see `Machine`.
+        group: the first rank's group. stage: its group of ranks that share its layers, see `Model`.
+        prepared: each rank's last message about moving experts.
+        computed: results of the other replicas' plans.
 
     Raises:
         ConfigError: see `SharedGroup` and `Hosts`.
-        OSError: the system does not start them.
+        OSError: they cannot be started.
     """
 
     def __init__(self, config: EngineConfig, path: Path, device: Device, matrix_bytes: int, report: OnLoad) -> None:
@@ -128,13 +128,13 @@ class Ranks:
         self._processes.append(process)
 
     def wait_loaded(self, kernels: str) -> None:
-        """Until all have loaded; they measure what they find then.
+        """Wait until all have loaded, and then have them measure their memory.
 
         Args:
-            kernels: what the first one computes with, see `Kernels.describe`.
+            kernels: the first rank's, see `Kernels.describe`.
 
         Raises:
-            ConfigError: a rank cannot start, or computes with other kernels; the message is the rank's.
+            ConfigError: a rank cannot start, or uses other kernels; the message is the rank's.
             RankLostError: it died.
         """
         for rank in range(1, self.group.size):
@@ -148,21 +148,21 @@ class Ranks:
         self.send(msgspec.msgpack.encode(Measure()))
 
     def measured(self) -> list[Measured]:
-        """What the others have found. Raises as `wait_loaded`."""
+        """The other ranks' free memory. Raises as `wait_loaded`."""
         answers = [self._hear(rank) for rank in range(1, self.group.size)]
         return [answer for answer in answers if isinstance(answer, Measured)]
 
     def begin(self, plan: MemoryPlan, kv_key: bytes) -> None:
-        """They make their blocks as this one has planned them. Raises as `wait_loaded`."""
+        """Have them allocate the planned KV blocks. Raises as `wait_loaded`."""
         self.send(msgspec.msgpack.encode(Begin(plan, kv_key)))
 
     def wait_ready(self) -> None:
-        """They take steps from now on. Raises as `wait_loaded`."""
+        """Wait until they accept plans. Raises as `wait_loaded`."""
         for rank in range(1, self.group.size):
             self._hear(rank)
         for link in self._links:
             link.socket.settimeout(self._timeout)
-        # Not bound: the thread must not keep this object.
+        # Not a bound method: the thread must not keep this object alive.
         lose = functools.partial(_lose, self.group, self.stage, self.computed)
         told = functools.partial(_told, self.prepared, self.computed, self._timed, self._width)
         watching = self._links, lose, told, self._closing
@@ -175,18 +175,18 @@ class Ranks:
             self.stage.give_up(number)
 
     def results(self, number: int) -> list[StepResult]:
-        """What the replicas but the first got from the plan of this number, once all have computed it.
+        """The other replicas' results of the plan with this number, once all have run it.
 
         Raises:
-            StepFailedError: one could not.
-            RankLostError: one is lost, or does not tell in time.
+            StepFailedError: one failed.
+            RankLostError: one is lost, or does not report in time.
         """
         results = []
         for replica, computed in enumerate(self.computed, start=1):
             try:
                 while (answer := computed.get(timeout=self._timeout)) is not None and answer.number < number:
-                    pass  # of a step that was given up
-            except queue.Empty:  # its ranks have met the others, and hang since
+                    pass  # results of a step that was given up
+            except queue.Empty:  # its ranks have reached the others, and hung since then
                 self.group.lose(replica * self._width)
                 answer = None
             if answer is None:
@@ -197,14 +197,14 @@ class Ranks:
         return results
 
     def timed(self) -> Iterator[tuple[int, Timed]]:
-        """What ranks of this machine have computed since the last call; others have clocks of their own."""
+        """Times of steps on this machine's ranks since the last call; other machines have other clocks."""
         while not self._timed.empty():
             rank, timed = self._timed.get()
             if not self._place(rank):
                 yield rank, timed
 
     def _hear(self, rank: int) -> FromRank:
-        """The next message of a rank that starts."""
+        """The next message of a rank that is starting."""
         message = self._links[rank - 1].receive()
         if message is None:
             how, outside = self._ended(rank)
@@ -216,15 +216,15 @@ class Ranks:
         return answer
 
     def _place(self, rank: int) -> str:
-        """Where a rank is, if not on this machine."""
+        """The machine of a rank, if it is another one."""
         process = self._processes[rank - 1]
         return f" on {process.where}" if isinstance(process, RemoteRank) else ""
 
     def send(self, *payloads: bytes) -> None:
-        """A message to every rank: one for all, or one for each replica.
+        """Send a message to every rank: one for all, or one for each replica.
 
         Raises:
-            RankLostError: one does not take it.
+            RankLostError: one does not read it.
         """
         for rank, link in enumerate(self._links, start=1):
             try:
@@ -234,7 +234,7 @@ class Ranks:
                 raise self.explained(rank) from None
 
     def check(self) -> None:
-        """Whether all are there: it may be that nothing is computed, and none would be missed.
+        """Check that all are alive: if nothing is being computed, a dead one would not be noticed.
 
         Raises:
             RankLostError: one is not.
@@ -243,12 +243,12 @@ class Ranks:
             raise self.explained(self.group.lost)
 
     def explained(self, rank: int) -> RankLostError:
-        """What is known of the end of a rank that was lost."""
+        """The error for a lost rank, with what is known of its end."""
         how, outside = self._ended(rank) if rank else (f"did not answer the others for {self._timeout:g} seconds", True)
         return RankLostError(f"rank {rank} {how}", rank, outside)
 
     def _ended(self, rank: int) -> tuple[str, bool]:
-        """How a rank ended, in words, and whether it was ended from outside, so that no request is to blame."""
+        """How a rank ended, in words, and whether it was killed from outside, so that no request is at fault."""
         process, silent = (
             self._processes[rank - 1],
             f"has not answered for {self._timeout:g} seconds (collective_timeout_s)",
@@ -264,7 +264,7 @@ class Ranks:
 
 
 def _hosts(config: EngineConfig) -> list[Hosts]:
-    """What joins this machine and others; where there are none, nothing of it is loaded."""
+    """The connection to other machines. If there are none, the module is not loaded."""
     if config.nnodes == 1:
         return []
     from quire.engine.hosts import Hosts
@@ -273,7 +273,7 @@ def _hosts(config: EngineConfig) -> list[Hosts]:
 
 
 def _starts(config: EngineConfig, path: Path, matrix_bytes: int, here: int) -> list[RankStart]:
-    """What the ranks after the first are told. Those on other machines find the checkpoint themselves."""
+    """The messages to the ranks after the first. Those on other machines find the checkpoint themselves."""
     log_format, debug = log.in_use()
     start = RankStart(
         config=dataclasses.asdict(config),
@@ -305,7 +305,7 @@ def _told(
     rank: int,
     message: bytes,
 ) -> None:
-    """What a rank says while steps are computed."""
+    """Handle a rank's messages while steps run."""
     match msgspec.msgpack.decode(message, type=Prepared | Computed | Timed):
         case Timed() as answer:
             timed.put((rank, answer))
@@ -327,7 +327,7 @@ def _lose(group: Group, stage: Group | None, computed: Answers, rank: int) -> No
 def _watch(
     links: Sequence[Link], lose: Callable[[int], None], told: Callable[[int, bytes], None], closing: threading.Event
 ) -> None:
-    """Until all are gone: what they say, and that one which ends is lost to the others at once."""
+    """Handle messages until all ranks are gone; the others are told at once if one dies."""
     with selectors.DefaultSelector() as selector:
         for rank, link in enumerate(links, start=1):
             selector.register(link.socket, selectors.EVENT_READ, rank)
@@ -348,11 +348,11 @@ def _close(
     closing: threading.Event,
     hosts: Sequence[Hosts],
 ) -> None:
-    """Let ranks leave, or end them."""
+    """Stop ranks, or kill them."""
     closing.set()
     for link in links:
         with contextlib.suppress(OSError):  # it has ended by itself
-            link.socket.shutdown(socket.SHUT_RDWR)  # wakes who watches, too
+            link.socket.shutdown(socket.SHUT_RDWR)  # also wakes the watching thread
     end = time.monotonic() + CLOSE_SECONDS
     for process in processes:
         try:
@@ -365,7 +365,7 @@ def _close(
 
 
 class RankExecutor:
-    """Has all ranks run the steps that another executor runs on the first one."""
+    """Runs steps on all ranks; another executor runs them on the first one."""
 
     def __init__(self, own: Executor, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
@@ -378,7 +378,7 @@ class RankExecutor:
             return _Pending(self._own.submit(plans[0]), self._ranks, plan.number)
         except RankLostError as error:
             raise self._ranks.explained(error.rank) from None
-        except BaseException:  # Ctrl-C may come when the others have the plan already
+        except BaseException:  # Ctrl-C may come after the others got the plan
             self._ranks.give_up(plan.number)
             raise
 
@@ -390,10 +390,10 @@ class RankExecutor:
 
 
 class PipelineExecutor:
-    """Has all stages of a pipeline go on by one, each time that a plan comes, or that one's result is waited for.
+    """Advances all stages of a pipeline by one slot, whenever a plan is submitted or a result is waited for.
 
     Args:
-        overlap: the first rank does so in a thread, see `ThreadExecutor`; the others have a plan before they need it.
+        overlap: the first rank runs in a thread, see `ThreadExecutor`, and the others have a plan before they need it.
     """
 
     def __init__(self, runner: PipelineRunner, ranks: Ranks, overlap: bool) -> None:
@@ -411,7 +411,7 @@ class PipelineExecutor:
 
     @property
     def busy(self) -> list[float]:
-        """Of each stage, the share of the time of all slots that it has computed, and not waited for others."""
+        """For each stage, the share of all slots' time in which it computed, instead of waiting for others."""
         return [seconds / self._runner.seconds for seconds in self._runner.busy] if self._runner.seconds else []
 
     def drain(self) -> None:
@@ -419,7 +419,7 @@ class PipelineExecutor:
         self._slot(b"", self._runner.drain)
 
     def _slot(self, message: bytes, call: Callable[[], T]) -> Callable[[], T]:
-        """All ranks go on; what waits for the first one's `call`."""
+        """Advance all ranks; returns what waits for the first one's `call`."""
         try:
             self._ranks.send(message)
             slot = now(call) if self._thread is None else self._thread.submit(call)
@@ -433,7 +433,7 @@ class PipelineExecutor:
         return slot
 
     def done(self, slot: Callable[[], T]) -> T:
-        """What a slot has returned, once it is over."""
+        """A slot's result, once it has ended."""
         try:
             return slot()
         except RankLostError as error:
@@ -449,10 +449,10 @@ class PipelineExecutor:
 
 
 class _Pipelined:
-    """A step on its way: through the slot in which it `entered`, and then others.
+    """A step in the pipeline: in the slot in which it `entered`, and the following ones.
 
     Attributes:
-        slots: that have been asked for after that one.
+        slots: the slots submitted after that one.
     """
 
     def __init__(self, executor: PipelineExecutor, stages: int, entered: Callable[[], PipelinedStep]) -> None:
@@ -463,7 +463,7 @@ class _Pipelined:
         step = self._executor.done(self._entered)
         while len(self.slots) < self._stages - 1:
             self._executor.drain()
-        for slot in self.slots[: self._stages - 1]:  # overlap: later ones go on meanwhile
+        for slot in self.slots[: self._stages - 1]:  # with overlap, later ones go on meanwhile
             self._executor.done(slot)
         return attempt(step.wait)
 

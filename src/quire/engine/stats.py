@@ -1,4 +1,4 @@
-"""What an engine counts."""
+"""An engine's statistics."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from quire.core.step import StepPlan, StepResult
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the engine started, and what is there now.
+    """Counters since the engine started, and gauges.
 
-    A step counts as prefill when it computes any prompt token beside the last one of a decode; the tokens per
-    second of either kind are its tokens over its seconds.
+    A step that computes any prompt token counts as prefill, all others as decode; tokens per second of either kind are
+    its tokens over its seconds.
 
     Attributes:
         steps: steps run.
-        prompt_tokens, cached_tokens, output_tokens: of all requests: prompts, what was found in the prefix
-            cache of them, and what was sampled.
+        prompt_tokens, cached_tokens, output_tokens: tokens of all prompts, those found in the prefix cache, and sampled
+            tokens.
         prefill_tokens, prefill_seconds: tokens computed in prefill steps, and their time.
         decode_tokens, decode_seconds: tokens sampled in pure decode steps, and their time.
         verifications: spans that verified drafts.
-        drafted, accepted: drafts that were verified, and those of them that were sampled too.
-        accepted_by_position: how often at least so many drafts of a span were accepted, from 1 on.
+        drafted, accepted: verified drafts, and those of them that were accepted.
+        accepted_by_position: how often at least 1, 2, ... drafts of a span were accepted.
         peak_blocks: most blocks held at once. num_blocks: usable blocks of the pools.
-        kv_tiers: of each tier beside the pool, blocks `stored` in it and `loaded` from it, and `bad` ones, whose bytes
-            were not those that had been stored: they were computed.
-        kv_slots: of the host tier by what they are: "free", "filling" with a block on its way, "kept" for one that is
-            there, and "quarantined", where something may still be read or written late; {}: there is no such tier.
-        kv_tier_bytes: the same of what is `stored` and `loaded`, in bytes.
-        kv_block_bytes: of each block of the first KV group.
+        kv_tiers: for each tier below the pool, blocks `stored` in it, `loaded` from it, and `bad` ones, whose bytes
+            were not those stored; they were recomputed.
+        kv_slots: slots of the host tier by state: "free", "filling" (a block is on its way), "kept" (it has a block),
+            and "quarantined" (something may still be read or written late); {} without that tier.
+        kv_tier_bytes: bytes `stored` and `loaded`, likewise.
+        kv_block_bytes: bytes of a block of the first KV group.
     """
 
     steps: int = 0
@@ -56,7 +56,7 @@ class EngineStats:
     kv_block_bytes: int = 0
 
     def count(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:
-        """Take in a step and what it yielded."""
+        """Count a step and its result."""
         self.steps += 1
         sampled = sum(len(update.tokens) for update in updates)
         self.output_tokens += sampled
@@ -74,7 +74,7 @@ class EngineStats:
                 self._count_drafts(span.num_drafted, len(span.tokens) - 1)
 
     def _count_drafts(self, drafted: int, accepted: int) -> None:
-        """Take in a verification of drafts."""
+        """Count a verification of drafts."""
         self.verifications += 1
         self.drafted += drafted
         self.accepted += accepted

@@ -1,4 +1,4 @@
-"""Growing outputs, and the coroutines that wait for them to grow."""
+"""Growing outputs, and the coroutines that wait for them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from quire.engine.outputs import RequestOutput
 
 
 class Streams:
-    """One event a followed output, set when there is something to hand out. Belongs to one event loop."""
+    """One event per followed output, set when there is something to return. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._changed: dict[int, asyncio.Event] = {}  # by the output's identity: ids are used again
+        self._changed: dict[int, asyncio.Event] = {}  # by the output's identity, since ids are reused
 
     async def follow(
         self, output: RequestOutput, frontend: Frontend, check: Callable[[], None]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The output, whenever it has grown, until it has finished. What comes between two reads is added up.
+        """Yield the output whenever it has grown, until it has finished. Growth between two reads is joined.
 
         Args:
-            frontend: where it grows; told when its reader leaves.
-            check: raises if no more will come of an unfinished output.
+            frontend: where it grows; told when its reader stops.
+            check: raises if an unfinished output will not grow any more.
         """
         changed = self._changed[id(output)] = asyncio.Event()
         try:
@@ -39,12 +39,12 @@ class Streams:
             frontend.drop(output)
 
     def wake(self, outputs: Iterable[RequestOutput]) -> None:
-        """These have grown."""
+        """Wake the readers of outputs that have grown."""
         for output in outputs:
             if changed := self._changed.get(id(output)):
                 changed.set()
 
     def wake_all(self) -> None:
-        """Something is wrong: everybody should look."""
+        """Wake all readers, since something is wrong."""
         for changed in self._changed.values():
             changed.set()

@@ -1,4 +1,4 @@
-"""One thread at a time, whichever it is; others are refused and told who is inside."""
+"""Lets one thread at a time use an object; others get an error that says who is inside."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from quire.errors import ConcurrentUseError
 
 
 class ThreadGuard:
-    """Knows which thread is inside an object that only one may use at a time.
+    """Tracks which thread is inside an object that only one may use at a time.
 
-    Who comes second is refused and does not wait: it would wait for a whole batch, and a lock around each call is
-    easily put there by whoever wants that.
+    A second thread is refused instead of waiting, since it would wait for a whole batch; whoever wants that can put a
+    lock around each call.
 
     Args:
         what: the object, for messages.
@@ -27,12 +27,12 @@ class ThreadGuard:
 
     @property
     def free(self) -> bool:
-        """No thread is inside, not even this one."""
+        """Whether no thread is inside, not even this one."""
         return self._inside is None
 
     @contextlib.contextmanager
     def entered(self, call: str) -> Iterator[None]:
-        """While `call`, a method's name, runs in this thread. A thread that is inside may enter again.
+        """Hold the object while `call`, a method's name, runs in this thread. A thread that is inside may enter again.
 
         Raises:
             ConcurrentUseError: another thread is inside.
