@@ -16,7 +16,7 @@ from quire.server.config import ServerConfig
 
 HEAD = """# Options
 
-Made from the fields that they are (`scripts/options_reference.py`). Each is a flag (`--max-num-seqs`), a key of a YAML
+Generated from the code (`scripts/options_reference.py`). Each is a flag (`--max-num-seqs`), a key of a YAML
 file (`--config`), and, if it is one of the engine's, a keyword argument of `LLM`.
 """
 

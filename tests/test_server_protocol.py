@@ -310,6 +310,8 @@ def test_hints_that_nothing_here_follows_are_accepted_and_listed() -> None:
 @pytest.mark.parametrize("make", [completion, chat])
 def test_other_spellings_of_max_tokens_and_of_forms_mean_the_same(make: Callable[..., Any]) -> None:
     assert make(n_predict=7).params.max_tokens == 7
+    assert make(n_predict=-1).params.max_tokens is None, "llama.cpp's default: the rest of the context"
+    assert refusal(lambda: make(n_predict=-2)).param == "n_predict"
     assert refusal(lambda: make(n_predict=7, max_tokens=8)).param == "n_predict"
     assert make(regex="[ab]").params.structured_outputs.regex == "[ab]"
     assert make(json_schema={"type": "integer"}).params.structured_outputs.kind == "json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -179,9 +180,7 @@ def plan_memory(
     if activations is None:
         activations = activation_bytes(config, model, rows)
     if speculation is not None:
-        features = len(speculation.aux_layers) * model.config.layer.hidden_size * model.dtype.itemsize
-        activations += config.max_num_seqs * speculation.bytes_per_request + config.max_num_batched_tokens * features
-        activations += _draft_logits(config, model, rows)
+        activations += _draft_bytes(config, model, rows, speculation)
     room = int(max(0, free_bytes - activations) * share)
     requests = pools.requests_within(config.kv_cache_bytes or room)
     if requests < config.max_num_seqs:
@@ -191,15 +190,7 @@ def plan_memory(
         )
         config = replace(config, max_num_seqs=requests)
         pools = Pools(config, model, speculation)
-
-    def sizes(tokens: int) -> list[int]:
-        if config.num_kv_blocks is not None:
-            return pools.of_first(config.num_kv_blocks + 1, tokens)
-        if config.kv_cache_bytes is not None:
-            return pools.within(config.kv_cache_bytes, tokens)
-        most_useful = pools.of_first(config.max_num_seqs * -(-tokens // block_size) + 1, tokens)
-        return min(pools.within(room, tokens), most_useful)
-
+    sizes = functools.partial(_pool_sizes, config, pools, room)
     fits = longest_held(pools, sizes, longest)
     num_blocks = sizes(max(fits, 1))
     _check_free(pools, num_blocks, activations, free_bytes, longest)
@@ -229,6 +220,16 @@ def plan_memory(
         draft_kv_bytes_per_token=pools.draft_bytes,
         max_num_seqs=requests,
     )
+
+
+def _pool_sizes(config: EngineConfig, pools: Pools, room: int, tokens: int) -> list[int]:
+    """The blocks of each pool for contexts of this many tokens: as the options say, or what is useful and fits."""
+    if config.num_kv_blocks is not None:
+        return pools.of_first(config.num_kv_blocks + 1, tokens)
+    if config.kv_cache_bytes is not None:
+        return pools.within(config.kv_cache_bytes, tokens)
+    most_useful = pools.of_first(config.max_num_seqs * -(-tokens // config.block_size) + 1, tokens)
+    return min(pools.within(room, tokens), most_useful)
 
 
 def _nothing_fits(config: EngineConfig, pools: Pools, num_blocks: list[int], free_bytes: int) -> MemoryPlanError:
@@ -290,10 +291,12 @@ def _logits(config: EngineConfig, model: Model, logit_rows: int, drafts: int) ->
     return rows * model.vocab_size * (model.dtype.itemsize + 12)
 
 
-def _draft_logits(config: EngineConfig, model: Model, logit_rows: int) -> int:
-    """What drafts add to them."""
+def _draft_bytes(config: EngineConfig, model: Model, logit_rows: int, speculation: Speculation) -> int:
+    """What drafts add to a step: the drafter's state, the hidden states that it reads, and logits."""
+    features = len(speculation.aux_layers) * model.config.layer.hidden_size * model.dtype.itemsize
     most = config.speculation.num_speculative_tokens if config.speculation else 0
-    return _logits(config, model, logit_rows, most) - _logits(config, model, logit_rows, 0)
+    logits = _logits(config, model, logit_rows, most) - _logits(config, model, logit_rows, 0)
+    return config.max_num_seqs * speculation.bytes_per_request + config.max_num_batched_tokens * features + logits
 
 
 def _mlp_bytes(model: Model, tokens: int) -> int:

@@ -188,7 +188,7 @@ _COMMON: dict[str, Schema] = {
     "stream_options": _schema("object", "Only with `stream`.", properties=STREAM_OPTIONS),
     "return_token_ids": _flag(False, "Also return token ids of prompts and choices."),
     "max_completion_tokens": _integer(0, limit.MAX_INT32, "Same as `max_tokens`."),
-    "n_predict": _integer(0, limit.MAX_INT32, "llama.cpp's name of `max_tokens`."),
+    "n_predict": _integer(-1, limit.MAX_INT32, "llama.cpp's name of `max_tokens`; -1 is the rest of the context."),
 }
 
 LABELS = ("user", "safety_identifier", "prompt_cache_key")

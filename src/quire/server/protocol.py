@@ -42,6 +42,8 @@ __all__ = [
 DEFAULT_LIMITS = Limits()
 DEFAULT_COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion, as OpenAI's."""
+UNBOUNDED = -1
+"""llama.cpp's default of `n_predict`: the rest of the context."""
 SEED_BITS = 53
 """Random seeds have this many bits, so that they are exact in JavaScript, too, and clients can send them back."""
 
@@ -379,12 +381,13 @@ def _params(
 
 
 def _max_tokens(given: BodyFields, default: int | None) -> int | None:
-    names = "max_tokens", "max_completion_tokens", "n_predict"
-    asked = {name: value for name in names if (value := given.integer(name, 0, MAX_INT32)) is not None}
+    names = {"max_tokens": 0, "max_completion_tokens": 0, "n_predict": UNBOUNDED}
+    asked = {name: value for name, low in names.items() if (value := given.integer(name, low, MAX_INT32)) is not None}
     if len(set(asked.values())) > 1:
         told = " and ".join(f"{name} is {value}" for name, value in asked.items())
         raise invalid(f"{told}; they mean the same, so give one of them", [*asked][-1])
-    return next(iter(asked.values()), default)
+    most = next(iter(asked.values()), default)
+    return None if most == UNBOUNDED else most
 
 
 def _chat_logprobs(given: BodyFields) -> int | None:
