@@ -234,6 +234,7 @@ def test_layers_with_and_without_windows_have_tables_of_their_own(tmp_path):
 def test_the_self_test_of_the_doctor_passes(monkeypatch):
     monkeypatch.setattr(self_test, "DTYPES", (torch.float16,))
     monkeypatch.setattr(self_test, "QUANTIZATIONS", (Quantization("int8"),))
+    monkeypatch.setattr(self_test, "ROWS_DTYPE", torch.float16)  # the interpreter multiplies bf16 wrongly
     monkeypatch.setattr(self_test, "ROW_COUNTS", (1, 9))
     monkeypatch.setattr(self_test, "FP8_ROWS", 40)
     monkeypatch.setattr(linear_fp8, "MANY_ROWS", 32)
@@ -246,7 +247,7 @@ def test_the_self_test_of_the_doctor_passes(monkeypatch):
     monkeypatch.setattr(self_test, "TREE_BASES", (14,))
     monkeypatch.setattr(self_test, "TREE_SIZE", 6)
     checks = {check.name: check for check in self_test.run(TritonKernels("cpu", deterministic=True))}
-    assert all(check.passed for check in checks.values()), checks
+    assert not [check for check in checks.values() if not check.passed]
     assert {"linear fp8", "shares of ranks, fp8", "experts fp8"} <= set(checks)
 
 

@@ -30,6 +30,8 @@ Stored = torch.dtype | Quantized
 
 DTYPES = (torch.bfloat16, torch.float32)
 QUANTIZATIONS: tuple[Quantized, ...] = (Quantization("int8"), Quantization("int4", 64), "mxfp4")
+ROWS_DTYPE = torch.bfloat16
+"""Of what quantized weights are multiplied with."""
 ROW_COUNTS = (1, 2, 3, 5, 7, 8, 9, 16, 31, 33, 64, 65)
 FP8_ROWS, FP8_GROUP = 1100, 128
 """So many rows that a kernel may restore a weight in fp8 before it multiplies; and inputs that share a scale."""
@@ -146,8 +148,8 @@ def check_quantized_linear(kernels: Kernels, how: Quantized) -> Check:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(320, 704, generator=generator)
     rows = FP8_ROWS if how == "fp8" else 2 * max(ROW_COUNTS)
-    x = torch.randn(rows, 704, generator=generator).to(torch.bfloat16)
-    product, on_device = _product(kernels, weight, torch.bfloat16, how), x.to(kernels.device)
+    x = torch.randn(rows, 704, generator=generator).to(ROWS_DTYPE)
+    product, on_device = _product(kernels, weight, ROWS_DTYPE, how), x.to(kernels.device)
     failures, cases = _compare_rows(kernels, product.matmul, on_device)
     if not _near(product.matmul(on_device), _product(Kernels(), weight, torch.float32, how).matmul(x.float())):
         failures.append("against plain torch")
@@ -157,7 +159,7 @@ def check_quantized_linear(kernels: Kernels, how: Quantized) -> Check:
 def check_shares(kernels: Kernels, how: Stored) -> Check:
     """The outputs that a rank has of a product against the same ones of the whole product."""
     generator = torch.Generator().manual_seed(0)
-    dtype = how if isinstance(how, torch.dtype) else torch.bfloat16
+    dtype = how if isinstance(how, torch.dtype) else ROWS_DTYPE
     shape = WIDE_SHAPE if kernels.device.type == "cuda" else SHARED_SHAPE
     weight = torch.randn(shape, generator=generator)
     x = torch.randn(max(ROW_COUNTS), shape[1], generator=generator).to(kernels.device, dtype)
@@ -231,7 +233,7 @@ def check_experts(kernels: Kernels, how: Stored) -> Check:
     """
     count, top_k, hidden, inner = EXPERTS_SHAPE
     generator = torch.Generator().manual_seed(0)
-    dtype = how if isinstance(how, torch.dtype) else torch.bfloat16
+    dtype = how if isinstance(how, torch.dtype) else ROWS_DTYPE
     gate_up, down = (
         torch.randn(count, *shape, generator=generator).mul_(shape[1] ** -0.5).to(dtype).float()
         for shape in ((2 * inner, hidden), (hidden, inner))
@@ -296,7 +298,7 @@ def check_attention(
     kernels: Kernels,
     dtype: torch.dtype,
     kv_cache_dtype: KVCacheDtype = "auto",
-    chunkings: Sequence[Sequence[int]] = CHUNKINGS,
+    chunkings: Sequence[Sequence[int]] | None = None,
 ) -> Check:
     """A context's attention cut into chunks, and beside another request, against all of it at once."""
     return _check_chunks("attention", self_test_layers.Attention, kernels, dtype, kv_cache_dtype, chunkings)
@@ -306,7 +308,7 @@ def check_latent_attention(
     kernels: Kernels,
     dtype: torch.dtype,
     kv_cache_dtype: KVCacheDtype = "auto",
-    chunkings: Sequence[Sequence[int]] = CHUNKINGS,
+    chunkings: Sequence[Sequence[int]] | None = None,
 ) -> Check:
     """As `check_attention`, of latent attention, with the products of its heads."""
     return _check_chunks(
@@ -344,7 +346,7 @@ def _check_chunks(
     kernels: Kernels,
     dtype: torch.dtype,
     kv_cache_dtype: KVCacheDtype,
-    chunkings: Sequence[Sequence[int]] = CHUNKINGS,
+    chunkings: Sequence[Sequence[int]] | None = None,
 ) -> Check:
     failures, cases = [], 1
     with kernels.threads(1):
@@ -353,7 +355,7 @@ def _check_chunks(
         failures.append("against plain torch")
     for block_size, neighbour, threads in ((16, 0, 1), (64, 37, 2)):
         attend = kind(kernels, dtype, kv_cache_dtype, block_size)
-        for chunks in chunkings:
+        for chunks in CHUNKINGS if chunkings is None else chunkings:
             cases += 1
             with kernels.threads(threads):
                 same = torch.equal(attend(chunks, neighbour), whole)
