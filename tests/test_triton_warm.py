@@ -103,23 +103,30 @@ def drafting(method: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("family", "options"),
     [
-        pytest.param({}, id="plain"),
-        pytest.param(drafting("ngram"), id="n-grams", marks=pytest.mark.slow),
-        pytest.param(drafting("draft_model"), id="a draft model", marks=pytest.mark.slow),
-        pytest.param(drafting("draft_model", tree_width=2), id="trees", marks=pytest.mark.slow),
+        pytest.param("qwen3", {}, id="plain"),
+        pytest.param("qwen3_moe", {}, id="experts", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"first_k_dense_replace": 0}, id="latent attention", marks=pytest.mark.slow),
+        pytest.param("lfm2", {}, id="short convolutions", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", {}, id="states", marks=pytest.mark.slow),
+        pytest.param("qwen3", drafting("ngram"), id="n-grams", marks=pytest.mark.slow),
+        pytest.param("qwen3", drafting("draft_model"), id="a draft model", marks=pytest.mark.slow),
+        pytest.param("qwen3", drafting("draft_model", tree_width=2), id="trees", marks=pytest.mark.slow),
     ],
 )
 def test_no_kernel_is_compiled_while_requests_wait(
-    options: dict[str, Any], launched: set[Form], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, options: dict[str, Any], launched: set[Form], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TritonKernels, "warm_up", lambda kernels, vocab: sampling.warm_up(vocab, "cpu"))  # as on a GPU
-    folder = str(save_checkpoint(tmp_path, "qwen3", dtype=torch.float16, num_hidden_layers=1))
+    sizes = {name: value for name, value in options.items() if name != "speculative_config"}
+    options = {name: value for name, value in options.items() if name not in sizes}
+    layers = {} if family in ("lfm2", "qwen3_next") else {"num_hidden_layers": 1}  # those have layers of two kinds
+    folder = str(save_checkpoint(tmp_path, family, dtype=torch.float16, **layers, **sizes))
     spec = options.get("speculative_config", {})
     if spec.get("method") == "draft_model":
         options = {"speculative_config": spec | {"model": folder}}
-    engine = start(folder, {"kv_cache_dtype": "int8", **options}, measured=True)
+    engine = start(folder, {"kv_cache_dtype": "int8" if layers else "auto", **options}, measured=True)
     before = set(launched)
     serve(engine)
     assert bool(engine.stats.drafted) == bool(spec)
