@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire import log
+from tests.conftest import pytest_runtest_makereport
 
 logger = logging.getLogger("quire.test")
 TOUCHED = ("", "quire", *log._THIRD_PARTY)
@@ -154,6 +155,16 @@ def test_a_clients_label_cannot_forge_lines_or_steer_the_terminal(format: str) -
     logger.info("said: %s", EVIL)
     raw = stream.getvalue() if lines(stream) else ""
     assert raw.count("\n") == 2 and raw.isascii() and raw.replace("\n", "").isprintable()
+
+
+def test_what_a_test_logged_can_be_sent_by_xdist() -> None:
+    """A report that is no valid Unicode would cost it the worker: of the test above, there is one."""
+    hook = pytest_runtest_makereport()
+    next(hook)
+    with pytest.raises(StopIteration) as end:
+        hook.send(pytest.TestReport("a", ("a", 0, "a"), {}, "passed", None, "call", [("Captured log call", EVIL)]))
+    [(_, text)] = end.value.value.sections
+    assert text.encode() and "\\ud800" in text and "\u2028" in text
 
 
 @given(st.text(st.characters(), max_size=200), st.integers(0, 80))

@@ -420,6 +420,19 @@ def test_groups_that_are_still_to_be_tried_wait_for_their_turn():
     }
 
 
+def test_a_group_whose_requests_were_aborted_before_its_turn_holds_nobody_up():
+    scheduler, runner = make_scheduler(max_num_seqs=4)
+    for id in range(6):
+        scheduler.add(make_request(id, [id] * 6, max_tokens=3))
+    scheduler.schedule(0.0)
+    assert scheduler.restart(failed=True) is None
+    run_step(scheduler, runner)
+    for id in (2, 3):
+        scheduler.abort(id)
+    made = outputs(run_all(scheduler, runner))
+    assert scheduler.idle and made[5] == expected_output([5] * 6, 3)
+
+
 def test_a_prompt_that_fits_whole_is_no_partial_prefill():
     scheduler, runner = make_scheduler(
         num_blocks=200, max_num_batched_tokens=40, long_prefill_token_threshold=20, prefix_cache="off"

@@ -50,14 +50,15 @@ class Trials:
 
         A cleared request continues to run with its group, but not for long if it takes blocks that the rest needs.
         """
-        if not self._groups:
-            return False
-        group = self._groups[-1]
-        left = [request for request in group if not _has_passed(request)]
-        if len(left) == len(group) or any(request.status is Status.RUNNING for request in left):
-            return False
-        self._groups[-1:] = [left] if left else []
-        return True
+        moved = False
+        while self._groups:
+            group = self._groups[-1]
+            left = [request for request in group if not _has_passed(request)]
+            if len(left) == len(group) or any(request.status is Status.RUNNING for request in left):
+                break
+            self._groups[-1:] = [left] if left else []  # the next one may have been aborted meanwhile
+            moved = True
+        return moved
 
 
 def _has_passed(request: Request) -> bool:
