@@ -183,7 +183,7 @@ def test_errors_are_openais(client):
     assert tool.value.param == "tools[0].type"
     with pytest.raises(openai.BadRequestError) as long:
         client.responses.create(**ASKED | {"input": "x = 1\n" * 5000})
-    assert long.value.code == "context_length_exceeded"
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "input")
 
 
 # -- bodies ---------------------------------------------------------------------------------------------------

@@ -201,11 +201,12 @@ class Frontend:
             raise EmbeddingModelError(EMBEDS_ALONE)
         params.check_against(self.vocab_size)
         if not token_ids:
-            raise EmptyPromptError("the prompt is empty; give at least one token")
+            raise EmptyPromptError("the prompt is empty; give at least one token", param="prompt")
         worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
         if not 0 <= worst < self.vocab_size:
             shown = worst if abs(worst) < 2**63 else "a huge number"
-            raise TokenOutOfRangeError(f"the prompt has the token id {shown}; allowed are 0 to {self.vocab_size - 1}")
+            text = f"the prompt has the token id {shown}; allowed are 0 to {self.vocab_size - 1}"
+            raise TokenOutOfRangeError(text, param="prompt")
         room = self.max_model_len - len(token_ids)
         asked = params.max_tokens
         least = max(params.min_tokens, 0 if asked == 0 else 1)

@@ -273,13 +273,17 @@ class Generation:
             try:
                 prompt = self._context.client.prepare(text, token_ids, call.params, bad_words, reply)
             except RequestError as error:
-                if error.param == "prompt" and isinstance(call, ChatCall):
-                    error.param = "messages"
+                if error.param == "prompt":
+                    error.param = self._prompt_field(call)
                 raise (error.at(index) if len(prompts) > 1 else error) from None
             if text is None and isinstance(call, CompletionCall) and call.echo:
                 prompt = dataclasses.replace(prompt, text=await self._shared.pool.decode(token_ids))
             prepared.append(prompt)
         return prepared
+
+    def _prompt_field(self, call: Call) -> str | None:
+        """The field that has the prompt, for errors."""
+        return "messages" if isinstance(call, ChatCall) else "prompt"
 
     async def _compile(self, wanted: StructuredOutputsParams) -> None:
         """Try to compile a grammar in a tokenizer worker, where it can do no harm, before an engine does."""

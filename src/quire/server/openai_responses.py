@@ -47,6 +47,9 @@ class Responses(Generation):
     def _writer(self, send: Send) -> AnswerWriter:
         return NamedEventWriter(send, self._failed)
 
+    def _prompt_field(self, call: Any) -> str:
+        return "input"
+
     async def _answer(self, call: Any, writer: AnswerWriter) -> None:
         self._begin(call)
         if not call.asked.background or self._stored is None or self._made is None:

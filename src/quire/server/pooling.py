@@ -51,6 +51,9 @@ class Pooling(Generation):
         client = self._context.client
         return [client.pooled(prompt, wanted) for prompt in prepared]
 
+    def _prompt_field(self, call: Any) -> str | None:
+        return "input" if isinstance(call, EmbeddingCall) else None
+
     async def _read_config(self) -> PoolingConfig:
         """The checkpoint's pooling configuration; small files, read for each call."""
         info = self._context.client.info
