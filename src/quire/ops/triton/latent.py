@@ -345,10 +345,7 @@ def _attend_latent(
                             ),
                             *(seen, scale, ROW, WIDTH, ROPE, QUANTIZED, DIM, ROPE_DIM),
                         )
-                        if TOKENS == 1:  # all rows are the token's, and need no second sum beside them
-                            out = taken
-                        else:
-                            out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
+                        out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
             if listed:
                 slot = (item * short + token) * HEADS + head
                 tl.store(split_out + slot[:, None] * WIDTH + dim[None, :], out, mask=in_tile)
