@@ -76,7 +76,7 @@ def test_what_triton_compiles_anew_for_is_told_apart(launched: set[Form]) -> Non
     assert len(launched) == 3
 
 
-def serve(engine: Engine) -> None:
+def serve(engine: Engine, max_tokens: int) -> None:
     """Prompts of several lengths, alone and together, with all that requests ask for; one goes on in a cached block."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -90,7 +90,7 @@ def serve(engine: Engine) -> None:
         for turn in range(0, len(kinds), together):
             for kind in kinds[turn : turn + together]:
                 params = SamplingParams(seed=number, ignore_eos=True, **kind).resolved()
-                engine.add(Request(number, prompts()[1 + number % 3], params, max_tokens=3))
+                engine.add(Request(number, prompts()[1 + number % 3], params, max_tokens=max_tokens))
                 number += 1
             while not engine.idle:
                 for update in engine.step():
@@ -110,7 +110,7 @@ def drafting(method: str, **more: Any) -> dict[str, Any]:
         pytest.param("deepseek_v3", {"first_k_dense_replace": 0}, id="latent attention", marks=pytest.mark.slow),
         pytest.param("lfm2", {}, id="short convolutions", marks=pytest.mark.slow),
         pytest.param("qwen3_next", {}, id="states", marks=pytest.mark.slow),
-        pytest.param("qwen3", drafting("ngram"), id="n-grams", marks=pytest.mark.slow),
+        pytest.param("qwen3", drafting("ngram", prompt_lookup_min=1), id="n-grams", marks=pytest.mark.slow),
         pytest.param("qwen3", drafting("draft_model"), id="a draft model", marks=pytest.mark.slow),
         pytest.param("qwen3", drafting("draft_model", tree_width=2), id="trees", marks=pytest.mark.slow),
     ],
@@ -128,7 +128,7 @@ def test_no_kernel_is_compiled_while_requests_wait(
         options = {"speculative_config": spec | {"model": folder}}
     engine = start(folder, {"kv_cache_dtype": "int8" if layers else "auto", **options}, measured=True)
     before = set(launched)
-    serve(engine)
+    serve(engine, 6 if spec else 3)
     assert bool(engine.stats.drafted) == bool(spec)
     assert not launched - before, differences(launched - before, before)
 

@@ -288,8 +288,8 @@ def _measured_activations(config: EngineConfig, model: Model, device: Device, sp
 def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model, drafts: int = 0) -> None:
     """A step with all tokens and all requests that one may hold, every one of them sampled with all filters.
 
-    Then decodes of all, a single decode, each with so many `drafts`, and prompts alone from short to long, with their
-    log-probabilities, so that no user waits while their kernels are compiled.
+    Then decodes of all, or of fewer with so many `drafts` each, a single decode, and prompts alone from short to long,
+    with their log-probabilities, so that no user waits while their kernels are compiled.
     """
     requests = min(config.max_num_seqs, config.max_num_batched_tokens)
     each, rest = divmod(config.max_num_batched_tokens, requests)
@@ -298,7 +298,7 @@ def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model, drafts
     lengths = [min(each + (number < rest), longest) for number in range(requests)]
     plans = [_prompts(0, 0, lengths, params)]
     tokens = [FROM_PREVIOUS, *[DRAFT] * drafts]
-    for count in (max(1, min(requests, config.max_num_batched_tokens // len(tokens))), 1):
+    for count in (max(1, requests // len(tokens)), 1):  # no more rows of logits than without drafts
         starts = [length + (len(plans) - 1) * len(tokens) for length in lengths[:count]]  # with drafts, at most
         if max(starts) + drafts < longest:
             spans = [
