@@ -110,10 +110,14 @@ std::vector<Piece> cut(const std::vector<Task>& tasks) {
     return pieces;
 }
 
-// All products. Who multiplies a piece asks for the panels of the next one while it does.
-void multiply_all(const std::vector<Task>& tasks) {
+// All products, after their preparation: prepare_one(task) for the first `count` tasks, by those who then multiply. Who
+// multiplies a piece asks for the panels of the next one while it does.
+template <class Body>
+void multiply_all(const std::vector<Task>& tasks, int64_t count, const Body& prepare_one) {
     const std::vector<Piece> pieces = cut(tasks);
+    Before preparation(count, 1);
     parallel(pieces.size(), {}, threads(), [&](int64_t first, int64_t last, int) {
+        preparation.finish(prepare_one);
         for (int64_t i = first; i < last; i++) {
             const Piece &piece = pieces[i], &after = pieces[std::min<size_t>(i + 1, pieces.size() - 1)];
             multiply(*piece.task, piece.first, piece.last, panel_data(*after.task->weight, after.first));
@@ -191,13 +195,12 @@ Outcome experts(const Experts& e, const ExpertsStep& s, char* workspace) {
     const auto up = tasks_of(plan, e, e.gate_up, one_row ? (const char*)s.x : rows, gate_up, e.dtype, scratch, one_row);
     const int64_t groups = plan.groups.size(), row = e.hidden * sizeof(T);
     const int64_t columns = (e.out + SUM_COLUMNS - 1) / SUM_COLUMNS;
-    parallel(one_row ? std::min<int64_t>(groups, 1) : groups, ONE_BY_ONE, threads(), [&](int64_t g, int64_t, int) {
+    multiply_all(up, one_row ? std::min<int64_t>(groups, 1) : groups, [&](int64_t g) {
         const int64_t first = plan.groups[g].first, last = one_row ? first : first + plan.groups[g].rows;
         for (int64_t turn = first; turn < last; turn++)
             std::memcpy(rows + turn * row, (const char*)s.x + plan.token_of[turn] * row, row);
         prepare(up[g]);
     });
-    multiply_all(up);
     auto activate = [&](int64_t g) {
         const int64_t first = plan.groups[g].first, inner = e.inner.own;
         for (int64_t turn = first; turn < first + plan.groups[g].rows; turn++) {
@@ -214,11 +217,10 @@ Outcome experts(const Experts& e, const ExpertsStep& s, char* workspace) {
         if (outcome != DONE) return outcome;
     }
     const auto down = tasks_of(plan, e, e.down, inner, parts, F32, scratch);
-    parallel_each(groups, ONE_BY_ONE, [&](int64_t g) {
+    multiply_all(down, groups, [&](int64_t g) {
         if (!gathers) activate(g);
         prepare(down[g]);
     });
-    multiply_all(down);
     if (e.slots) {
         const uint64_t shape = (uint64_t)turns << 32 ^ e.slots->digest;
         const Outcome outcome =

@@ -87,7 +87,7 @@ struct LatentScratch {
     lane* q;              // [stride / 16][depth][16]
     lane* tile;           // [KEY_TILE][width]: rows that cannot be read in place
     lane* zeros;          // such a row
-    const lane** row_of;  // [KEY_TILE + KEYS_AT_ONCE]: of the tile's keys, and zeros behind them
+    const lane** row_of;  // [KEY_TILE + KEYS_AT_ONCE]: of the tile's keys, 16 of which lie evenly, and zeros behind them
     float* scales;        // [KEY_TILE]
     float* scores;        // [KEY_TILE][stride]
     lane* weights;        // [KEY_TILE / NUMBERS][stride]
@@ -126,7 +126,8 @@ struct LatentScratch {
     }
 };
 
-// Asks for the rows of positions from .. end - 1 before they are needed: all of them in the course of `steps` steps.
+// Asks for the rows of positions from .. end - 1 before they are needed: all of them in the course of `steps` steps, or
+// by products of 16 keys, 16 of them each.
 class RowsAhead {
   public:
     RowsAhead(const TileSource& source, int64_t from, int64_t end, int64_t steps)
@@ -134,21 +135,30 @@ class RowsAhead {
           pace_((end - from + LANES - 1) / LANES * group_lines_ / steps + 1) {}
 
     void step() {
-        for (int64_t i = 0; i < pace_ && (line_ || position_ < end_); i++) {
-            if (line_ == 0) {  // of the next 16 rows
+        for (int64_t left = pace_; left > 0;) {
+            if (line_ == group_lines_) {  // on to the next 16 rows
+                if (position_ >= end_) return;
                 at_ = source_.plane(position_, KEYS) + position_ % source_.kv.block_size * source_.kv.row_bytes();
-                position_ += LANES;
+                position_ += LANES, line_ = 0;
             }
-            __builtin_prefetch(at_ + line_ * 64, 0, 2);
-            line_ = line_ + 1 == group_lines_ ? 0 : line_ + 1;
+            const int64_t last = std::min(group_lines_, line_ + left);
+            left -= last - line_;
+            for (; line_ < last; line_++) __builtin_prefetch(at_ + line_ * 64, 0, 2);
         }
+    }
+
+    // The 16 rows from the k-th on, in the course of `lanes` steps; `nothing`: see `Later`.
+    Later group(int64_t k, int64_t lanes, const void* nothing) const {
+        const int64_t position = position_ + k, bytes = source_.kv.row_bytes();
+        if (position >= end_) return {(const char*)nothing, 0};
+        return {source_.plane(position, KEYS) + position % source_.kv.block_size * bytes, LANES * bytes / lanes};
     }
 
   private:
     const TileSource source_;
     int64_t position_;
     const int64_t end_, group_lines_, pace_;  // lines of 16 rows, and of a step
-    int64_t line_ = 0;
+    int64_t line_ = group_lines_;
     const char* at_ = nullptr;
 };
 
@@ -228,20 +238,29 @@ struct LatentWork {
     }
 
     void attend_tile(int64_t tile, const States& states) {
-        const int64_t* table = step.tables + item.span * step.table_width;
-        const TileSource source{step.kv, table, layer, 0, tile * KEY_TILE, 0, end,
-                                step.trees.base(item.span), step.trees.path(item.row)};
-        const int64_t item_end = std::min(end, (item.split + item.splits) * step.split), next = source.start + KEY_TILE;
+        const TileSource source = source_of(tile * KEY_TILE);
         const int64_t keys = std::min(end - source.start, KEY_TILE);
         const int64_t steps = (keys + KEYS_AT_ONCE<L> - 1) / KEYS_AT_ONCE<L> * panel_groups + stripes * row_blocks;
-        const int64_t in_order = std::min({item_end, next + KEY_TILE, source.base});  // rows of a path lie anywhere
-        RowsAhead ahead(source, next, std::max(next, in_order), steps);
+        RowsAhead next = ahead(source.start + KEY_TILE, steps);
         find_rows(source, keys);
         for (int64_t panel = 0; panel < panels; panel += SCORE_VECTORS) {
-            multiply_keys<SCORE_VECTORS>(keys, panel, ahead);
+            multiply_keys<SCORE_VECTORS>(keys, panel, next);
             for (int64_t p = panel; p < std::min(panel + SCORE_VECTORS, panels); p++) softmax(tile, keys, p);
         }
-        multiply_values(keys, states, ahead);
+        multiply_values(keys, states, next);
+    }
+
+    // The span's rows; `start`: of a key tile.
+    TileSource source_of(int64_t start) const {
+        return {step.kv, step.tables + item.span * step.table_width, layer, 0, start, 0, end,
+                step.trees.base(item.span), step.trees.path(item.row)};
+    }
+
+    // Asks for a key tile's rows, if the item has it, as far as they lie in order.
+    RowsAhead ahead(int64_t start, int64_t steps) const {
+        const TileSource source = source_of(start);
+        const int64_t item_end = std::min(end, (item.split + item.splits) * step.split);
+        return {source, start, std::max(start, std::min({item_end, start + KEY_TILE, source.base})), steps};
     }
 
     // Where the products read the tile's rows.
@@ -256,7 +275,7 @@ struct LatentWork {
             if constexpr (is_code<S>) source.scales(position, KEYS, scratch.scales + k);
             for (int64_t i = k; i < std::min(k + LANES, keys); i++, at += step.kv.row_bytes()) {
                 const char* row = branching ? of_path[i - k] : at;
-                const bool here = direct && !(IN_TILES<L> && branching);  // a tile's rows lie evenly
+                const bool here = direct && !branching;
                 scratch.row_of[i] = here ? (const lane*)row : scratch.tile + i * scratch.width;
                 if (!here) write_out((const S*)row, scratch.tile + i * scratch.width);
             }
@@ -277,21 +296,21 @@ struct LatentWork {
         if constexpr (V > 1)
             if (panels - panel < V) return multiply_keys<V - 1>(keys, panel, ahead);
         for (int64_t k = 0; k < keys; k += KEYS_AT_ONCE<L>) {
-            const int64_t count = std::min(KEYS_AT_ONCE<L>, keys - k);
             const lane* q = scratch.q + panel * scratch.depth * LANES;
             float* scores = scratch.scores + k * scratch.stride + panel * LANES;
             if constexpr (IN_TILES<L>)
-                multiply_in_tiles<false>(count, V, {{scratch.row_of[k], scratch.row_of[k + TILE_ROWS]},
-                                                    {apart(k, keys), apart(k + TILE_ROWS, keys)}, q,
-                                                    scratch.depth * LANES, scratch.depth, scores, scratch.stride});
+                multiply_in_tiles<false>(std::min(KEYS_AT_ONCE<L>, keys - k), V,
+                                         {{scratch.row_of[k], scratch.row_of[k + TILE_ROWS]},
+                                          {apart(k, keys), apart(k + TILE_ROWS, keys)}, q, scratch.depth * LANES,
+                                          scratch.depth, scores, scratch.stride});
             else
-                multiply<L, V>(count, {scratch.row_of + k, q, scratch.depth, scores, scratch.stride});
-            ahead.step();
+                multiply<L, V>({scratch.row_of[k], apart(k, keys), q, scratch.depth, scores, scratch.stride,
+                                panel ? Later{(const char*)q, 0} : ahead.group(k, scratch.depth, q)});
+            if (IN_TILES<L>) ahead.step();
         }
     }
 
-    // Lanes from key k's row to the next one's. Rows of the last tile that are no keys' may hold anything: nobody looks at
-    // their scores.
+    // Lanes from key k's row to the next one's. Rows behind the last key's may hold anything: nobody looks at their scores.
     int64_t apart(int64_t k, int64_t keys) const {
         const bool written_out = scratch.row_of[k] >= scratch.tile && scratch.row_of[k] < scratch.tile + KEY_TILE * scratch.width;
         return k >= keys ? 0 : written_out ? scratch.width : step.kv.row_bytes() / int64_t(sizeof(lane));
@@ -316,17 +335,16 @@ struct LatentWork {
         if constexpr (IN_TILES<L>)
             multiply_values_in_tiles(keys, states, ahead);
         else
-            multiply_values_in_rows(keys, states, ahead);
+            multiply_values_in_rows(keys, states);
     }
 
-    void multiply_values_in_rows(int64_t keys, const States& states, RowsAhead& ahead) {
+    void multiply_values_in_rows(int64_t keys, const States& states) {
         for (int64_t stripe = 0; stripe < stripes; stripe++)
             for (int64_t block = 0; block < row_blocks; block++) {
                 const int64_t r = block * rows / row_blocks;  // blocks of nearly equal size
                 multiply<L>((block + 1) * rows / row_blocks - r,
                             {scratch.row_of, stripe * LANES, scratch.weights + r, (keys + L::NUMBERS - 1) / L::NUMBERS,
                              scratch.stride, scratch.shrink + r, states.out(r) + stripe * WIDE<L>, states.stride()});
-                ahead.step();
             }
     }
 

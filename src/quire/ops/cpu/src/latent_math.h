@@ -2,7 +2,8 @@
 //
 // A row of the cache is key and value in one, and all of an item's rows (tokens times heads) look at it. So scores lie
 // on their side: a lane is a row of the item, and a key's numbers are read one by one, which they can be where they lie
-// in the cache. Only a quantized cache, or one in a narrower type than the machine multiplies, is written out first.
+// in the cache, 16 rows of a block one after the other. Those that lie anywhere are written out first, and so is a
+// quantized cache, or one in a narrower type than the machine multiplies.
 #pragma once
 
 #include "attention_math.h"
@@ -10,17 +11,17 @@
 namespace quire {
 
 // Keys times vectors of rows in a product of scores, and rows times the columns of a vector of values in one of values:
-// what fits into the registers, addresses too. Does not change bits.
+// what fits into the registers. Does not change bits.
 #if defined(__AVX512F__)
-constexpr int SCORE_KEYS = 12, SCORE_VECTORS = 2, VALUE_ROWS = 12;
+constexpr int SCORES = 16, SCORE_VECTORS = 2, VALUE_ROWS = 12;
 #elif defined(__AVX2__) || defined(__aarch64__)
-constexpr int SCORE_KEYS = 6, SCORE_VECTORS = 1, VALUE_ROWS = 6;
+constexpr int SCORES = 6, SCORE_VECTORS = 1, VALUE_ROWS = 6;
 #else
-constexpr int SCORE_KEYS = 3, SCORE_VECTORS = 1, VALUE_ROWS = 3;
+constexpr int SCORES = 3, SCORE_VECTORS = 1, VALUE_ROWS = 3;
 #endif
 
 template <class L>
-constexpr int64_t KEYS_AT_ONCE = IN_TILES<L> ? 2 * TILE_ROWS : SCORE_KEYS;
+constexpr int64_t KEYS_AT_ONCE = IN_TILES<L> ? 2 * TILE_ROWS : LANES;
 template <class L>
 constexpr int64_t ROWS_AT_ONCE = IN_TILES<L> ? 2 * TILE_ROWS : VALUE_ROWS;
 
@@ -39,34 +40,64 @@ bool in_place(const KvCache& kv, int64_t key, int64_t latent) {
 
 // -- products -----------------------------------------------------------------------------------------------------
 
-// scores[k][row] of K keys for V vectors of rows, out of queries [V][depth][16].
+// What is asked for while a product goes on: `step` bytes for each lane of a key. A crowd of requests would hold up the
+// product until memory has sent what they are for. Nothing: some memory that is at hand, and no step.
+struct Later {
+    const char* at;
+    int64_t step;
+};
+
+// scores[k][row] of 16 keys, `apart` lanes from one to the next, for V vectors of rows, out of queries [V][depth][16].
 template <class L>
 struct ScoreProduct {
-    const typename L::lane* const* keys;
+    const typename L::lane* keys;
+    int64_t apart;
     const typename L::lane* q;
     int64_t depth;
     float* scores;
     int64_t stride;  // of the scores, from key to key
+    Later later;
 };
 
+// Of the keys first .. first + K - 1.
 template <class L, int K, int V>
-void product(const ScoreProduct<L>& p) {
+void product(const ScoreProduct<L>& p, int64_t first) {
     using part = typename L::part;
     typedef float Sum __attribute__((vector_size(WIDTH)));
     constexpr int PARTS = 64 / WIDTH, SIZE = LANES / PARTS;
-    Sum sum[K][V * PARTS] = {};
-    for (int64_t d = 0; d < p.depth; d++) {
+    const typename L::lane* fours[(K + 3) / 4];  // so the addresses fit into registers, too
+    for (int i = 0; i < (K + 3) / 4; i++) fours[i] = p.keys + (first + 4 * i) * p.apart;
+    Sum sum[K][V * PARTS];
+#pragma GCC unroll 16
+    for (int k = 0; k < K; k++)
+        for (int v = 0; v < V * PARTS; v++) sum[k][v] = Sum{};
+    const char* later = p.later.at;
+    const int64_t step = first ? 0 : p.later.step;
+    for (int64_t d = 0; d < p.depth; d++, later += step) {
+        __builtin_prefetch(later, 0, 2);
         part q[V * PARTS];
         for (int v = 0; v < V * PARTS; v++)
             std::memcpy(&q[v], p.q + (v / PARTS * p.depth + d) * LANES + v % PARTS * SIZE, sizeof q[v]);
 #pragma GCC unroll 16
         for (int k = 0; k < K; k++) {
-            const part key = part{} + p.keys[k][d];
+            const part key = L::spread(fours[k / 4] + k % 4 * p.apart + d);
             for (int v = 0; v < V * PARTS; v++) sum[k][v] = L::dot(sum[k][v], q[v], key);
         }
     }
+    float* scores = p.scores + first * p.stride;
     for (int k = 0; k < K; k++)
-        for (int v = 0; v < V * PARTS; v++) std::memcpy(p.scores + k * p.stride + v * SIZE, &sum[k][v], sizeof(Sum));
+        for (int v = 0; v < V * PARTS; v++) std::memcpy(scores + k * p.stride + v * SIZE, &sum[k][v], sizeof(Sum));
+}
+
+// Of all 16 keys, in blocks of nearly equal size.
+template <class L, int V>
+void multiply(const ScoreProduct<L>& p) {
+    constexpr int BLOCKS = (LANES * V + SCORES - 1) / SCORES, FEW = LANES / BLOCKS, MANY = (LANES + BLOCKS - 1) / BLOCKS;
+    for (int64_t block = 0, first = 0; block < BLOCKS; block++) {
+        const int64_t end = (block + 1) * LANES / BLOCKS;
+        end - first == FEW ? product<L, FEW, V>(p, first) : product<L, MANY, V>(p, first);
+        first = end;
+    }
 }
 
 // out[row] = out[row] * shrink[row] + weights[.][row] times values, for R rows and the columns of a vector of values.
@@ -106,14 +137,7 @@ void product(const ValueProduct<L>& p) {
         for (int v = 0; v < PARTS; v++) std::memcpy(p.out + r * p.out_stride + v * SIZE, &sum[r][v], sizeof(Sum));
 }
 
-// A product for a number known only now, at most N: K keys for V vectors of rows, or N rows.
-template <class L, int V, int K = SCORE_KEYS>
-void multiply(int64_t keys, const ScoreProduct<L>& p) {
-    if constexpr (K > 1)
-        if (keys < K) return multiply<L, V, K - 1>(keys, p);
-    product<L, K, V>(p);
-}
-
+// A product for a number of rows known only now, at most R.
 template <class L, int R = VALUE_ROWS>
 void multiply(int64_t rows, const ValueProduct<L>& p) {
     if constexpr (R > 1)

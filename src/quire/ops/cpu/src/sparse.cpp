@@ -43,7 +43,6 @@ struct ChoiceScratch {
     float* weights;         // [tokens, panels, 16], 0 behind the last head
     lane* tile;             // [KEY_TILE][depth, of whole vectors]
     int64_t tile_stride;
-    const lane* row_of[KEY_TILE];
     float* scales;  // [KEY_TILE]
     float* scores;  // [KEY_TILE][panels * 16]
     char* zeros;    // a row of the cache
@@ -130,7 +129,6 @@ struct ChoiceWork {
             if constexpr (is_code<S>) source.scales(start + k, KEYS, scratch.scales + k);
             for (int64_t i = 0; i < LANES; i++) {
                 typename L::lane* to = scratch.tile + (k + i) * scratch.tile_stride;
-                scratch.row_of[k + i] = to;
                 for (int64_t n = 0; n < step.width; n += WIDE<L>) {
                     const auto v = L::of_row((const S*)(rows[i] + behind) + n, int(std::min(step.width - n, WIDE<L>)));
                     std::memcpy(to + n / L::NUMBERS, &v, sizeof v);
@@ -166,10 +164,10 @@ struct ChoiceWork {
         if constexpr (V > 1)
             if (scratch.panels - panel < V) return multiply_keys<V - 1>(token, panel, keys);
         const int64_t stride = scratch.panels * LANES, at = token * scratch.panels + panel;
-        for (int64_t k = 0; k < keys; k += SCORE_KEYS)
-            multiply<L, V>(std::min<int64_t>(SCORE_KEYS, keys - k),
-                           {scratch.row_of + k, scratch.q + at * scratch.depth * LANES, scratch.depth,
-                            scratch.scores + k * stride + panel * LANES, stride});
+        for (int64_t k = 0; k < keys; k += LANES)
+            multiply<L, V>({scratch.tile + k * scratch.tile_stride, scratch.tile_stride,
+                            scratch.q + at * scratch.depth * LANES, scratch.depth,
+                            scratch.scores + k * stride + panel * LANES, stride, {(const char*)scratch.q, 0}});
     }
 };
 
