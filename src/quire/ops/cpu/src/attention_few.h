@@ -21,14 +21,16 @@ struct RowGroups {
     int64_t stride;
 };
 
-// Scores of R rows, of which n are there, and G groups of keys: a lane is a key. WHOLE: `size` is so many squares.
+// Scores of R rows, of which n are there, and G groups of keys: a lane is a key. WHOLE: `size` is so many squares. Rows
+// that are not there are the last one again, here and below: their numbers are its own, and are stored over them.
 template <class L, class S, int R, int G, bool WHOLE>
 void score_groups(const RowGroups& keys, int64_t size, const typename L::lane* q, int64_t depth, int64_t n,
                   float* scores) {
     constexpr int SQUARE = L::template SQUARE<S>, EACH = L::template EACH<S>;
     constexpr int LINES = SQUARE * sizeof(S) * LANES / 64;  // of a square: at most one for each of its vectors
+    auto there = [n](int64_t r) { return std::min(r, n - 1); };
     const typename L::lane* row[R];
-    for (int r = 0; r < R; r++) row[r] = q + std::min<int64_t>(r, n - 1) * depth;
+    for (int r = 0; r < R; r++) row[r] = q + there(r) * depth;
     f32x16 sum[G][R] = {};
     for (int64_t i = 0; i < size; i += SQUARE) {
         const int numbers = WHOLE ? SQUARE : int(std::min<int64_t>(size - i, SQUARE));
@@ -55,9 +57,13 @@ void score_groups(const RowGroups& keys, int64_t size, const typename L::lane* q
                 }
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
-        for (int g = 0; g < G; g++)
-            if (const f32x16 score = sum[g][r]; r < n) store(scores + r * KEY_TILE + g * LANES, score);
+#pragma GCC unroll 2
+        for (int g = 0; g < G; g++) {
+            const f32x16 score = sum[g][r];  // by value: of an array that is copied from GCC keeps a second one in memory
+            store(scores + there(r) * KEY_TILE + g * LANES, score);
+        }
 }
 
 // Adds the values of some groups to R rows, of which n are there: to numbers `column` to `column` + 16 * V - 1 of each,
@@ -68,12 +74,14 @@ void add_columns(const RowGroups& values, int64_t groups, int64_t column, int64_
                  int64_t dims) {
     constexpr int N = L::NUMBERS;
     static_assert(V % N == 0);
+    auto there = [n](int64_t r) { return std::min(r, n - 1); };
     const typename L::lane* weight[R];
     f32x16 sum[R][V];
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-        const int64_t of = std::min<int64_t>(r, n - 1);
-        weight[r] = weights + of * weights_stride;
-        for (int v = 0; v < V; v++) sum[r][v] = load(out + of * dims + column + v * LANES) * factor[of];
+        weight[r] = weights + there(r) * weights_stride;
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) sum[r][v] = load(out + there(r) * dims + column + v * LANES) * factor[there(r)];
     }
     const int64_t stride = values.stride;
     for (int64_t g = 0; g < groups; g++) {
@@ -87,18 +95,24 @@ void add_columns(const RowGroups& values, int64_t groups, int64_t column, int64_
             for (int v = 0; v < V; v += N) {
                 typename L::vector columns[N];
                 const int64_t at = v * LANES;
-                const int there = WHOLE ? LANES * N : int(std::min<int64_t>(size - column - at, LANES * N));
-                L::template of_columns<S>(rows + at * sizeof(S), stride, there, columns);
+                const int seen = WHOLE ? LANES * N : int(std::min<int64_t>(size - column - at, LANES * N));
+                L::template of_columns<S>(rows + at * sizeof(S), stride, seen, columns);
+#pragma GCC unroll 2
                 for (int p = 0; p < N; p++)
+#pragma GCC unroll 8
                     for (int r = 0; r < R; r++)
                         sum[r][v + p] = L::dot(sum[r][v + p], by[r], bits_of<typename L::part>(columns[p]));
             }
         }
         for (int r = 0; r < R; r++) weight[r] += LANES / N;
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++)
-            if (const f32x16 total = sum[r][v]; r < n) store(out + r * dims + column + v * LANES, total);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            const f32x16 total = sum[r][v];
+            store(out + there(r) * dims + column + v * LANES, total);
+        }
 }
 
 // The same for all groups, and for all numbers of a row.

@@ -61,7 +61,7 @@ struct TileSource {
     const int64_t* path = nullptr;
 
     char* plane(int64_t position, int64_t which) const {
-        return kv.plane(table[position / kv.block_size], layer, head, which);
+        return kv.plane(table[kv.block_of(position)], layer, head, which);
     }
     bool there(int64_t position) const { return position >= first && position < end; }
 
@@ -72,7 +72,7 @@ struct TileSource {
     // where not all of them are there and in order.
     const char* group(int64_t position, int64_t which, char* apart) const {
         const int64_t size = kv.row_bytes();
-        if (whole(position)) return plane(position, which) + position % kv.block_size * size;
+        if (whole(position)) return plane(position, which) + kv.row_of(position) * size;
         const char* of[LANES];
         rows(position, which, nullptr, of);
         for (int64_t i = 0; i < LANES; i++)
@@ -87,27 +87,27 @@ struct TileSource {
     // Such a group's rows one by one; `zeros` stands for those that are not there.
     void rows(int64_t position, int64_t which, const char* zeros, const char** rows) const {
         if (position + LANES > base) return rows_of_path(position, which, zeros, rows);
-        const char* at = plane(position, which) + position % kv.block_size * kv.row_bytes();
+        const char* at = plane(position, which) + kv.row_of(position) * kv.row_bytes();
         for (int64_t i = 0; i < LANES; i++) rows[i] = there(position + i) ? at + i * kv.row_bytes() : zeros;
     }
 
     void rows_of_path(int64_t position, int64_t which, const char* zeros, const char** rows) const {
         for (int64_t i = 0; i < LANES; i++) {
             const int64_t at = there(position + i) ? place(position + i) : -1;
-            rows[i] = at < 0 ? zeros : plane(at, which) + at % kv.block_size * kv.row_bytes();
+            rows[i] = at < 0 ? zeros : plane(at, which) + kv.row_of(at) * kv.row_bytes();
         }
     }
 
     // The same 16 rows' scales.
     void scales(int64_t position, int64_t which, float* to) const {
         if (!whole(position)) return scales_of_path(position, which, to);
-        std::memcpy(to, kv.scales(plane(position, which)) + position % kv.block_size, LANES * sizeof(float));
+        std::memcpy(to, kv.scales(plane(position, which)) + kv.row_of(position), LANES * sizeof(float));
     }
 
     void scales_of_path(int64_t position, int64_t which, float* to) const {
         for (int64_t i = 0; i < LANES; i++) {
             const int64_t at = there(position + i) ? place(position + i) : -1;
-            to[i] = at < 0 ? 0.0f : kv.scales(plane(at, which))[at % kv.block_size];
+            to[i] = at < 0 ? 0.0f : kv.scales(plane(at, which))[kv.row_of(at)];
         }
     }
 };
@@ -150,8 +150,8 @@ class Ahead {
     // Behind the last ones: some rows that are there.
     const char* next() {
         if (part_ == count_) return kv_.data;
-        const char* at = kv_.plane(parts_[part_].table[position_ / kv_.block_size], layer_, head_, which_);
-        at += position_ % kv_.block_size * kv_.row_bytes();
+        const char* at = kv_.plane(parts_[part_].table[kv_.block_of(position_)], layer_, head_, which_);
+        at += kv_.row_of(position_) * kv_.row_bytes();
         advance();
         return at;
     }

@@ -19,7 +19,7 @@ enum : int64_t { KEYS = 0, VALUES = 1 };
 
 struct KvCache {
     char* data;  // of block 0
-    int64_t block_bytes, kv_heads, block_size, head_dim;
+    int64_t block_bytes, kv_heads, block_size, head_dim;  // `block_size` is a power of two
     int32_t format, sides;  // a KvFormat; 2, or 1
 
     bool quantized() const { return format >= KV_INT8; }
@@ -30,6 +30,9 @@ struct KvCache {
         const int64_t side = sides == 1 ? 0 : which;
         return data + block * block_bytes + ((layer * kv_heads + head) * sides + side) * plane_bytes();
     }
+    // Where a position, or a slot, lies: in which block, and in which row of its planes. Divisions would take longer.
+    int64_t block_of(int64_t position) const { return position >> __builtin_ctzll(block_size); }
+    int64_t row_of(int64_t position) const { return position & (block_size - 1); }
     float* scales(char* plane) const { return (float*)(plane + block_size * row_bytes()); }
 };
 
@@ -86,7 +89,7 @@ INLINE void convert_row(const From* row, int64_t size, To* to) {
 // cache: without this, each store would wait for memory by itself.
 INLINE void fetch_kv_rows(const KvCache& kv, int64_t slot, int64_t layer, int64_t head) {
     for (int64_t side = 0; side < kv.sides; side++) {
-        const char* row = kv.plane(slot / kv.block_size, layer, head, side) + slot % kv.block_size * kv.row_bytes();
+        const char* row = kv.plane(kv.block_of(slot), layer, head, side) + kv.row_of(slot) * kv.row_bytes();
         for (int64_t byte = 0; byte < kv.row_bytes(); byte += 64) __builtin_prefetch(row + byte, 1);
     }
 }
@@ -94,8 +97,8 @@ INLINE void fetch_kv_rows(const KvCache& kv, int64_t slot, int64_t layer, int64_
 // Writes one head's row of keys or values, `row` [head_dim], into the slot `block * block_size + offset`.
 template <class T>
 INLINE void store_kv_row(const KvCache& kv, int64_t slot, int64_t layer, int64_t head, int64_t which, const T* row) {
-    const int64_t offset = slot % kv.block_size, size = kv.head_dim;
-    char* plane = kv.plane(slot / kv.block_size, layer, head, which);
+    const int64_t offset = kv.row_of(slot), size = kv.head_dim;
+    char* plane = kv.plane(kv.block_of(slot), layer, head, which);
     char* to = plane + offset * kv.row_bytes();
     if (kv.quantized()) {
         kv.scales(plane)[offset] = quantize_row(row, size, kv.format == KV_FP8, (uint8_t*)to);
