@@ -182,8 +182,6 @@ class CpuExperts:
                 f"{out.in_features} and {out.out_features}, are not experts' gate_up and down"
             )
         self._dtypes = tuple(dtype for dtype in up.dtypes if dtype in out.dtypes)
-        for product in (*up.products, *out.products):
-            product.settle()
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """See `Experts`.

@@ -43,7 +43,7 @@ class CpuProduct:
 
     Args:
         weight: dense parts [out, in], or such in MXFP4, whose outputs come side by side, are copied into panels; a
-            quantized one is used where it lies.
+            quantized one of `SMALL` bytes or more is used where it lies.
         scratch: what all products share for the length of a call.
         memory: where panels go.
 
@@ -69,7 +69,7 @@ class CpuProduct:
         self._weight = _Weight(in_features=self.in_features, out_features=self.out_features)
         self.address = ctypes.addressof(self._weight)
         self._held: dict[str, torch.Tensor] = {}  # what the addresses in the structure point to
-        self._memory, self._strays = memory, list[str]()  # what of it lies elsewhere, and is too small for huge pages
+        self._memory = memory
         self.dtypes: tuple[torch.dtype, ...] = (dense[0].dtype,) if dense else tuple(DTYPES)
         if isinstance(weight, QuantizedWeight):
             self._use_quantized(lib, weight)
@@ -89,13 +89,6 @@ class CpuProduct:
     def parts(self) -> dict[str, torch.Tensor]:
         """What a product reads as a stream."""
         return {name: self._held[name] for name in ("data", "scales") if name in self._held}
-
-    def settle(self) -> None:
-        """Bring small parts that lie elsewhere side by side with others'. Nobody may be computing with them."""
-        for name in self._strays:
-            part = self._held[name].flatten().view(torch.uint8)
-            self._hold(name, self._memory.take(part.nbytes, self).copy_(part))
-        self._strays.clear()
 
     def _pack(self, lib: Library, parts: Sequence[torch.Tensor]) -> None:
         parts = [part.contiguous() for part in parts]
@@ -122,14 +115,20 @@ class CpuProduct:
         lib.pack_mxfp4(self.address, codes.ctypes.data, scales.ctypes.data, self._weight.data, self._weight.scales)
 
     def _use_quantized(self, lib: Library, weight: QuantizedWeight) -> None:
-        collapse(weight.packed)
-        self._hold("data", weight.packed)
-        self._hold("scales", weight.scales)
-        self._strays = [name for name, part in self.parts.items() if 0 < part.nbytes < SMALL]
+        self._hold("data", self._in_huge_pages(weight.packed))
+        self._hold("scales", self._in_huge_pages(weight.scales))
         if weight.group is None:
             self._weight.format = INT8
         else:
             self._weight.format, self._weight.group = INT4, weight.group
+
+    def _in_huge_pages(self, part: torch.Tensor) -> torch.Tensor:
+        """A part of a weight; one so small that its begin and end would be much of it is moved beside others."""
+        if not 0 < part.nbytes < SMALL:
+            collapse(part)
+            return part
+        part = part.flatten().view(torch.uint8)
+        return self._memory.take(part.nbytes, self).copy_(part)
 
     def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in x's type or fp32."""
