@@ -25,9 +25,9 @@ import torch
 from msgspec.structs import replace
 
 from benchmarks import speculation
-from benchmarks.ablation import GREEDY, SAMPLED, Always, Clock
 from benchmarks.common import Options, options_from, tell
 from benchmarks.speculation import DRAFTED, PROMPTS
+from quire.core.draft_length import DraftState
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import DRAFT, StepPlan, StepResult
@@ -37,9 +37,42 @@ from quire.runner.proposer import Drafts
 from quire.text.tokenizer import Tokenizer
 
 FILE = Path("tests/core/demo_drafts.json")
-KINDS = {"greedy": GREEDY, "temperature 1": SAMPLED}
+KINDS = {
+    "greedy": SamplingParams(temperature=0.0, seed=1, ignore_eos=True).resolved(),
+    "temperature 1": SamplingParams(seed=1, ignore_eos=True).resolved(),
+}
 LENGTH = 160
 DIGITS = string.digits + string.ascii_lowercase
+
+
+class Always:
+    """In place of `DraftLengths`: always so many drafts."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def choose(self, states: Sequence[DraftState], room: Sequence[int], *_: int) -> list[int]:
+        return [min(self._count, most) for most in room]
+
+    def drop_drafting(self, states: Sequence[DraftState]) -> None:
+        return None
+
+    def start(self, *_: Any) -> None: ...
+    def accepted(self, *_: Any) -> None: ...
+    def observe_step(self, *_: Any) -> None: ...
+
+
+class Clock:
+    """A point that was reached, in the thread's CPU time: see `quire.runner.device.Reached`."""
+
+    def __init__(self) -> None:
+        self._time = time.thread_time()
+
+    def wait(self) -> None:
+        return
+
+    def time(self) -> float:
+        return self._time
 
 
 class Recorder:

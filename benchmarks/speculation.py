@@ -247,7 +247,7 @@ def demo(result: Result, options: Options) -> None:
         for company in (1, 8):
             groups = [prompts[i : i + company] for i in range(0, len(prompts), company)]
             made: dict[str, list[Run]] = {name: [] for name in engines}
-            for turn in range(1 if options.quick else 1 + TURNS):
+            for turn in range(1 if options.quick else 1 + 2 * TURNS):
                 for number, group in enumerate(groups):
                     for name in _from(list(engines), turn + number):
                         run = generate(engines[name], group, params, count)

@@ -9,16 +9,20 @@ drafts pay. Therefore there is an account of what drafting has gained and lost, 
 overdrawn, drafts that do not seem to pay get the benefit of the doubt (`_hoped`), and now and then some are tried that
 cannot pay as far as is known. Where it is overdrawn, requests without drafts are let go, since to follow one, so that
 it can be drafted later, takes time, too; and new ones are followed only where drafts are expected to pay.
+
+Deciding takes time as well, which shows where a step takes half a millisecond. So a choice is kept for some steps, and
+what is learned meanwhile is only noted.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from operator import itemgetter
 
 from quire.core.step import StepResult
 
@@ -59,11 +63,15 @@ smaller gain is within the error of measurement."""
 _SHORTEST = 1e-6
 """Least duration assumed for a step, in case the clock is too coarse to measure it."""
 
-_TURN = 8
-"""Most steps between re-evaluations of the measurements."""
+_TURN = 12
+"""Steps for which a choice is kept, as long as the same requests are decoded and no size of step is new; fewer at
+first, when little is known."""
 
 _EXPLORE = 32
 """Steps between explorations while drafts pay off."""
+
+_PAUSE = 8
+"""Steps between explorations while they do not."""
 
 _SHARE = 0.01
 """Of all time, so much may be lost."""
@@ -114,7 +122,7 @@ class Pool:
     there: tuple[Average, Average] = field(default_factory=lambda: (Average(1.0), Average(1.0)))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DraftState:
     """Statistics about one request's drafts.
 
@@ -144,7 +152,6 @@ class DraftState:
             self.pool.first.learn(1, success, _POOL_FORGET)
         if accepted and not tree_mode:
             self.pool.later.learn(min(accepted, proposed - 1), accepted - 1, _POOL_FORGET)
-        self.rate()
 
     def rate(self) -> None:
         """Update `chances` from the statistics."""
@@ -174,15 +181,15 @@ class _Times:
 
     def __init__(self, once: float) -> None:
         self._once = once
-        self._cells: dict[int, deque[tuple[float, int]]] = {}
+        self._cells: defaultdict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._sizes: list[int] = []
         self._seconds: list[float] = []
 
     def observe(self, size: int, seconds: float) -> bool:
-        """Record a step's time; returns whether little was known about steps of this size."""
-        cell = self._cells.setdefault(_cell_of(size), deque(maxlen=_RECENT))
+        """Record a step's time; returns whether its bucket counts from now on."""
+        cell = self._cells[_cell_of(size)]
         cell.append((seconds, size))
-        return len(cell) < _RECENT
+        return len(cell) == 2
 
     def refresh(self) -> None:
         """Recompute the curve. Each bucket counts with its lower third, so that hiccups do not matter."""
@@ -245,11 +252,17 @@ class DraftLengths:
         self._most = most
         self._tree_mode = tree_mode
         self._depths = (most,) if tree_mode else range(1, most + 1)
+        self._unit = most if tree_mode else 1  # drafts that a request gets together
         self._verifying = _Times(once=most)  # by rows
         self._drafting = _Times(once=math.inf)  # by depth; 0 is following without drafting
         self._steps = self._explored = 0
         self._ended = 0.0  # when the last step did
-        self._chosen: dict[tuple[object, ...], list[int]] = {}  # since the last re-evaluation
+        self._states: Sequence[DraftState] = []  # for which drafts were chosen last
+        self._lengths: list[int] = []  # the choice
+        self._hoping = False  # it is not expected to pay
+        self._due = False  # it must be made anew
+        self._age = 0  # steps since then
+        self._verdicts: list[tuple[DraftState, int, int]] = []  # since then, see `accepted`
         self._pools: dict[bool, Pool] = {}
         self._plain = 0.0  # seconds of the last step without drafts, as far as is known; 0: nothing is known
         self._credit = 0.0  # seconds that may be lost
@@ -268,9 +281,12 @@ class DraftLengths:
         if not tuned:
             self.account(seconds, result.drafting)
             return
-        drafted, base = [span.num_drafted for span in result.spans], len(result.spans)
-        accepted = sum(max(0, len(span.tokens) - 1) for span in result.spans)
-        self.observe(base, seconds, result.drafting, max(drafted), sum(drafted), accepted)
+        drafts = accepted = depth = 0
+        for span in result.spans:
+            drafts += span.num_drafted
+            depth = max(depth, span.num_drafted)
+            accepted += max(0, len(span.tokens) - 1)
+        self.observe(len(result.spans), seconds, result.drafting, depth, drafts, accepted)
 
     def observe(
         self, base: int, seconds: float, drafting: float, depth: int, drafts: int = 0, accepted: int = 0
@@ -284,25 +300,31 @@ class DraftLengths:
             depth: most drafts of one request; 0 if none had any.
             drafts, accepted: totals over all requests.
         """
-        rows = base + drafts
-        new = self._verifying.observe(rows, max(_SHORTEST, seconds - drafting))
+        new = self._verifying.observe(base + drafts, max(_SHORTEST, seconds - drafting))
         new |= self._drafting.observe(self._most if self._tree_mode and depth else depth, drafting)
-        if new or self._steps % _TURN == 0:
-            self._verifying.refresh()
-            self._drafting.refresh()
-            self._chosen.clear()
         worth = self._verifying.at(base) * (1 + accepted / base)  # of its tokens, at the rate without drafts
-        lost = self._verifying.at(rows) + self._drafting.at(depth) - (worth / _WORTH if drafts else worth)
-        self.account(seconds, lost)
+        spent = self._verifying.at(base + drafts) + self._drafting.at(depth)
+        self.account(seconds, spent - (worth / _WORTH if drafts else worth))
+        self._age += 1
+        self._due |= new or self._age >= min(_TURN, self._steps // 2) or (self._hoping and self._credit <= 0)
+
+    def accepted(self, state: DraftState, proposed: int, accepted: int) -> None:
+        """Of `proposed` drafts that were verified, so many were accepted."""
+        self._verdicts.append((state, proposed, accepted))
+
+    def _learn(self) -> None:
+        """Take in what was noted since drafts were chosen last."""
+        self._verifying.refresh()
+        self._drafting.refresh()
+        for state, proposed, accepted in self._verdicts:
+            state.learn(accepted, proposed, self._tree_mode)
+        self._verdicts.clear()
+        self._age, self._due = 0, False
 
     def account(self, seconds: float, lost: float) -> None:
         """So much time went by, and so much of it was lost by following and drafting; negative: it was gained."""
         if self._plain:
             self._credit = min(_MOST_CREDIT * self._plain, self._credit + _SHARE * seconds - lost)
-
-    def accepted(self, state: DraftState, proposed: int, accepted: int) -> None:
-        """Of `proposed` drafts that were verified, so many were accepted."""
-        state.learn(accepted, proposed, self._tree_mode)
 
     # -- following -----------------------------------------------------------------------------------------
 
@@ -317,7 +339,7 @@ class DraftLengths:
         state.rate()
         if self._overdrawn and self._verifying.knows(running):
             rooms = [self._most] * running
-            state.drafting_enabled = any(self._best([state.chances] * running, rooms, sum(rooms), running))
+            state.drafting_enabled = any(self._search([state.chances] * running, rooms, sum(rooms), running))
 
     def drop_drafting(self, states: Sequence[DraftState]) -> int | None:
         """Which of these requests is followed without a gain, and loses its drafting; None: none."""
@@ -346,67 +368,67 @@ class DraftLengths:
             base_rows: rows of the step without drafts.
         """
         self._steps += 1
-        if self._steps % _TURN == 0:
-            for state in states:  # the pool may have changed
-                state.rate()
-        lengths = [0] * len(states)
-        if states and budget > 0 and self._verifying.knows(base_rows):
-            if not self._plain:
-                self._credit = _FIRST_CREDIT * self._verifying.at(base_rows)
-            self._plain = self._verifying.at(base_rows)
-            room = [min(drafts, self._most) for drafts in room]
-            lengths = self._best([state.chances for state in states], room, budget, base_rows)
-            if not any(lengths) and self._credit > 0 and not self._tree_mode:
-                lengths = self._best([_hoped(state.chances) for state in states], room, budget, base_rows)
-            if self._steps - self._explored >= (_EXPLORE if any(lengths) else _TURN):
-                lengths = self._explore(lengths, states, room, budget, base_rows)
+        if self._due or states != self._states or sum(self._lengths) > budget:
+            self._learn()
+            self._states, self._lengths = states, self._choose(states, room, budget, base_rows)
+        lengths = self._fitting(self._lengths, room)
+        if self._steps - self._explored >= (_EXPLORE if any(lengths) else _PAUSE) and self._verifying.knows(base_rows):
+            lengths = self._explore(lengths, states, room, budget, base_rows)
         for state, length in zip(states, lengths, strict=True):
             state.idle = 0 if length else state.idle + 1
-        return list(lengths)
+        return lengths
 
-    def _best(self, kinds: Sequence[_Chances], room: Sequence[int], budget: int, base: int) -> list[int]:
-        """The number of drafts for each request that gives the most tokens per second."""
-        key = *kinds, *room, min(budget, self._most * len(kinds)), base
-        found = self._chosen.get(key)
-        if found is None:
-            found = self._chosen[key] = self._search(kinds, room, budget, base)
-        return found
+    def _choose(self, states: Sequence[DraftState], room: Sequence[int], budget: int, base: int) -> list[int]:
+        """By what is known now; as many as pay, or might while there is credit."""
+        if not self._verifying.knows(base):
+            return [0] * len(states)
+        if not self._plain:
+            self._credit = _FIRST_CREDIT * self._verifying.at(base)
+        self._plain = self._verifying.at(base)
+        for state in states:
+            state.rate()
+        lengths = self._search([state.chances for state in states], room, budget, base)
+        self._hoping = not any(lengths) and self._credit > 0 and not self._tree_mode
+        if self._hoping:
+            lengths = self._search([_hoped(state.chances) for state in states], room, budget, base)
+        return lengths
 
-    def _search(self, kinds: Sequence[_Chances], room: Sequence[int], budget: int, base: int) -> list[int]:
+    def _fitting(self, lengths: Sequence[int], room: Sequence[int]) -> list[int]:
+        """As many of these drafts as there is room for; a tree's all or none."""
+        if self._tree_mode:
+            return [self._most if n and most >= self._most else 0 for n, most in zip(lengths, room, strict=True)]
+        return list(map(min, lengths, room))
+
+    def _search(self, chances: Sequence[_Chances], room: Sequence[int], budget: int, base: int) -> list[int]:
         """Add drafts in order of value, for each depth limit, and keep the number with the most tokens per second."""
-        alike = [
-            (self._worth(chances, drafts), chances[0] / _LEVELS, count)
-            for (chances, drafts), count in Counter(zip(kinds, room, strict=True)).items()
-        ]
+        kinds = [(each, min(drafts, self._most)) for each, drafts in zip(chances, room, strict=True)]
+        alike = Counter(kinds)
+        ranked = [(worth, place, each) for each in alike for place, worth in enumerate(self._worths(*each), 1)]
+        ranked.sort(key=itemgetter(0), reverse=True)
         seconds = cache(self._verifying.at)  # depths share most of their sizes
-        best, depth, least = base / seconds(base), 0, 2.0
+        best, depth, count = base / seconds(base), 0, 0
         for deepest in self._depths:
-            enough = _MARGIN * best
-            counts: Counter[tuple[float, float]] = Counter()
-            for each, there, count in alike:
-                for worth in each[:deepest]:
-                    counts[worth, there] += count
-            given, rows, tokens, drafting = 0, float(base), float(base), self._drafting.at(deepest)
-            for (worth, there), count in sorted(counts.items(), reverse=True):
-                given += count
-                rows += count * there
-                tokens += count * there * worth
+            enough, drafting = _MARGIN * best, self._drafting.at(deepest)
+            given, rows, tokens = 0, float(base), float(base)
+            for taken, (worth, _, each) in enumerate([one for one in ranked if one[1] <= deepest], 1):
+                given += alike[each] * self._unit
                 if given > budget:
                     break
+                there = alike[each] * self._unit * each[0][0] / _LEVELS
+                rows += there
+                tokens += there * worth
                 rate = tokens / (seconds(rows) + drafting)
                 if rate > enough:
                     enough = best = rate
-                    depth, least = deepest, worth
-        return [
-            sum(worth >= least for worth in self._worth(chances, min(drafts, depth)))
-            for chances, drafts in zip(kinds, room, strict=True)
-        ]
+                    depth, count = deepest, taken
+        lengths = Counter([each for _, place, each in ranked if place <= depth][:count])
+        return [lengths[each] * self._unit for each in kinds]
 
-    def _worth(self, chances: _Chances, count: int) -> list[float]:
-        """How likely each of so many drafts of a request is to be accepted; of a tree, of each draft the same."""
+    def _worths(self, chances: _Chances, count: int) -> list[float]:
+        """How likely each of so many drafts of a request is to be accepted; the mean of a whole tree's."""
         first, later = chances[1] / _LEVELS, chances[2] / _LEVELS
         if self._tree_mode:
-            return [first / count] * count if count == self._most and first else []
+            return [first / count] if count == self._most and first else []
         worth: list[float] = []
         while len(worth) < count and first >= 1 / _LEVELS:
             worth.append(first)
@@ -423,14 +445,13 @@ class DraftLengths:
         """
         if any(best):
             kind = self._steps % 3
-            other = [(0, min(most, 2 * n), n // 2)[kind] for n, most in zip(best, room, strict=True)]
-        elif self._credit <= 0:
+            other = [(0, min(2 * n, self._most), (n + 1) // 2)[kind] for n in best]
+        elif self._credit <= 0 or not states:
             return best
         else:
-            wanted = max(self._best([_ALL] * len(states), room, budget, base)) or 1
+            wanted = max(self._search([_ALL] * len(states), room, budget, base)) or 1
             longest = sorted(range(len(states)), key=lambda i: -states[i].idle)[: len(states) // 8 + 1]
-            other = [min(room[i], wanted) if i in longest else 0 for i in range(len(states))]
-        if self._tree_mode:
-            other = [self._most if n and most == self._most else 0 for n, most in zip(other, room, strict=True)]
+            other = [wanted if i in longest else 0 for i in range(len(states))]
+        other = self._fitting(other, room)
         self._explored = self._steps
         return other if sum(other) <= budget else best
