@@ -29,7 +29,9 @@ def wanted() -> list[str]:
     Raises:
         SystemExit: QUIRE_KERNELS has no such value.
     """
-    known = KERNELS["SETS"]["for_machine"](platform.machine()) if sys.platform == "linux" else []
+    known: list[str] = KERNELS["SETS"]["for_machine"](platform.machine())
+    if sys.platform != "linux" and (sys.platform, platform.machine()) != ("darwin", "arm64"):
+        known = []
     choices = {"all": known, "native": ["native"] if known else [], "none": []}
     asked = os.environ.get("QUIRE_KERNELS", "all")
     if asked not in choices:

@@ -30,6 +30,7 @@ SETS = runpy.run_path(str(KERNELS / "instruction_sets.py"))
 OPTIONS = (
     *("-std=c++17", "-O3", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0", "-fPIC"),
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"),
+    "-Wno-unknown-warning-option",  # of Clang, which does not know all of these
 )
 
 Failures = dict[str, str]
@@ -88,7 +89,7 @@ def compile_kernels(
     Libraries that are older than the sources, and not made again, are removed.
 
     Args:
-        compiler: a g++, or what takes its options.
+        compiler: a g++ or clang++, or what takes their options.
         more: options more.
         machine: what the libraries are for.
     """
@@ -149,7 +150,7 @@ def _compile(libraries: dict[str, Path], compiler: str, more: Sequence[str]) -> 
 
 def _options_of(name: str, compiler: str) -> tuple[str, ...]:
     """What a set is compiled with: all of its options, and those of its wishes that the compiler knows."""
-    wanted, nothing = SETS["INSTRUCTION_SETS"][name], ("-E", "-x", "c++", os.devnull, "-o", os.devnull)
+    wanted, nothing = SETS["INSTRUCTION_SETS"][name], ("-Werror", "-S", "-x", "c++", os.devnull, "-o", os.devnull)
     return (*wanted.options, *(wish for wish in wanted.wishes if _failure([compiler, wish, *nothing]) is None))
 
 

@@ -4,7 +4,8 @@ Nothing is installed: Debian's Python for arm64 is unpacked into build/arm/root,
 it (some 600 MB, fetched once). The kernels are cross-compiled at every run. Needs Debian 12 or what has its tools,
 with the packages qemu-user and g++-aarch64-linux-gnu, and Python 3.11, which is that Debian's.
 
-    python scripts/test_on_arm.py tests/test_cpu_rows.py -x       # arguments are pytest's
+    python scripts/test_on_arm.py tests/test_cpu_rows.py -x                    # arguments are pytest's
+    python scripts/test_on_arm.py --cpu cortex-a72 tests/test_cpu_rows.py      # an older processor, with fewer sets
 """
 
 from __future__ import annotations
@@ -30,13 +31,18 @@ DEBIAN_PACKAGES = (
     *("libpython3.11-minimal", "python3.11-minimal", "libpython3.11-stdlib"),
 )
 
-CPU = "neoverse-n1"
-"""What QEMU emulates: ARMv8.2 with dot products, without SVE."""
+OLDEST = "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid"
+FEATURES = {
+    "max,sve=off,sme=off": f"{OLDEST} atomics fphp asimdhp asimdrdm lrcpc dcpop asimddp i8mm bf16",
+    "neoverse-n1": f"{OLDEST} atomics fphp asimdhp asimdrdm lrcpc dcpop asimddp",
+    "cortex-a72": OLDEST,
+}
+"""Of what QEMU emulates, as /proc/cpuinfo tells them. The first has all that kernels are compiled for."""
 
 PROCESSOR = """\
 processor\t: {number}
 BogoMIPS\t: 100.00
-Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp
+Features\t: {features}
 CPU implementer\t: 0x41
 CPU architecture: 8
 CPU variant\t: 0x4
@@ -64,8 +70,17 @@ def main(arguments: Sequence[str]) -> int:
     options = ["--compiler", "aarch64-linux-gnu-g++", "--machine", "aarch64", "--", "-Werror"]
     if status := compile_kernels.main([str(TREE / "src" / "quire" / "ops" / "cpu"), *options]):
         return status
+    cpu = next(iter(FEATURES))
+    if arguments[:1] == ["--cpu"]:
+        if arguments[1:2] not in [[name] for name in FEATURES]:
+            print(f"--cpu: {' '.join(arguments[1:2])!r} is not known; allowed: {', '.join(FEATURES)}", file=sys.stderr)
+            return 2
+        cpu, arguments = arguments[1], arguments[2:]
+    # QEMU shows it in place of the host's: torch and Quire read it.
+    processors = (PROCESSOR.format(number=number, features=FEATURES[cpu]) for number in range(2))
+    (SYSTEM / "proc/cpuinfo").write_text("".join(processors))
     tests = arguments or sorted(str(path.relative_to(TREE)) for pattern in TESTS for path in TREE.glob(pattern))
-    python = ["qemu-aarch64", "-cpu", CPU, "-L", str(SYSTEM), "-E", f"PYTHONPATH={TREE / 'src'}:{SITE}"]
+    python = ["qemu-aarch64", "-cpu", cpu, "-L", str(SYSTEM), "-E", f"PYTHONPATH={TREE / 'src'}:{SITE}"]
     python += [str(SYSTEM / "usr/bin/python3.11"), "-B", "-m", "pytest", "-o", "timeout=3600", "-p", "no:cacheprovider"]
     return subprocess.run([*python, *tests], cwd=TREE).returncode
 
@@ -81,7 +96,7 @@ def _once(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 def _unpack_system(folder: Path) -> None:
-    """Debian's arm64 Python, by apt-get with lists and a cache of its own, and what an ARM kernel tells of itself."""
+    """Debian's arm64 Python, by apt-get with lists and a cache of its own, and what a kernel tells of its processor."""
     apt = FOLDER / "apt"
     for name in ("lists/partial", "cache/archives/partial", "packages"):
         (apt / name).mkdir(parents=True, exist_ok=True)
@@ -98,9 +113,7 @@ def _unpack_system(folder: Path) -> None:
     subprocess.run([*command, "download", *DEBIAN_PACKAGES], check=True, cwd=apt / "packages")
     for package in sorted((apt / "packages").glob("*.deb")):
         subprocess.run(["dpkg", "-x", str(package), str(folder)], check=True)
-    # QEMU shows these in place of the host's: torch and Quire read them.
     (folder / "proc").mkdir()
-    (folder / "proc/cpuinfo").write_text("".join(PROCESSOR.format(number=number) for number in range(2)))
     identification = folder / "sys/devices/system/cpu/cpu0/regs/identification"
     identification.mkdir(parents=True)
     (identification / "midr_el1").write_text("0x00000000413fd0c1\n")
@@ -108,7 +121,7 @@ def _unpack_system(folder: Path) -> None:
 
 def _unpack_wheels(folder: Path) -> None:
     """What Quire and its tests need, for aarch64, in the versions of `requirements`."""
-    platforms = [f"--platform=manylinux_{version}_aarch64" for version in ("2_17", "2_27", "2_28")]
+    platforms = [f"--platform=manylinux_{version}_aarch64" for version in ("2_17", "2_27", "2_28", "2_31")]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--target", str(folder)]
     pip += ["--no-deps", "--no-compile", "--only-binary", ":all:", "--platform=manylinux2014_aarch64", *platforms]
     for name in ("runtime", "dev", "torch"):

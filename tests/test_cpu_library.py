@@ -178,7 +178,16 @@ def test_without_compiled_kernels_the_torch_path_runs_and_says_so(nothing_built:
         (["sse2"], "x86_64", "sse2 avx2 fma f16c", "Linux", "the kernels for avx2, which this machine could run"),
         ([], "aarch64", "asimd asimddp atomics", "Linux", "the compiled kernels were not built"),
         (["neon"], "aarch64", "asimd asimddp atomics", "Linux", "the kernels for neon_dot, which this machine"),
-        ([], "arm64", "", "Darwin", "there are no compiled kernels for arm64 on Darwin"),
+        (
+            ["neon_dot"],
+            "aarch64",
+            "asimd asimddp atomics bf16",
+            "Linux",
+            "the kernels for neon_bf16, which this machine",
+        ),
+        ([], "arm64", "asimd asimddp atomics", "Darwin", "the compiled kernels were not built"),
+        (["neon_dot"], "arm64", "asimd asimddp atomics", "Darwin", None),
+        ([], "x86_64", "sse2", "Darwin", "there are no compiled kernels for x86_64 on Darwin"),
         ([], "riscv64", "", "Linux", "there are no compiled kernels for riscv64 on Linux"),
     ],
 )
@@ -187,6 +196,7 @@ def test_what_an_installation_lost_is_told(
 ) -> None:
     pretend_built(monkeypatch, *built)
     pretend_machine(monkeypatch, machine, flags, system)
+    monkeypatch.setattr(choose, "failed_checks", lambda isa: ())
     lost = library.missed()
     assert (lost is None) == (what is None)
     if lost and what:

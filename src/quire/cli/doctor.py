@@ -29,9 +29,10 @@ INSTRUCTION_SETS = (
     "amx_int8",
     "asimd",
     "asimddp",
+    "i8mm",
     "bf16",
 )
-"""Flags of /proc/cpuinfo that torch or the kernels can make use of; the last three are ARM's."""
+"""Flags of /proc/cpuinfo that torch or the kernels can make use of; the last four are ARM's."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ class InstructionSet(NamedTuple):
     machine: str
     """Kind of machine, as `platform.machine` names it."""
     needs: frozenset[str]
-    """Flags of /proc/cpuinfo without which it does not run."""
+    """Flags without which it does not run, as Linux's /proc/cpuinfo names them."""
     options: tuple[str, ...]
     """Of the compiler."""
     wishes: tuple[str, ...] = ()
@@ -43,6 +43,10 @@ _AMX = InstructionSet(
     (*_AVX512_BF16.options, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 )
 
+_DOT = frozenset({"asimddp", "atomics"})
+# GCC would first make all that a sum takes, and then find no registers for it.
+_ARM = ("-fno-schedule-insns",)
+
 INSTRUCTION_SETS = {
     "amx": _AMX,
     "avx512_bf16": _AVX512_BF16,
@@ -50,15 +54,17 @@ INSTRUCTION_SETS = {
     # Its vectors of 64 bytes are copied in two parts; without the wishes (of GCC 12) in four, for which readers wait.
     "avx2": _AVX2._replace(wishes=("-mmove-max=256", "-mstore-max=256")),
     "sse2": InstructionSet("x86_64", frozenset({"sse2"}), ()),
-    "neon_dot": InstructionSet("aarch64", frozenset({"asimddp", "atomics"}), ("-march=armv8.2-a+dotprod",)),
-    "neon": InstructionSet("aarch64", frozenset({"asimd"}), ()),
+    "neon_bf16": InstructionSet("aarch64", _DOT | {"bf16"}, ("-march=armv8.2-a+dotprod+bf16",), _ARM),
+    "neon_dot": InstructionSet("aarch64", _DOT, ("-march=armv8.2-a+dotprod",), _ARM),
+    "neon": InstructionSet("aarch64", frozenset({"asimd"}), (), _ARM),
 }
 """By name, the fastest first."""
 
 
 def for_machine(machine: str) -> list[str]:
-    """The names of those that a kind of machine may have, the fastest first."""
-    return [name for name, isa in INSTRUCTION_SETS.items() if isa.machine == machine]
+    """The names of those that a kind of machine may have, the fastest first. macOS calls aarch64 arm64."""
+    kind = {"arm64": "aarch64"}.get(machine, machine)
+    return [name for name, isa in INSTRUCTION_SETS.items() if isa.machine == kind]
 
 
 @functools.cache
@@ -79,7 +85,13 @@ def _granted_tiles() -> bool:
     return syscall is not None and syscall(*arguments) == 0
 
 
+_ON_MACOS = {"atomics": "FEAT_LSE", "asimddp": "FEAT_DotProd", "bf16": "FEAT_BF16"}
+"""What macOS calls ARM's flags, which sysctl has below hw.optional.arm."""
+
+
 def _processor_flags() -> frozenset[str]:
+    if platform.system() == "Darwin" and platform.machine() == "arm64":
+        return frozenset({"asimd", *(flag for flag, name in _ON_MACOS.items() if _sysctl(f"hw.optional.arm.{name}"))})
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -88,3 +100,10 @@ def _processor_flags() -> frozenset[str]:
     if found:
         return frozenset(found[1].split())
     return frozenset({"sse2"} if platform.machine() in ("x86_64", "AMD64") else {"asimd"})
+
+
+def _sysctl(name: str) -> int:
+    """A number that macOS tells of itself; 0 if it does not."""
+    value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    failed = ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
+    return 0 if failed else value.value

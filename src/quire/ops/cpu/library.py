@@ -41,8 +41,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NEEDS = {name: isa.needs for name, isa in INSTRUCTION_SETS.items()}
 """The flags of /proc/cpuinfo that each library needs, the fastest first."""
 
-MACHINES = ("x86_64", "aarch64")
-"""For these, on Linux, an installation with a C++ compiler builds kernels."""
+MACHINES = (("Linux", "x86_64"), ("Linux", "aarch64"), ("Darwin", "arm64"))
+"""For these systems and machines an installation with a C++ compiler builds kernels."""
 
 
 class Lost(NamedTuple):
@@ -121,9 +121,9 @@ def usable() -> list[str]:
 
 def missed() -> Lost | None:
     """The fastest kernels that this machine could run, if they were not built; None where nothing is lost."""
-    machine = platform.machine()
-    if platform.system() != "Linux" or machine not in MACHINES:
-        what = f"there are no compiled kernels for {machine} on {platform.system()}: the slower torch path runs"
+    system, machine = platform.system(), platform.machine()
+    if (system, machine) not in MACHINES:
+        what = f"there are no compiled kernels for {machine} on {system}: the slower torch path runs"
         return Lost(what, "run Quire on Linux on x86_64 or aarch64")
     best = next((isa for isa, needs in NEEDS.items() if needs <= cpu_flags()), None)
     if best is None or best in built():

@@ -54,7 +54,9 @@ void product(const Operands<typename L::lane>& o) {
     typedef float Sum __attribute__((vector_size(WIDTH)));
     constexpr int PARTS = 64 / WIDTH, SIZE = LANES / PARTS;
     Sum sum[R][V * PARTS];
+UNROLL
     for (int r = 0; r < R; r++)
+UNROLL
         for (int v = 0; v < V * PARTS; v++) {
             Sum so_far = {};  // by value: of an array that is copied to GCC keeps a second one in memory
             if (MERGE) std::memcpy(&so_far, o.c + r * o.c_stride + v * SIZE, sizeof so_far), so_far *= o.factor[r];
@@ -62,14 +64,19 @@ void product(const Operands<typename L::lane>& o) {
         }
     for (int64_t d = 0; d < o.depth; d++) {
         typename L::part b[V * PARTS];
+UNROLL
         for (int v = 0; v < V * PARTS; v++)
             std::memcpy(&b[v], o.b + v / PARTS * o.b_stride + d * LANES + v % PARTS * SIZE, sizeof b[v]);
+UNROLL
         for (int r = 0; r < R; r++) {
-            const typename L::part a = typename L::part{} + o.a[r * o.a_stride + d];
+            const auto a = in_all_lanes<typename L::part>(o.a[r * o.a_stride + d]);
+UNROLL
             for (int v = 0; v < V * PARTS; v++) sum[r][v] = L::dot(sum[r][v], a, b[v]);
         }
     }
+UNROLL
     for (int r = 0; r < R; r++)
+UNROLL
         for (int v = 0; v < V * PARTS; v++) {
             const Sum total = sum[r][v];
             std::memcpy(o.c + r * o.c_stride + v * SIZE, &total, sizeof total);

@@ -17,8 +17,6 @@ struct int8 {
 struct fp8 {
     uint8_t code;
 };
-using i8x16 = int8_t __attribute__((vector_size(16)));
-using u8x16 = uint8_t __attribute__((vector_size(16)));
 
 // 16 bytes as 32-bit numbers, without and with sign.
 INLINE u32x16 widen(u8x16 v) {
@@ -30,12 +28,14 @@ INLINE u32x16 widen(u8x16 v) {
     } halves = {{_mm256_cvtepu8_epi32((__m128i)v), _mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)v, 8))}};
     return bits_of<u32x16>(halves);
 #else
-    return __builtin_convertvector(v, u32x16);
+    return converted<u32x16>(v);
 #endif
 }
 INLINE i32x16 widen(i8x16 v) {
 #if defined(__AVX512F__)
     return (i32x16)_mm512_cvtepi8_epi32((__m128i)v);
+#elif defined(__aarch64__)
+    return converted<i32x16>(v);
 #else
     return (i32x16)(widen((u8x16)v) << 24) >> 24;
 #endif
@@ -45,7 +45,7 @@ INLINE f32x16 to_float(i32x16 v) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtepi32_ps((__m512i)v);
 #else
-    return __builtin_convertvector(v, f32x16);
+    return converted<f32x16>(v);
 #endif
 }
 
@@ -99,9 +99,27 @@ INLINE void transpose(V (&rows)[LANES]) {
 // The same in squares of 4 x 4, which every instruction set can do.
 template <class V>
 INLINE void transpose(V (&rows)[LANES]) {
-    using u32x4 = uint32_t __attribute__((vector_size(16)));
-    auto low = [](u32x4 a, u32x4 b) { return __builtin_shuffle(a, b, u32x4{0, 4, 1, 5}); };
-    auto high = [](u32x4 a, u32x4 b) { return __builtin_shuffle(a, b, u32x4{2, 6, 3, 7}); };
+    auto low = [](u32x4 a, u32x4 b) { return shuffle<0, 4, 1, 5>(a, b); };
+    auto high = [](u32x4 a, u32x4 b) { return shuffle<2, 6, 3, 7>(a, b); };
+#if defined(__aarch64__)
+    auto turn = [&](u32x4 (&x)[4]) __attribute__((always_inline)) {
+        const u32x4 ac0 = low(x[0], x[2]), ac1 = high(x[0], x[2]), bd0 = low(x[1], x[3]), bd1 = high(x[1], x[3]);
+        x[0] = low(ac0, bd0), x[1] = high(ac0, bd0), x[2] = low(ac1, bd1), x[3] = high(ac1, bd1);
+    };
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j <= i; j++) {
+            u32x4 below[4], above[4];
+            for (int k = 0; k < 4; k++) {
+                below[k] = (u32x4)rows[4 * i + k].part[j];
+                above[k] = (u32x4)rows[4 * j + k].part[i];
+            }
+            turn(below), turn(above);
+            for (int k = 0; k < 4; k++) {
+                rows[4 * i + k].part[j] = (typename V::Part)above[k];
+                rows[4 * j + k].part[i] = (typename V::Part)below[k];
+            }
+        }
+#else
     u32x4 in[LANES][4], out[LANES][4];
     std::memcpy(in, rows, sizeof in);
     for (int i = 0; i < 4; i++)
@@ -114,6 +132,7 @@ INLINE void transpose(V (&rows)[LANES]) {
             out[4 * j + 3][i] = high(ac1, bd1);
         }
     std::memcpy(rows, out, sizeof out);
+#endif
 }
 #endif
 
@@ -138,7 +157,7 @@ struct FloatLanes {
 #endif
     }
 
-    INLINE part spread(const lane* p) { return part{} + *p; }  // in all lanes
+    INLINE part spread(const lane* p) { return in_all_lanes<part>(*p); }
 
     // 16 lanes of a row, of which n numbers are there; the rest is 0.
     template <class S>
@@ -165,7 +184,10 @@ struct FloatLanes {
     }
     INLINE void store_weights(lane* to, f32x16 weights) { store(to, weights); }
     // The same columns of NUMBERS rows that hold lanes, from lane `at` on.
-    INLINE void side_by_side(const lane* const* rows, int64_t at, part* to) { std::memcpy(to, rows[0] + at, 64); }
+    INLINE void side_by_side(const lane* const* rows, int64_t at, part* to) {
+UNROLL
+        for (int i = 0; i < 64 / WIDTH; i++) std::memcpy(&to[i], rows[0] + at + i * (WIDTH / 4), WIDTH);
+    }
     // 16 lanes, each of a number out of every vector.
     INLINE void store_side_by_side(lane* to, const f32x16* numbers) { store(to, numbers[0]); }
 };

@@ -15,10 +15,7 @@
 // at any time, nothing above depends on how soon it is seen.
 #include "group.h"
 
-#include <limits.h>
-#include <linux/futex.h>
 #include <sched.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -47,11 +44,10 @@ constexpr uint64_t first_of(int64_t number) { return (uint64_t)number << 32; }
 // A futex is 32 bits: the lower half, which comes first on the machines that there are kernels for. Of two who wait, one
 // may clear `awaited` for the other, and who begins anew changes the upper half: so nobody sleeps long.
 void sleep_while(Counter& counter, uint64_t value) {
-    const timespec most{0, SLEEPS_NS};
-    syscall(SYS_futex, &counter, FUTEX_WAIT, (uint32_t)value, &most);
+    sleep_while(&counter, (uint32_t)value, Among::PROCESSES, SLEEPS_NS);
 }
 
-void wake_all(Counter& counter) { syscall(SYS_futex, &counter, FUTEX_WAKE, INT_MAX); }
+void wake_all(Counter& counter) { wake(&counter, Among::PROCESSES, true); }
 
 // Bytes that a rank has written into a buffer: `own` of each of so many rows of `width`, from `begin` on.
 struct Region {

@@ -69,9 +69,8 @@ INLINE float quantize_row(const T* row, int64_t size, bool fp8, uint8_t* codes) 
         const int n = size - i < LANES ? size - i : LANES;
         // A scale among the subnormal numbers is coarse: then the quotient may be above the largest.
         f32x16 v = clamped(load_some(row + i, n) / scale, largest);
-        u32x16 wide = fp8 ? to_fp8(v) : bits_of<u32x16>(__builtin_convertvector(nearest(v), i32x16));
-        using u8x16 = uint8_t __attribute__((vector_size(16)));
-        u8x16 bytes = __builtin_convertvector(wide, u8x16);
+        u32x16 wide = fp8 ? to_fp8(v) : bits_of<u32x16>(converted<i32x16>(nearest(v)));
+        u8x16 bytes = converted<u8x16>(wide);
         std::memcpy(codes + i, &bytes, n);
     }
     return scale;

@@ -317,11 +317,12 @@ struct LatentWork {
     }
 
     void softmax(int64_t tile, int64_t keys, int64_t panel) {
-        i32x16 seen;
+        int32_t of[LANES];
         for (int64_t i = 0; i < LANES; i++) {
             const int64_t r = std::min(panel * LANES + i, rows - 1);
-            seen[i] = int32_t(std::max<int64_t>(0, position_of(r) + 1 - tile * KEY_TILE));  // or more than there are
+            of[i] = int32_t(std::max<int64_t>(0, position_of(r) + 1 - tile * KEY_TILE));  // or more than there are
         }
+        const auto seen = load_as<i32x16>(of);
         auto one = [&](auto whole) {
             return softmax_rows<L, S, decltype(whole)::value>(
                 scratch.scores + panel * LANES, scratch.stride, keys, step.scale, scratch.scales, seen,

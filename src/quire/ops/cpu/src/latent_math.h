@@ -70,22 +70,27 @@ void product(const ScoreProduct<L>& p, int64_t first) {
     Sum sum[K][V * PARTS];
 #pragma GCC unroll 16
     for (int k = 0; k < K; k++)
+UNROLL
         for (int v = 0; v < V * PARTS; v++) sum[k][v] = Sum{};
     const char* later = p.later.at;
     const int64_t step = first ? 0 : p.later.step;
     for (int64_t d = 0; d < p.depth; d++, later += step) {
         __builtin_prefetch(later, 0, 2);
         part q[V * PARTS];
+UNROLL
         for (int v = 0; v < V * PARTS; v++)
             std::memcpy(&q[v], p.q + (v / PARTS * p.depth + d) * LANES + v % PARTS * SIZE, sizeof q[v]);
 #pragma GCC unroll 16
         for (int k = 0; k < K; k++) {
             const part key = L::spread(fours[k / 4] + k % 4 * p.apart + d);
+UNROLL
             for (int v = 0; v < V * PARTS; v++) sum[k][v] = L::dot(sum[k][v], q[v], key);
         }
     }
     float* scores = p.scores + first * p.stride;
+UNROLL
     for (int k = 0; k < K; k++)
+UNROLL
         for (int v = 0; v < V * PARTS; v++) std::memcpy(scores + k * p.stride + v * SIZE, &sum[k][v], sizeof(Sum));
 }
 
@@ -118,7 +123,9 @@ void product(const ValueProduct<L>& p) {
     typedef float Sum __attribute__((vector_size(WIDTH)));
     constexpr int PARTS = 64 / WIDTH * L::NUMBERS, SIZE = WIDTH / sizeof(float);
     Sum sum[R][PARTS];
+UNROLL
     for (int r = 0; r < R; r++)
+UNROLL
         for (int v = 0; v < PARTS; v++) {
             std::memcpy(&sum[r][v], p.out + r * p.out_stride + v * SIZE, sizeof(Sum));
             sum[r][v] *= p.shrink[r];
@@ -129,11 +136,14 @@ void product(const ValueProduct<L>& p) {
         L::side_by_side(p.values + i * L::NUMBERS, p.column, columns);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            const part weight = part{} + weights[r];
+            const auto weight = in_all_lanes<part>(weights[r]);
+UNROLL
             for (int v = 0; v < PARTS; v++) sum[r][v] = L::dot(sum[r][v], columns[v], weight);
         }
     }
+UNROLL
     for (int r = 0; r < R; r++)
+UNROLL
         for (int v = 0; v < PARTS; v++) std::memcpy(p.out + r * p.out_stride + v * SIZE, &sum[r][v], sizeof(Sum));
 }
 

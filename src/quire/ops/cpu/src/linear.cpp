@@ -26,11 +26,6 @@ constexpr int MAX_ROWS = 3;
 #else
 constexpr int MAX_ROWS = 2;
 #endif
-#if defined(__AVX512BF16__)
-constexpr bool PAIRS = true;  // the machine multiplies pairs of bf16
-#else
-constexpr bool PAIRS = false;  // activations are widened to fp32 first
-#endif
 
 // -- a panel times some rows: sums[row][half] are the panel's 32 outputs -----------------------------------------
 //
@@ -216,7 +211,7 @@ void multiply(int64_t rows, const Weight& w, int64_t panel, const Activations& x
 // -- activations ----------------------------------------------------------------------------------------------------
 
 // Of n rows of bf16, `stride` apart: `in` numbers to words [in / 2][n] of two numbers each.
-INLINE void to_pairs(const bf16* x, int64_t stride, int64_t in, int64_t n, uint32_t* to) {
+[[maybe_unused]] INLINE void to_pairs(const bf16* x, int64_t stride, int64_t in, int64_t n, uint32_t* to) {
     for (int64_t j = 0; j + 2 <= in; j += 2)
         for (int64_t r = 0; r < n; r++) *to++ = load_as<uint32_t>(x + r * stride + j);
     for (int64_t r = 0; r < n && in % 2; r++) *to++ = x[r * stride + in - 1].bits;

@@ -106,7 +106,7 @@ INLINE void add_scaled(const TileSums<COUNT, V>& dots, const TileBlock<COUNT>& x
     for (int t = 0; t < COUNT; t++)
         for (int r = 0; r < x.height; r++)
             for (int h = 0; h < 2; h++)
-                sums[t][r][h] = fma(__builtin_convertvector(dots[t][r][h], f32x16),
+                sums[t][r][h] = fma(converted<f32x16>(dots[t][r][h]),
                                     splat(x.scales[t][r * blocks + block]), sums[t][r][h]);
 }
 
@@ -167,7 +167,7 @@ void add_part_int4(const Weight& w, int64_t index, const char* codes, int64_t be
                 for (int r = 0; r < x.height; r++)
                     for (int h = 0; h < 2; h++)
                         block[t][r][h] =
-                            fma(__builtin_convertvector(dots[t][r][h], f32x16), outputs[h], block[t][r][h]);
+                            fma(converted<f32x16>(dots[t][r][h]), outputs[h], block[t][r][h]);
         }
         add_scaled(block, x, blocks, start / BLOCK, sums);
     }

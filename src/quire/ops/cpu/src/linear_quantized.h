@@ -8,10 +8,13 @@
 
 namespace quire {
 
+constexpr int32_t INT8_OFFSET = BYTES_ARE_SIGNED ? 0 : 128;
+constexpr uint32_t SIGNS = INT8_OFFSET * 0x01010101u;
 constexpr float TINY = 1e-36f;  // a block whose numbers are all below this counts as zeros
 
 // int8 and int4: codes of the weight are unsigned (128 or 8 added) and those of activations signed, so each sum begins
-// with minus 128 or 8 times that of the activations' codes: `starts` [group][row]. `scales` [BLOCK of inputs][row] are
+// with minus 128 or 8 times that of the activations' codes: `starts` [group][row]. Where the machine's bytes are signed,
+// nothing is added to those of int8. `scales` [BLOCK of inputs][row] are
 // the activations'. Integers of a group (int8: block) are summed exactly, and then added in ascending order.
 template <int ROWS, class LATER>
 INLINE void times_int8(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* scales,
@@ -24,7 +27,7 @@ INLINE void times_int8(const Weight& w, int64_t panel, const char* data, const u
         const int64_t end = std::min(w.in, (b + 1) * BLOCK);
         for (int64_t j = b * BLOCK; j < end; j += 4, data += 128, x += ROWS) {
             fetch(data), later.fetch();
-            const u32x16 w0 = load_as<u32x16>(data) ^ 0x80808080u, w1 = load_as<u32x16>(data + 64) ^ 0x80808080u;
+            const u32x16 w0 = load_as<u32x16>(data) ^ SIGNS, w1 = load_as<u32x16>(data + 64) ^ SIGNS;
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
                 const u32x16 quad = splat_word(x + r);
@@ -35,8 +38,8 @@ INLINE void times_int8(const Weight& w, int64_t panel, const char* data, const u
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
             const f32x16 scale = splat(scales[b * ROWS + r]);
-            sums[r][0] = fma(__builtin_convertvector(acc[r][0], f32x16), scale, sums[r][0]);
-            sums[r][1] = fma(__builtin_convertvector(acc[r][1], f32x16), scale, sums[r][1]);
+            sums[r][0] = fma(converted<f32x16>(acc[r][0]), scale, sums[r][0]);
+            sums[r][1] = fma(converted<f32x16>(acc[r][1]), scale, sums[r][1]);
         }
     }
     const float* outputs = (const float*)w.scales + panel * PANEL;
@@ -71,8 +74,8 @@ INLINE void times_int4(const Weight& w, int64_t panel, const char* data, const u
             const f32x16 s0 = load(group_scales), s1 = load(group_scales + LANES);
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
-                block[r][0] = fma(__builtin_convertvector(acc[r][0], f32x16), s0, block[r][0]);
-                block[r][1] = fma(__builtin_convertvector(acc[r][1], f32x16), s1, block[r][1]);
+                block[r][0] = fma(converted<f32x16>(acc[r][0]), s0, block[r][0]);
+                block[r][1] = fma(converted<f32x16>(acc[r][1]), s1, block[r][1]);
             }
         }
 #pragma GCC unroll 16
@@ -99,13 +102,10 @@ INLINE int32_t highest_of(const T* x, int64_t count) {
 
 // The same of bf16, 32 numbers at a time.
 INLINE int32_t highest_of(const bf16* x, int64_t count) {
-    typedef int16_t i16x32 __attribute__((vector_size(64)));
     if (count % 32) return highest_of<bf16>(x, count);
     i16x32 top{};
     for (int64_t j = 0; j < count; j += 32) {
-        i16x32 v;
-        std::memcpy(&v, x + j, sizeof v);
-        top = by_parts<int16_t, int16_t>(top, v & 0x7fff, [](auto a, auto b) { return a < b ? b : a; });
+        top = by_parts<int16_t, int16_t>(top, load_as<i16x32>(x + j) & 0x7fff, [](auto a, auto b) { return a < b ? b : a; });
     }
     const i32x16 both = bits_of<i32x16>(top);
     return max_of(max(both & (int32_t)0xffff0000, both << 16));
@@ -129,21 +129,20 @@ INLINE i32x16 codes_of(f32x16 v, float inverse) {
 struct Grouping {
     int32_t offset;
     int64_t group;
-    explicit Grouping(const Weight& w) : offset(w.format == INT4 ? 8 : 128), group(w.format == INT4 ? w.group : BLOCK) {}
+    explicit Grouping(const Weight& w) : offset(w.format == INT4 ? 8 : INT8_OFFSET), group(w.format == INT4 ? w.group : BLOCK) {}
 };
 
 // BLOCK numbers, or fewer, of one row to words of four codes each; their scale, and `starts`, if wanted. Words, and
 // starts, lie `stride` apart.
 template <class T>
 void quantize(const T* x, int64_t count, uint32_t* to, int64_t stride, float* scale, Grouping how, int32_t* starts) {
-    using i8x16 = int8_t __attribute__((vector_size(16)));
     const BlockScale block = scale_of(x, count);
     *scale = block.scale;
     for (int64_t j = 0; j < count;) {
         i32x16 total{};
         for (const int64_t end = std::min(count, j + how.group); j < end; j += LANES) {
             const i32x16 codes = codes_of(load_some(x + j, count - j), block.inverse);
-            const auto quads = bits_of<u32x4>(__builtin_convertvector(codes, i8x16));
+            const auto quads = bits_of<u32x4>(converted<i8x16>(codes));
             if (stride == 1 && j + LANES <= count) {
                 std::memcpy(to, &quads, sizeof quads), to += 4;
             } else {

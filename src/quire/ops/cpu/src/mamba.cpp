@@ -105,8 +105,9 @@ void rate(const Mamba& net, int64_t row) {
         const int64_t left = net.heads - head;
         const f32x16 a = load_some(net.dt + row * net.heads + head, left) + load_some(net.shift + head, left);
         const f32x16 small = exp(-select(less(a, splat(0.0f)), -a, a));
-        f32x16 steps = max(a, splat(0.0f));
-        for (int lane = 0; lane < LANES; lane++) steps[lane] += (float)std::log1p((double)small[lane]);
+        float logs[LANES];
+        for (int lane = 0; lane < LANES; lane++) logs[lane] = (float)std::log1p((double)small[lane]);
+        const f32x16 steps = max(a, splat(0.0f)) + load(logs);
         store_some(dt + head, steps, left);
         store_some(decays + head, load_some(net.decay + head, left) * steps, left);
     }
@@ -235,8 +236,8 @@ void scan(const Mamba& net, const Tile* tile, const Tile* last, const float* pac
     for (; tile < last; tile++, packed += net.groups * dim * TILE) {
         const int64_t there = in.block(tile->span, tile->begin), offset = tile->begin % size;
         const Block block(net, there);
-        f32x16 sums = {};
-        if (tile->old) sums = load_some(block.decays(head) + offset, tile->old);
+        float sums[LANES] = {};
+        if (tile->old) store(sums, load_some(block.decays(head) + offset, tile->old));
         const float* updates[TILE];  // of each row of the tile
         for (int64_t j = 0; j < tile->rows; j++) {
             updates[j] = j < tile->old ? block.updates(head) + (offset + j) * width : room.updates + j * stride;
@@ -258,7 +259,7 @@ void scan(const Mamba& net, const Tile* tile, const Tile* last, const float* pac
             const T* gate = (const T*)net.x + row * pitch + in.channels + head * width;
             float weights[TILE];
             const f32x16 total = splat(sums[i]);
-            store(weights, load(net.scores + (row * net.groups + group) * TILE) * exp(total - sums));
+            store(weights, load(net.scores + (row * net.groups + group) * TILE) * exp(total - load(sums)));
             const f32x16 decay = exp(total);
             for (int64_t c = 0; c < width; c += LANES) {
                 const int64_t left = width - c;
@@ -278,7 +279,7 @@ void scan(const Mamba& net, const Tile* tile, const Tile* last, const float* pac
         float* next = kept ? block.state(head) : room.state;
         const int64_t next_stride = kept ? width : stride;
         float left[TILE];
-        store(left, exp(splat(sums[TILE - 1]) - sums));
+        store(left, exp(splat(sums[TILE - 1]) - load(sums)));
         const float decay = exp(splat(sums[TILE - 1]))[0];
         for (int64_t j = 0; j < TILE; j++)
             for (int64_t c = 0; c < stride; c += LANES)

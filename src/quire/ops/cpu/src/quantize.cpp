@@ -18,7 +18,7 @@ constexpr float TINY = 1e-36f;      // a row whose numbers are all below this co
 constexpr int MAX_GROUP = 128;
 constexpr float LEVELS[] = {-7.0f, -7.7f, -8.4f, -9.2f, -10.2f};  // where a group's largest number may come to lie
 
-INLINE f32x16 min(f32x16 a, f32x16 b) { return b < a ? b : a; }
+INLINE f32x16 min(f32x16 a, f32x16 b) { return by_parts<float, float>(a, b, [](auto x, auto y) { return y < x ? y : x; }); }
 
 // The nearest whole number, ties to even, cut to low .. high (both small).
 INLINE f32x16 code_of(f32x16 x, float low, float high) {
@@ -31,8 +31,7 @@ struct quads {
     uint32_t of[4];
 };
 INLINE quads bytes_of(f32x16 codes) {
-    using i8x16 = int8_t __attribute__((vector_size(16)));
-    return bits_of<quads>(__builtin_convertvector(__builtin_convertvector(codes, i32x16), i8x16));
+    return bits_of<quads>(converted<i8x16>(converted<i32x16>(codes)));
 }
 
 INLINE float lowest_of(f32x16 v) { return -max_of(-v); }

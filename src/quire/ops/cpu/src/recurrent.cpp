@@ -62,7 +62,7 @@ struct Halves {
             }
     }
 };
-constexpr Halves HALVES;
+[[maybe_unused]] constexpr Halves HALVES;
 
 // The sum of each of N vectors, as `sum` has it.
 template <int N>

@@ -159,14 +159,12 @@ struct Rotation {
 // Turns dimension 2i with dimension 2i + 1.
 template <class T>
 void turn_pairs(const T* x, const float* cos, const float* sin, T* out, int64_t size) {
-    constexpr i32x16 partner = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
-    constexpr i32x16 twice = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7};
-    constexpr i32x16 sign = i32x16{1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0} << 31;
+    const i32x16 sign = i32x16{1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0} << 31;
     for (int64_t i = 0; i < size; i += LANES) {
         const int64_t left = std::min<int64_t>(size - i, LANES);
-        const f32x16 v = load_some(x + i, left), c = __builtin_shuffle(load_some(cos + i / 2, left / 2), twice);
-        const f32x16 s = __builtin_shuffle(load_some(sin + i / 2, left / 2), twice);
-        const f32x16 turned = __builtin_shuffle(v, partner) * bits_of<f32x16>(bits_of<i32x16>(s) ^ sign);
+        const f32x16 v = load_some(x + i, left), c = first_twice(load_some(cos + i / 2, left / 2));
+        const f32x16 s = first_twice(load_some(sin + i / 2, left / 2));
+        const f32x16 turned = pairs_turned(v) * bits_of<f32x16>(bits_of<i32x16>(s) ^ sign);
         store_some(out + i, v * c + turned, left);
     }
 }

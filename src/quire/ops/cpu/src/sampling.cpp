@@ -45,7 +45,7 @@ double gumbel(uint64_t key, int64_t id) {
 // Noise of at least t means u >= exp(-exp(-t)) >= 1 - exp(-t); the 1.0001 and the 2 cover all rounding.
 void least_bits(f32x16 gap, uint64_t* least) {
     f32x16 odds = exp(gap) * (0x1p31f * 1.0001f) + 2.0f, most = splat(0x1.fffffep30f);
-    const i32x16 rest = 0x7fffffff - __builtin_convertvector(select(less(odds, most), odds, most), i32x16);
+    const i32x16 rest = 0x7fffffff - converted<i32x16>(select(less(odds, most), odds, most));
     uint32_t high[LANES];
     std::memcpy(high, &rest, sizeof high);
     for (int lane = 0; lane < LANES; lane++) least[lane] = (uint64_t)high[lane] << 33;

@@ -1,8 +1,8 @@
 // Vectors of 16 numbers, on every instruction set: the one place where instruction sets differ.
 //
-// GCC's vector extensions give the arithmetic (+ - * / and comparisons work on the types below, and become one,
-// two or four instructions each); this file adds what they lack. Every file is compiled once for each instruction
-// set, into a library of its own, so nothing here is decided at run time.
+// The compilers' vector extensions give the arithmetic (+ - * / work on the types below, and become one, two or four
+// instructions each); this file adds what they lack. Every file is compiled once for each instruction set, into a
+// library of its own, so nothing here is decided at run time.
 //
 // Bits: a function gives the same bits wherever a number lies in a vector, on one instruction set. Nothing is
 // contracted by the compiler (-ffp-contract=off); where a fused multiply-add is meant, `fma` says so.
@@ -13,25 +13,47 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
-#include <arm_neon.h>
+#include "wide.h"
 #endif
 
 #define QUIRE_API extern "C" __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 
+// Of loops over an array of vectors: where the registers hold but a few, GCC unrolls them too late to find out that the
+// array needs no memory.
+#if defined(__AVX512F__)
+#define UNROLL
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace quire {
 
-using f32x16 = float __attribute__((vector_size(64)));
-using i32x16 = int32_t __attribute__((vector_size(64)));
-using u32x16 = uint32_t __attribute__((vector_size(64)));
-using u16x16 = uint16_t __attribute__((vector_size(32)));
-using u8x64 = uint8_t __attribute__((vector_size(64)));
+using u8x16 = uint8_t __attribute__((vector_size(16)));
+using i8x16 = int8_t __attribute__((vector_size(16)));
 using u32x4 = uint32_t __attribute__((vector_size(16)));
+using u8x64 = uint8_t __attribute__((vector_size(64)));
 using i8x64 = int8_t __attribute__((vector_size(64)));
+template <class T, int N>
+struct VectorOf {
+#if defined(__aarch64__)
+    using type = Wide<T, N>;
+#else
+    typedef T type __attribute__((vector_size(N * sizeof(T))));
+#endif
+};
+template <class T>
+using Line = typename VectorOf<T, 64 / sizeof(T)>::type;  // 64 bytes
+using f32x16 = Line<float>;
+using i32x16 = Line<int32_t>;
+using u32x16 = Line<uint32_t>;
+using i16x32 = Line<int16_t>;
+using u16x16 = VectorOf<uint16_t, 16>::type;
 constexpr int LANES = 16;
 
 // Numbers in memory. `DType` is how Python names them.
@@ -51,6 +73,12 @@ template <class To, class From>
 INLINE To bits_of(From from) {
     static_assert(sizeof(To) == sizeof(From));
     To to;
+#if defined(__aarch64__)
+    if constexpr (is_wide<To> && is_wide<From>) {
+        for (int i = 0; i < To::PARTS; i++) to.part[i] = (typename To::Part)from.part[i];
+        return to;
+    }
+#endif
     std::memcpy(&to, &from, sizeof to);
     return to;
 }
@@ -65,19 +93,37 @@ constexpr int WIDTH = 32;
 #else
 constexpr int WIDTH = 16;
 #endif
+#if defined(__aarch64__)
+template <class T>
+using Parts = Wide<T, 64 / sizeof(T)>;
+#else
 template <class T>
 struct Parts {
     typedef T Part __attribute__((vector_size(WIDTH)));
     Part part[64 / WIDTH];
 };
+#endif
 
 // As `f32x16{} + x`, of which GCC makes 16 stores where there is no AVX-512.
+#if defined(__aarch64__)
+INLINE f32x16 splat(float x) { return x - f32x16{}; }
+#else
 INLINE f32x16 splat(float x) { return (x + 0.0f) - f32x16{}; }
+#endif
+
+template <class Part, class T>
+INLINE Part in_all_lanes(T x) {
+#if defined(__aarch64__)
+    return x - Part{};  // no instruction
+#else
+    return Part{} + x;
+#endif
+}
 
 template <class T, class V>
 INLINE V splat_by_parts(T x) {
     Parts<T> result;
-    for (auto& part : result.part) part = typename Parts<T>::Part{} + x;
+    for (auto& part : result.part) part = in_all_lanes<typename Parts<T>::Part>(x);
     return bits_of<V>(result);
 }
 INLINE i32x16 splat(int32_t x) { return splat_by_parts<int32_t, i32x16>(x); }
@@ -94,12 +140,8 @@ INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {  // a * b + c, rounded once wh
     for (int i = 0; i < 2; i++) z.part[i] = _mm256_fmadd_ps(x.part[i], y.part[i], z.part[i]);
     return bits_of<f32x16>(z);
 #elif defined(__aarch64__)
-    struct quarters {
-        float32x4_t part[4];
-    };
-    auto x = bits_of<quarters>(a), y = bits_of<quarters>(b), z = bits_of<quarters>(c);
-    for (int i = 0; i < 4; i++) z.part[i] = vfmaq_f32(z.part[i], x.part[i], y.part[i]);
-    return bits_of<f32x16>(z);
+    for (int i = 0; i < 4; i++) c.part[i] = vfmaq_f32(c.part[i], a.part[i], b.part[i]);
+    return c;
 #else
     return a * b + c;
 #endif
@@ -108,11 +150,10 @@ INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {  // a * b + c, rounded once wh
 // f of each part of a and b, which hold Ts; what it yields holds Rs.
 template <class R, class T, class V, class F>
 INLINE auto by_parts(V a, V b, F f) {
-    typedef R Result __attribute__((vector_size(64)));
     auto x = bits_of<Parts<T>>(a), y = bits_of<Parts<T>>(b);
     Parts<R> result;
     for (int i = 0; i < 64 / WIDTH; i++) result.part[i] = f(x.part[i], y.part[i]);
-    return bits_of<Result>(result);
+    return bits_of<Line<R>>(result);
 }
 
 // As the scalar std::max(a, b) = a < b ? b : a, so a NaN in `a` stays.
@@ -151,11 +192,70 @@ INLINE V select(i32x16 mask, V yes, V no) {  // of 16 numbers of 32 bits
 #endif
 }
 
+// The same numbers in another type.
+template <class To, class From>
+INLINE To converted(From v) {
+#if defined(__aarch64__)
+    To to;
+    if constexpr (sizeof(To) == sizeof(From)) {
+        for (int i = 0; i < To::PARTS; i++) to.part[i] = __builtin_convertvector(v.part[i], typename To::Part);
+    } else if constexpr (std::is_same_v<From, u8x16>) {
+        const auto low = vmovl_u8(vget_low_u8(v)), high = vmovl_high_u8(v);
+        to = To{vmovl_u16(vget_low_u16(low)), vmovl_high_u16(low), vmovl_u16(vget_low_u16(high)), vmovl_high_u16(high)};
+    } else if constexpr (std::is_same_v<From, i8x16>) {
+        const auto low = vmovl_s8(vget_low_s8(v)), high = vmovl_high_s8(v);
+        to = To{vmovl_s16(vget_low_s16(low)), vmovl_high_s16(low), vmovl_s16(vget_low_s16(high)), vmovl_high_s16(high)};
+    } else {  // to bytes, which hold them
+        const auto a = vuzp1q_u16((uint16x8_t)v.part[0], (uint16x8_t)v.part[1]);
+        const auto b = vuzp1q_u16((uint16x8_t)v.part[2], (uint16x8_t)v.part[3]);
+        to = (To)vuzp1q_u8((uint8x16_t)a, (uint8x16_t)b);
+    }
+    return to;
+#else
+    return __builtin_convertvector(v, To);
+#endif
+}
+
+// Numbers I... of a and b, which are counted on from one to the other.
+template <int... I, class V>
+INLINE V shuffle(V a, V b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, I...);
+#else
+    typedef std::conditional_t<sizeof a[0] == 4, int32_t, uint8_t> Index;
+    typedef Index Indices __attribute__((vector_size(sizeof(V))));
+    return __builtin_shuffle(a, b, Indices{I...});
+#endif
+}
+
+// Each of the first 8 numbers twice.
+INLINE f32x16 first_twice(f32x16 v) {
+#if defined(__aarch64__)
+    const auto a = v.part[0], b = v.part[1];
+    return {vzip1q_f32(a, a), vzip2q_f32(a, a), vzip1q_f32(b, b), vzip2q_f32(b, b)};
+#else
+    return shuffle<0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7>(v, v);
+#endif
+}
+
+// Number 2i in the place of 2i + 1, and the other way round.
+INLINE f32x16 pairs_turned(f32x16 v) {
+#if defined(__aarch64__)
+    for (auto& part : v.part) part = vrev64q_f32(part);
+    return v;
+#else
+    return shuffle<1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14>(v, v);
+#endif
+}
+
 // f of all lanes, as a fixed tree: of halves, of quarters, ...
 template <class T, class V, class F>
 INLINE T fold(V v, F f) {
-    typedef T Eight __attribute__((vector_size(32)));
     typedef T Four __attribute__((vector_size(16)));
+#if defined(__aarch64__)
+    const Four four = f(Four(f(v.part[0], v.part[2])), Four(f(v.part[1], v.part[3])));
+#else
+    typedef T Eight __attribute__((vector_size(32)));
     struct eights {
         Eight part[2];
     };
@@ -165,6 +265,7 @@ INLINE T fold(V v, F f) {
     const auto e = bits_of<eights>(v);
     const auto q = bits_of<fours>(Eight(f(e.part[0], e.part[1])));
     const Four four = f(q.part[0], q.part[1]);
+#endif
     return f(f(T(four[0]), T(four[2])), f(T(four[1]), T(four[3])));
 }
 
@@ -202,9 +303,20 @@ INLINE bool any(i32x16 mask) {  // whether a comparison held in any lane
 
 // -- loads and stores, which convert ----------------------------------------------------------------------------
 
+#if defined(__aarch64__)
+INLINE uint16x8_t lower_halves(u32x4 a, u32x4 b) { return vuzp1q_u16((uint16x8_t)a, (uint16x8_t)b); }
+#endif
+
 INLINE u32x16 widen(u16x16 x) {
 #if defined(__AVX512F__)
     return (u32x16)_mm512_maskz_cvtepu16_epi32(ALL, (__m256i)x);  // of the other form GCC makes two halves
+#elif defined(__aarch64__)
+    u32x16 wide;
+    for (int i = 0; i < 2; i++) {
+        wide.part[2 * i] = vmovl_u16(vget_low_u16(x.part[i]));
+        wide.part[2 * i + 1] = vmovl_high_u16(x.part[i]);
+    }
+    return wide;
 #else
     return __builtin_convertvector(x, u32x16);
 #endif
@@ -212,6 +324,10 @@ INLINE u32x16 widen(u16x16 x) {
 INLINE u16x16 narrow(u32x16 x) {
 #if defined(__AVX512F__)
     return (u16x16)_mm512_maskz_cvtepi32_epi16(ALL, (__m512i)x);
+#elif defined(__aarch64__)
+    u16x16 narrow;
+    for (int i = 0; i < 2; i++) narrow.part[i] = lower_halves(x.part[2 * i], x.part[2 * i + 1]);
+    return narrow;
 #else
     return __builtin_convertvector(x, u16x16);
 #endif
@@ -229,6 +345,13 @@ INLINE f32x16 from_f16(u16x16 x) {
     };
     auto h = bits_of<halves>(x);
     return bits_of<f32x16>(wide{{_mm256_cvtph_ps(h.part[0]), _mm256_cvtph_ps(h.part[1])}});
+#elif defined(__aarch64__)
+    f32x16 to;
+    for (int i = 0; i < 2; i++) {
+        const auto eight = bits_of<float16x8_t>(x.part[i]);
+        to.part[2 * i] = vcvt_f32_f16(vget_low_f16(eight)), to.part[2 * i + 1] = vcvt_high_f32_f16(eight);
+    }
+    return to;
 #else  // exact: shift exponent and mantissa into place and multiply the bias away (subnormals come out right too)
     u32x16 w = widen(x), sign = (w & 0x8000u) << 16, rest = (w & 0x7fffu) << 13;
     f32x16 scaled = bits_of<f32x16>(rest) * 0x1p112f;
@@ -249,6 +372,11 @@ INLINE u16x16 to_f16(f32x16 v) {
     };
     auto h = bits_of<halves>(v);
     return bits_of<u16x16>(narrow{{_mm256_cvtps_ph(h.part[0], 0), _mm256_cvtps_ph(h.part[1], 0)}});
+#elif defined(__aarch64__)
+    u16x16 to;
+    for (int i = 0; i < 2; i++)
+        to.part[i] = bits_of<u16x16::Part>(vcvt_high_f16_f32(vcvt_f16_f32(v.part[2 * i]), v.part[2 * i + 1]));
+    return to;
 #else
     u32x16 x = bits_of<u32x16>(v), sign = (x >> 16) & 0x8000u, a = x & 0x7fffffffu;
     u32x16 normal = (a - 0x38000000u + 0x0fffu + ((a >> 13) & 1u)) >> 13;
@@ -265,6 +393,11 @@ INLINE u16x16 to_f16(f32x16 v) {
 INLINE u16x16 to_bf16(f32x16 v) {
 #if defined(__AVX512BF16__)
     return (u16x16)_mm512_cvtneps_pbh((__m512)v);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    u16x16 to;
+    for (int i = 0; i < 2; i++)
+        to.part[i] = bits_of<u16x16::Part>(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(v.part[2 * i]), v.part[2 * i + 1]));
+    return to;
 #else
     u32x16 x = bits_of<u32x16>(v);
     u32x16 rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
@@ -275,30 +408,35 @@ INLINE u16x16 to_bf16(f32x16 v) {
 
 INLINE f32x16 from_bf16(u16x16 x) { return bits_of<f32x16>(widen(x) << 16); }
 
-INLINE f32x16 load(const float* p) {
-    f32x16 v;
+template <class V>
+INLINE V load_as(const void* p) {
+    V v;
+#if defined(__aarch64__)
+    if constexpr (is_wide<V>) {
+        for (int i = 0; i < V::PARTS; i++) std::memcpy(&v.part[i], (const char*)p + 16 * i, 16);
+        return v;
+    }
+#endif
     std::memcpy(&v, p, sizeof v);
     return v;
 }
-INLINE f32x16 load(const bf16* p) {
-    u16x16 v;
-    std::memcpy(&v, p, sizeof v);
-    return from_bf16(v);
+template <class V>
+INLINE void store_as(void* p, V v) {
+#if defined(__aarch64__)
+    if constexpr (is_wide<V>) {
+        for (int i = 0; i < V::PARTS; i++) std::memcpy((char*)p + 16 * i, &v.part[i], 16);
+        return;
+    }
+#endif
+    std::memcpy(p, &v, sizeof v);
 }
-INLINE f32x16 load(const f16* p) {
-    u16x16 v;
-    std::memcpy(&v, p, sizeof v);
-    return from_f16(v);
-}
-INLINE void store(float* p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
-INLINE void store(bf16* p, f32x16 v) {
-    u16x16 n = to_bf16(v);
-    std::memcpy(p, &n, sizeof n);
-}
-INLINE void store(f16* p, f32x16 v) {
-    u16x16 n = to_f16(v);
-    std::memcpy(p, &n, sizeof n);
-}
+
+INLINE f32x16 load(const float* p) { return load_as<f32x16>(p); }
+INLINE f32x16 load(const bf16* p) { return from_bf16(load_as<u16x16>(p)); }
+INLINE f32x16 load(const f16* p) { return from_f16(load_as<u16x16>(p)); }
+INLINE void store(float* p, f32x16 v) { store_as(p, v); }
+INLINE void store(bf16* p, f32x16 v) { store_as(p, to_bf16(v)); }
+INLINE void store(f16* p, f32x16 v) { store_as(p, to_f16(v)); }
 
 // The first n of 16 numbers, all of them where n is 16 or more; what is not loaded is 0, what is not stored stays.
 template <class T>
@@ -320,6 +458,13 @@ INLINE void store_some(T* p, f32x16 v, int64_t n) {
 INLINE f32x16 rounded(f32x16 v, const float*) { return v; }
 INLINE f32x16 rounded(f32x16 v, const bf16*) { return from_bf16(to_bf16(v)); }
 INLINE f32x16 rounded(f32x16 v, const f16*) { return from_f16(to_f16(v)); }
+
+// Whether the machine multiplies pairs of bf16: see `dot2`.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool PAIRS = true;
+#else
+constexpr bool PAIRS = false;
+#endif
 
 // -- functions --------------------------------------------------------------------------------------------------
 
@@ -347,17 +492,32 @@ INLINE f32x16 exp(f32x16 x) {
 
 // -- dot products -----------------------------------------------------------------------------------------------
 
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+INLINE f32x16::Part dot2(f32x16::Part acc, u32x4 a, u32x4 b) {
+    return vbfdotq_f32(acc, bits_of<bfloat16x8_t>(a), bits_of<bfloat16x8_t>(b));
+}
+#endif
+
 // acc[i] += a[i].lo * b[i].lo + a[i].hi * b[i].hi for pairs of bf16 in 32-bit lanes, summed in fp32.
 INLINE f32x16 dot2(f32x16 acc, u32x16 a, u32x16 b) {
 #if defined(__AVX512BF16__)
     return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    for (int i = 0; i < 4; i++) acc.part[i] = dot2(acc.part[i], a.part[i], b.part[i]);
+    return acc;
 #else
     acc = fma(bits_of<f32x16>(a << 16), bits_of<f32x16>(b << 16), acc);
     return fma(bits_of<f32x16>(a & 0xffff0000u), bits_of<f32x16>(b & 0xffff0000u), acc);
 #endif
 }
 
-// acc[i] += the dot product of four unsigned bytes of a and four signed ones of b, exactly.
+// acc[i] += the dot product of four bytes of a and four signed ones of b, exactly. Those of a are unsigned, or, where
+// BYTES_ARE_SIGNED, in two's complement; those of b are above -128.
+#if defined(__aarch64__)
+constexpr bool BYTES_ARE_SIGNED = true;
+#else
+constexpr bool BYTES_ARE_SIGNED = false;
+#endif
 INLINE i32x16 dot4(i32x16 acc, u32x16 a, u32x16 b) {
 #if defined(__AVX512VNNI__)
     return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
@@ -378,6 +538,17 @@ INLINE i32x16 dot4(i32x16 acc, u32x16 a, u32x16 b) {
         s.part[i] = _mm256_add_epi32(s.part[i], dot);
     }
     return bits_of<i32x16>(s);
+#elif defined(__aarch64__)
+    for (int i = 0; i < 4; i++) {
+        const auto x = (int8x16_t)a.part[i], y = (int8x16_t)b.part[i];
+#if defined(__ARM_FEATURE_DOTPROD)
+        acc.part[i] = vdotq_s32(acc.part[i], x, y);
+#else  // sums of two products fit 16 bits
+        const auto dots = vpaddq_s16(vmull_s8(vget_low_s8(x), vget_low_s8(y)), vmull_high_s8(x, y));
+        acc.part[i] = vpadalq_s16(acc.part[i], dots);
+#endif
+    }
+    return acc;
 #else
     for (int byte = 0; byte < 4; byte++) {
         i32x16 x = bits_of<i32x16>((a >> (8 * byte)) & 0xffu), y = bits_of<i32x16>(b << (24 - 8 * byte)) >> 24;
@@ -408,12 +579,13 @@ INLINE u32x16 quads_of(i32x16 a, i32x16 b, i32x16 c, i32x16 d) {
     }
     return bits_of<u32x16>(w);
 #else
-    typedef uint8_t Bytes __attribute__((vector_size(16)));
-    const i32x16 lanes = (a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24;  // four lanes: a square of bytes
-    auto w = bits_of<Parts<uint8_t>>(lanes);
-    const Bytes turned = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-    for (auto& part : w.part) part = __builtin_shuffle(part, turned);
-    return bits_of<u32x16>(w);
+    u32x16 quads;
+    for (int i = 0; i < 4; i++) {
+        const auto ab = vuzp1q_s16((int16x8_t)a.part[i], (int16x8_t)b.part[i]);
+        const auto cd = vuzp1q_s16((int16x8_t)c.part[i], (int16x8_t)d.part[i]);
+        quads.part[i] = (u32x4)vuzp1q_s8((int8x16_t)ab, (int8x16_t)cd);
+    }
+    return quads;
 #endif
 }
 

@@ -12,12 +12,9 @@
 // processor that is idle gets the thread that waits for another one, and a neighbour gets his share.
 #include "team.h"
 
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <numeric>
@@ -36,9 +33,8 @@ constexpr int64_t CALLER_SPINS_NS = 20'000;  // for those who have begun
 using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == 4 && Word::is_always_lock_free, "a futex is a word");
 
-// Sleeps while `word` is `value`; may return early.
-void sleep_while(Word& word, uint32_t value) { syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr); }
-void wake_one(Word& word) { syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, 1); }
+void sleep_while(Word& word, uint32_t value) { sleep_while(&word, value, Among::THREADS); }
+void wake_one(Word& word) { wake(&word, Among::THREADS, false); }
 
 // Whether `done()` became true within so long.
 template <class Done>

@@ -40,13 +40,6 @@ inline int64_t panel_bytes(const Weight& w) {
 
 inline const char* panel_data(const Weight& w, int64_t panel) { return (const char*)w.data + panel * panel_bytes(w); }
 
-template <class V>
-INLINE V load_as(const void* p) {
-    V v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-
 INLINE u32x16 splat_word(const void* p) { return splat(load_as<uint32_t>(p)); }
 
 // Asks for the two lines that 32 outputs of a panel take.
