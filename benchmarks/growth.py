@@ -5,7 +5,8 @@ Random bf16 weights in the shape of Qwen3-0.6B. Each part runs in a process of i
 
 - **context**: a decode step of one request at several lengths of its context, with each kind of cache. The prompt's
   steps are passed over: the cache holds random numbers in its place, which are read like any others. The bound is the
-  step's bytes at the read rate that this process has measured just before and after.
+  step's bytes at the rate at which a long sum reads. Steps and sums take turns, and the medians of both count: a
+  virtual machine's memory may be half as fast a second later.
 - **requests**: 256 requests at once, none of which may be refused or give way.
 - **prompt**: one prompt, in steps as they are. Both these parts also compare the most memory that the process had
   resident with its plan: what `llm.memory_plan` says, and what the process had before it loaded anything.
@@ -29,7 +30,8 @@ import torch
 
 from benchmarks.common import Options, Result, checkpoint, greedy, options_from, tell, tokens
 from quire import LLM
-from quire.bench.ceilings import Ceilings, Machine, measure_machine, work_of
+from quire.bench.ceilings import READ_BYTES, Ceilings, Machine, measure_machine, work_of
+from quire.ops.memory import huge
 
 CONTEXTS, STEPS = (1024, 8192, 32768), 24
 CACHES = ("auto", "int8", "fp8")
@@ -57,10 +59,10 @@ def run(options: Options, only: tuple[str, ...] = ()) -> Result:
 
 
 def _contexts(options: Options) -> Found:
-    """Seconds of a decode step and its bytes, by cache and context."""
+    """Seconds of a decode step, its bytes, and the read rate meanwhile, by cache and context."""
     contexts = (64, 256) if options.quick else CONTEXTS
     cases: list[Found] = []
-    rates: list[float] = []
+    big = huge(READ_BYTES).view(torch.float32).fill_(1.0)
     for cache in CACHES:
         longest = max(contexts) + STEPS + 8
         with LLM(
@@ -73,14 +75,13 @@ def _contexts(options: Options) -> Found:
             max_model_len=longest,
         ) as llm:
             _fill(llm)
-            rates.append(_machine(llm).read_rate)
+            torch.set_num_threads(llm.threads)
             for context in contexts:
                 tell(f"growth: {cache} KV, a context of {context:,}")
-                seconds = _decode(llm, context)
-                cost = work_of(llm).step(1, context + STEPS // 2)
-                cases.append({"kv": cache, "context": context, "seconds": seconds, "bytes": cost.num_bytes})
-            rates.append(_machine(llm).read_rate)
-    return {"cases": cases, "read_rates": rates}
+                seconds, rate = _decode(llm, context, big)
+                cost = work_of(llm).step(1, context + STEPS // 2).num_bytes
+                cases.append({"kv": cache, "context": context, "seconds": seconds, "bytes": cost, "read_rate": rate})
+    return {"cases": cases}
 
 
 def _fill(llm: LLM) -> None:
@@ -95,21 +96,24 @@ def _fill(llm: LLM) -> None:
             cache.scales.uniform_(0.01, 0.02, generator=generator)
 
 
-def _decode(llm: LLM, context: int) -> float:
-    """Median seconds of a decode step behind so many tokens."""
+def _decode(llm: LLM, context: int, big: torch.Tensor) -> tuple[float, float]:
+    """Medians of a decode step's seconds behind so many tokens, and of the bytes a second that a sum reads."""
     params = greedy(STEPS + 1)
     with _passed_over(llm):
         llm.add_request(tokens(random.Random(1), context), params)
         while not llm.step():
             pass
-    seconds = []
+    seconds, rates = [], []
     while not llm.idle:
         begin = time.perf_counter()
+        big.sum()
+        between = time.perf_counter()
         [output] = llm.step()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - between)
+        rates.append(big.nbytes / (between - begin))
         if output.outputs[0].error:
             raise RuntimeError(f"the request failed: {output.outputs[0].error}")
-    return statistics.median(seconds)
+    return statistics.median(seconds), statistics.median(rates)
 
 
 @contextmanager
@@ -129,9 +133,8 @@ def _passed_over(llm: LLM):
 
 
 def _add_contexts(result: Result, found: Found) -> None:
-    rate = max(found["read_rates"])
     for case in found["cases"]:
-        bound = case["bytes"] / rate
+        bound = case["bytes"] / case["read_rate"]
         name = {"auto": "bf16"}.get(case["kv"], case["kv"])
         result.add(
             (
@@ -141,7 +144,6 @@ def _add_contexts(result: Result, found: Found) -> None:
                 f"{case['seconds'] / bound:.2f}",
                 "<= 1.15",
             ),
-            read_rates=found["read_rates"],
             **case,
         )
 
