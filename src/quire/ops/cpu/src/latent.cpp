@@ -126,8 +126,7 @@ struct LatentScratch {
     }
 };
 
-// Asks for the rows of positions from .. end - 1 before they are needed: all of them in the course of `steps` steps, or
-// by products of 16 keys, 16 of them each.
+// Asks for the rows of positions from .. end - 1 before they are needed: all of them in the course of `steps` steps.
 class RowsAhead {
   public:
     RowsAhead(const TileSource& source, int64_t from, int64_t end, int64_t steps)
@@ -145,13 +144,6 @@ class RowsAhead {
             left -= last - line_;
             for (; line_ < last; line_++) __builtin_prefetch(at_ + line_ * 64, 0, 2);
         }
-    }
-
-    // The 16 rows from the k-th on, in the course of `lanes` steps; `nothing`: see `Later`.
-    Later group(int64_t k, int64_t lanes, const void* nothing) const {
-        const int64_t position = position_ + k, bytes = source_.kv.row_bytes();
-        if (position >= end_) return {(const char*)nothing, 0};
-        return {source_.plane(position, KEYS) + position % source_.kv.block_size * bytes, LANES * bytes / lanes};
     }
 
   private:
@@ -244,7 +236,7 @@ struct LatentWork {
         RowsAhead next = ahead(source.start + KEY_TILE, steps);
         find_rows(source, keys);
         for (int64_t panel = 0; panel < panels; panel += SCORE_VECTORS) {
-            multiply_keys<SCORE_VECTORS>(keys, panel, next);
+            multiply_keys<SCORE_VECTORS>(source.start, keys, panel, next);
             for (int64_t p = panel; p < std::min(panel + SCORE_VECTORS, panels); p++) softmax(tile, keys, p);
         }
         multiply_values(keys, states, next);
@@ -256,11 +248,22 @@ struct LatentWork {
                 step.trees.base(item.span), step.trees.path(item.row)};
     }
 
+    // Where the item's rows end that lie in order.
+    int64_t order_ends() const {
+        return std::min({end, (item.split + item.splits) * step.split, step.trees.base(item.span)});
+    }
+
     // Asks for a key tile's rows, if the item has it, as far as they lie in order.
     RowsAhead ahead(int64_t start, int64_t steps) const {
-        const TileSource source = source_of(start);
-        const int64_t item_end = std::min(end, (item.split + item.splits) * step.split);
-        return {source, start, std::max(start, std::min({item_end, start + KEY_TILE, source.base})), steps};
+        return {source_of(start), start, std::max(start, std::min(order_ends(), start + KEY_TILE)), steps};
+    }
+
+    // The 16 rows from this position on, in the course of a product; those behind the end of the order are none.
+    Later later(int64_t position) const {
+        if (position >= order_ends()) return {(const char*)scratch.q, 0};
+        const int64_t bytes = step.kv.row_bytes();
+        const char* at = source_of(position).plane(position, KEYS) + position % step.kv.block_size * bytes;
+        return {at, LANES * bytes / scratch.depth};
     }
 
     // Where the products read the tile's rows.
@@ -292,9 +295,9 @@ struct LatentWork {
 
     // For V panels of rows, or the fewer that there are.
     template <int V>
-    void multiply_keys(int64_t keys, int64_t panel, RowsAhead& ahead) {
+    void multiply_keys(int64_t start, int64_t keys, int64_t panel, RowsAhead& ahead) {
         if constexpr (V > 1)
-            if (panels - panel < V) return multiply_keys<V - 1>(keys, panel, ahead);
+            if (panels - panel < V) return multiply_keys<V - 1>(start, keys, panel, ahead);
         for (int64_t k = 0; k < keys; k += KEYS_AT_ONCE<L>) {
             const lane* q = scratch.q + panel * scratch.depth * LANES;
             float* scores = scratch.scores + k * scratch.stride + panel * LANES;
@@ -305,7 +308,7 @@ struct LatentWork {
                                           scratch.depth, scores, scratch.stride});
             else
                 multiply<L, V>({scratch.row_of[k], apart(k, keys), q, scratch.depth, scores, scratch.stride,
-                                panel ? Later{(const char*)q, 0} : ahead.group(k, scratch.depth, q)});
+                                panel ? Later{(const char*)q, 0} : later(start + k + LANES)});
             if (IN_TILES<L>) ahead.step();
         }
     }
