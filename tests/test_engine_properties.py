@@ -34,7 +34,7 @@ def test_every_request_gets_what_it_gets_alone_for_long(fuzz: Fuzz) -> None:
     for seed in range(QUICK, QUICK + LONG):
         fuzz.check(seed)
     met(fuzz.seen - before, LONG)
-    assert fuzz.seen["loaded"] - before["loaded"] > 10, "hardly any block came from the host tier"
+    assert fuzz.seen["loaded from host"] - before["loaded from host"] > 10, "hardly any block came from the host tier"
 
 
 def met(seen: dict[str, int], seeds: int) -> None:
