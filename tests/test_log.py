@@ -319,6 +319,24 @@ def test_a_reader_that_does_not_read_delays_nobody(monkeypatch: pytest.MonkeyPat
         log.configure("text", stream=io.StringIO())
 
 
+def test_a_log_that_is_closed_while_nobody_reads_it_ends_its_thread_when_somebody_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(log, "MAX_WAITING", 50)
+    monkeypatch.setattr(log, "FLUSH_SECONDS", 0.1)
+    reader, writer = os.pipe()
+    with open(reader, "rb", buffering=0) as pipe, open(writer, "w") as stream:
+        handler = log.LineHandler(stream)
+        for _ in range(100):  # more than a pipe and the queue hold together
+            handler.emit(logging.makeLogRecord({"msg": "x" * 5000}))
+            time.sleep(0.001)
+        handler.close()
+        assert handler._thread.is_alive(), "it writes a line that nobody reads"
+        while handler._thread.is_alive():
+            pipe.read(65536)
+            handler._thread.join(0.1)
+
+
 def test_a_process_whose_log_is_not_read_still_ends() -> None:
     code = """if True:
         import logging

@@ -316,6 +316,7 @@ class LineHandler(logging.Handler):
         self._descriptor = _descriptor(stream)
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
         self._dropped = 0
+        self._closed = False
         self._thread = threading.Thread(target=self._write_all, name="log", daemon=True)
         self._thread.start()
 
@@ -340,14 +341,15 @@ class LineHandler(logging.Handler):
                 self._lines.all_tasks_done.wait(left)
 
     def close(self) -> None:
-        """Write what is left, and end the thread."""
+        """Write what is left, and end the thread: if the log is not read, once it is, or with the process."""
         self.flush()
+        self._closed = True
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(None)
         super().close()
 
     def _write_all(self) -> None:
-        while (line := self._lines.get()) is not None:
+        while not self._closed and (line := self._lines.get()) is not None:
             self._write(line)
             if self._dropped and self._lines.empty():
                 dropped, self._dropped = self._dropped, 0
