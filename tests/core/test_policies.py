@@ -523,7 +523,7 @@ def test_self_tuning_drafts_where_drafts_are_right_and_hardly_where_they_are_wro
     steps, _ = steps_and_drafts(expected_output)
     assert steps < 120, "of 200 tokens, five a step at best"
     _, drafted = steps_and_drafts(lambda text, count, windows: [99] * count)
-    assert drafted < 300, "of some 2400 that always four would be"
+    assert drafted < 350, "of some 2400 that always four would be"
 
 
 def test_without_free_blocks_drafts_fill_the_last_block():

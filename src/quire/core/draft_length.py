@@ -64,8 +64,7 @@ _SHORTEST = 1e-6
 """Least duration assumed for a step, in case the clock is too coarse to measure it."""
 
 _TURN = 12
-"""Steps for which a choice is kept, as long as the same requests are decoded and no size of step is new; fewer at
-first, when little is known."""
+"""Steps for which a choice is kept, as long as the same requests are decoded and no size of step is new."""
 
 _EXPLORE = 32
 """Steps between explorations while drafts pay off."""
@@ -306,7 +305,7 @@ class DraftLengths:
         spent = self._verifying.at(base + drafts) + self._drafting.at(depth)
         self.account(seconds, spent - (worth / _WORTH if drafts else worth))
         self._age += 1
-        self._due |= new or self._age >= min(_TURN, self._steps // 2) or (self._hoping and self._credit <= 0)
+        self._due |= new or self._age >= _TURN or (self._hoping and self._credit <= 0)
 
     def accepted(self, state: DraftState, proposed: int, accepted: int) -> None:
         """Of `proposed` drafts that were verified, so many were accepted."""
