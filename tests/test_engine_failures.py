@@ -380,6 +380,12 @@ def test_a_second_ctrl_c_ends_a_batch_in_the_middle_of_a_step_and_leaves_an_engi
     forward, calls, main = llm.model.forward, [], threading.main_thread().ident
     submit, submitted = llm._engine.executor.submit, []
     came_through, waited = threading.Event(), []
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+
+    def wake() -> None:
+        """Python sees a signal that comes just before it waits for a lock only when another one comes."""
+        signal.pthread_kill(main, signal.SIGUSR1)
+        time.sleep(0.001)
 
     def pressed(*args: Any) -> Any:
         calls.append(1)
@@ -388,10 +394,13 @@ def test_a_second_ctrl_c_ends_a_batch_in_the_middle_of_a_step_and_leaves_an_engi
                 time.sleep(0.001)
             signal.pthread_kill(main, signal.SIGINT)
             while not llm._interrupts._num_held:  # two signals before the first is handled are one
-                time.sleep(0.001)
+                wake()
             signal.pthread_kill(main, signal.SIGINT)
             if overlap:  # the thread is busy with the step until nobody waits for it any more
-                waited.append(came_through.wait(60))
+                deadline = time.monotonic() + 60
+                while not came_through.wait(0.01) and time.monotonic() < deadline:
+                    wake()
+                waited.append(came_through.is_set())
         return forward(*args)
 
     def counted(plan: StepPlan) -> Any:
@@ -408,4 +417,5 @@ def test_a_second_ctrl_c_ends_a_batch_in_the_middle_of_a_step_and_leaves_an_engi
     assert llm.idle
     assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected
     assert waited == [True] * overlap
+    signal.signal(signal.SIGUSR1, before)
     llm.close()

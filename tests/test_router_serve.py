@@ -187,8 +187,9 @@ def test_responses_are_found_on_the_server_that_stored_them(fleet: Fleet) -> Non
             client.responses.delete(one.id)
             with pytest.raises(openai.NotFoundError):
                 client.responses.retrieve(one.id)
-            with pytest.raises(openai.NotFoundError):
+            with pytest.raises(openai.BadRequestError) as refused:
                 client.responses.create(**asked, input="more", previous_response_id=one.id)
+            assert refused.value.code == "previous_response_not_found"
         with pytest.raises(openai.BadRequestError):
             client.get(f"/responses/{stored[0].id}?stream=true", cast_to=object)
         embedded = client.embeddings.create(model="demo", input=["x = 1\n" * 20] * 300)
