@@ -35,6 +35,8 @@ from quire.ops.memory import huge
 
 CONTEXTS, STEPS = (1024, 8192, 32768), 24
 CACHES = ("auto", "int8", "fp8")
+REST = 0.02
+"""Seconds after a sum, in which torch's threads stop looking for more work."""
 REQUESTS, PROMPT, OUTPUT = 256, 64, 24
 LONG = 32768
 HEADINGS = ("what", "measured", "bound", "share", "goal")
@@ -107,10 +109,11 @@ def _decode(llm: LLM, context: int, big: torch.Tensor) -> tuple[float, float]:
     while not llm.idle:
         begin = time.perf_counter()
         big.sum()
-        between = time.perf_counter()
+        rates.append(big.nbytes / (time.perf_counter() - begin))
+        time.sleep(REST)
+        begin = time.perf_counter()
         [output] = llm.step()
-        seconds.append(time.perf_counter() - between)
-        rates.append(big.nbytes / (between - begin))
+        seconds.append(time.perf_counter() - begin)
         if output.outputs[0].error:
             raise RuntimeError(f"the request failed: {output.outputs[0].error}")
     return statistics.median(seconds), statistics.median(rates)
