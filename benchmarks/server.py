@@ -168,7 +168,7 @@ def _way_of_a_token(result: Result, options: Options) -> None:
         made: dict[str, list[float]] = {}
         for step in server.get("/debug/steps")[1]["steps"]:
             end = step["begin"] + step["schedule_seconds"] + step["seconds"]
-            for name, _, _, _, sampled in step["spans"]:
+            for name, _, _, _, sampled, _ in step["spans"]:
                 made.setdefault(name, []).extend([end] * sampled)
     ways = [when - end for one in streams for (when, name), end in zip(one, made[one[0][1]], strict=True)]
     direct = _way_in_process(options, generator)
