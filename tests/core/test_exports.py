@@ -14,6 +14,7 @@ from quire.core.orders import Prefill
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
 from quire.core.sources import PATIENCE, PEER
+from quire.core.step_state import PendingStep
 from tests.core.fake_runner import (
     ALL,
     STATE,
@@ -213,6 +214,16 @@ def test_no_prompt_begins_in_a_step_that_has_the_end_of_another_one_which_takes_
         steps.append({span.request: len(span.tokens) for span in plan.spans if span.request > 1})
         scheduler.commit(plan, runner.run(plan), 0.0)
     assert steps == [{2: 6}, *[{2: 1}] * 3, {2: 2}, {3: 4}]
+
+
+def test_a_prompts_last_token_takes_some_of_the_time_that_prompts_have_beside_decodes():
+    last, decode = make_request(1, PROMPT, 4), make_request(2, PROMPT, 4)
+    last.num_computed, decode.num_computed = len(PROMPT) - 1, len(PROMPT)
+    step = PendingStep(100)
+    step.choose(last, 1)
+    step.choose(decode, 1)
+    step.slow(Costs(pair=1.0), 30.0 + len(PROMPT))
+    assert step.room(0) == 30, "it sees all those before it, which count as much as itself; a decode counts nothing"
 
 
 def test_what_is_loaded_beside_decodes_is_left_out_of_what_prompts_may_take():

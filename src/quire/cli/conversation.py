@@ -25,6 +25,7 @@ from quire.config import unknown_option
 from quire.core.sampling_params import SamplingParams
 from quire.errors import ConfigError, PromptTooLongError, QuireError
 from quire.text.reply import ToolCall
+from quire.typed_json import BAD_JSON
 
 if TYPE_CHECKING:
     from quire.cli.talk import Answer, Talker
@@ -429,7 +430,7 @@ def _read_saved(path: Path) -> Saved:
         return msgspec.json.decode(content, type=Saved)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except BAD_JSON as error:
         raise ConfigError(f"{path} is not a conversation saved by /save: {error}") from error
 
 

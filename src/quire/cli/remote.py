@@ -22,6 +22,7 @@ from quire.cli.terminal import loading, note, visible
 from quire.errors import ConfigError, PromptTooLongError, RemoteError, RequestError
 from quire.text.reply import ContentText, ReasoningText, Reply, ReplyEvent, ToolCallArguments, ToolCallBegin
 from quire.tls import client_context, why_untrusted
+from quire.typed_json import BAD_JSON
 
 MAX_BODY_BYTES = 1 << 20
 """An answer that is no stream and longer than this is none that we asked for."""
@@ -394,7 +395,7 @@ def _read(body: bytes, kind: type[Any]) -> Any:
     """The body as this type; None if it is not."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except BAD_JSON:
         return None
 
 

@@ -369,7 +369,8 @@ class Scheduler:
         context = computed + chosen if remaining <= self.kv.block_size else 0
         most = min(remaining, step.budget, self._max_chunk - chosen)
         count = min(most, step.room(context))
-        count += 0 < count == remaining - 1 < most
+        if 0 < count == remaining - 1 < most:
+            count += 1
         return count if self._chunked or count == remaining else 0
 
     def _admit(self, request: Request, step: PendingStep, now: float) -> bool:

@@ -141,7 +141,7 @@ class Engine:
         if config.device == "auto":
             config = replace(config, device=find_device()[0])
         self.config = config
-        trace = None if config.profile is None else TraceFile(config.profile)  # before the model is loaded in vain
+        trace = None if config.profile is None else TraceFile(config.profile)  # fails before the model is loaded
         report("finding the checkpoint", 0.0)
         self.path: Path = resolve(config.model, config.revision)
         self.device = open_device(config.device)

@@ -56,9 +56,8 @@ class Responses(Generation):
             return await super()._answer(call, writer)
         behind = self._behind(call)
         self._stored.making = asyncio.create_task(behind.run_behind(call))
-        await asyncio.sleep(
-            0
-        )  # start it before its id is known, since a task cancelled before its start records nothing
+        # Start it before its id is known, since a task cancelled before its start records nothing.
+        await asyncio.sleep(0)
         await writer.whole(self._made.body("queued"), {})
 
     def _begin(self, call: ResponseCall) -> None:

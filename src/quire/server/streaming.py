@@ -46,7 +46,7 @@ class CutOffError(Exception):
 class AnswerWriter:
     """Writes one response: a whole body, or a stream of events.
 
-    It keeps order and format: headers once, whole events, one end. Writing waits while the client is behind.
+    It keeps order and format: headers once, whole events, one end. Writing waits for a client that reads slowly.
 
     Attributes:
         begun: the status has been sent and cannot be changed.

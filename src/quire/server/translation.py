@@ -18,7 +18,7 @@ from quire.server.conversation import STRINGS_PER_OBJECT
 from quire.server.errors import ApiError, invalid
 from quire.server.limits import Limits
 from quire.server.protocol import ChatCall, parse_chat
-from quire.typed_json import mismatch
+from quire.typed_json import BAD_JSON, mismatch
 
 NOT_RETURNED = ("logprobs", "prompt_logprobs", "return_token_ids", "top_logprobs")
 """Fields of chats whose results these interfaces have no place for."""
@@ -44,7 +44,7 @@ def read_typed(body: bytes, kind: type[B], limits: Limits, field: str) -> tuple[
         given = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _wrong(error, kind, body) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except BAD_JSON:
         given = decode(body, kind)  # which says what is wrong
     fields = decode(body, dict[str, Raw])
     return given, {name: value for name, value in fields.items() if name not in kind.__struct_fields__}

@@ -305,11 +305,11 @@ int64_t copy_bytes(const Weight& w, int64_t rows) { return LINE + round_up(layou
 template <class T, class Out>
 void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, char* scratch) {
     const Blocks blocks(w, rows);
-    const int64_t parts = parts_of_panel(w, blocks.count), count = pieces(w), pieces = blocks.count * count;
+    const int64_t parts = parts_of_panel(w, blocks.count), count = pieces(w), total = blocks.count * count;
     const bool is_ready = ready(w, dtype, rows), copies = !is_ready && apart(w, rows);
     const int64_t copy = copy_bytes(w, rows);
     for (int t = 0; copies && t < threads(); t++) *(bool*)(scratch + t * copy) = false;
-    Before preparation(is_ready || copies ? 0 : pieces, PREPARED / (BLOCK * std::min<int64_t>(rows, MAX_ROWS)));
+    Before preparation(is_ready || copies ? 0 : total, PREPARED / (BLOCK * std::min<int64_t>(rows, MAX_ROWS)));
     parallel(panels(w) * parts, {}, threads(), [&](int64_t begin, int64_t end, int thread) {
         bool* const done = copies ? (bool*)(scratch + thread * copy) : nullptr;
         Activations input = lay_out(w, dtype, rows, copies ? scratch + thread * copy + LINE : scratch);
@@ -318,7 +318,7 @@ void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, ch
         if (copies ? !*done : !preparation.done()) fetch_begin(w, begin / parts);
         preparation.finish(prepare_piece);
         if (copies && !*done) {
-            for (int64_t i = 0; i < pieces; i++) prepare_piece(i);
+            for (int64_t i = 0; i < total; i++) prepare_piece(i);
             *done = true;
         }
         for (int64_t item = begin; item < end; item++) {
