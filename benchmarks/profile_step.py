@@ -4,6 +4,10 @@ An engine is started as ever, and its steps are timed. Then a layer that was one
 by one, and a timer is put around each method of the kernels, around each product with a weight, and around a few
 methods of the runner and the scheduler. A part's time is its own, without that of the parts called from it. Random
 weights of Qwen3-0.6B's shape, contexts of some 150 tokens.
+
+Beside it is what the machine could do at best: the bytes at the rate of a long sum, the operations at that of a large
+product, measured before each kind of weights. `quire bench` takes the larger of the two sums for the ceiling, as if all
+reading were hidden behind computing or the other way round.
 """
 
 from __future__ import annotations
@@ -14,8 +18,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from benchmarks.common import Options, Result, checkpoint, main, tell, tokens
 from quire import LLM, SamplingParams
+from quire.bench.ceilings import Ceilings, Machine, Work, measure_machine, work_of
 from quire.layers.linear import Linear
 from quire.ops import Kernels
 
@@ -75,22 +82,41 @@ def run(options: Options) -> Result:
     columns: list[str] = []
     found: list[dict[tuple[str, str], float]] = []
     raw: list[dict[str, Any]] = []
+    least: list[dict[str, float]] = []
     for weights in ("bf16", "int8", "int4"):
+        machine = measure_machine(torch.bfloat16, options.threads or torch.get_num_threads())
         how: dict[str, Any] = {} if weights == "bf16" else {"quantization": weights}
         for batch, sampled in RUNS if weights == "bf16" else RUNS[:-1]:
             name = f"{weights}, {batch}{' sampled' if sampled else ''}"
             tell(f"profile: {name}")
             with LLM(str(checkpoint(options)), prefix_cache="off", threads=options.threads, **how) as llm:
                 plain, parts = _measure(llm, batch, sampled, 4 if options.quick else STEPS)
+                least.append(_least(work_of(llm), machine, batch))
             columns.append(name)
             found.append(parts)
             flat = {f"{group}: {part}": round(seconds * 1e3, 4) for (group, part), seconds in parts.items()}
             raw.append(
                 {"weights": weights, "batch": batch, "sampled": sampled, "plain_ms": plain * 1e3, "parts_ms": flat}
+                | {"least_ms": {part: round(seconds * 1e3, 4) for part, seconds in least[-1].items()}}
             )
     result = Result(("ms a step", *columns), raw=raw)
     _fill(result, found, [line["plain_ms"] for line in raw])
+    for part in least[0]:
+        result.rows.append((part, *(f"{of_one[part] * 1e3:.2f}" for of_one in least)))
     return result
+
+
+def _least(work: Work, machine: Machine, batch: int) -> dict[str, float]:
+    """Seconds that a step would take at the machine's rates: what it reads, what it computes, and the ceiling."""
+    cost, weights = work.step(batch, PROMPT + STEPS), work.weights_read(batch)
+    rate = machine.int8_rate if work.int8_products else machine.matrix_rate
+    parts = {
+        "– reading weights": weights / machine.read_rate,
+        "– reading keys and values": (cost.num_bytes - weights) / machine.read_rate,
+        "– computing products": cost.products / rate,
+        "– computing attention": cost.attention / machine.matrix_rate,
+    }
+    return {"**the machine's least**": Ceilings(work, machine).seconds(cost), **parts}
 
 
 def _fill(result: Result, found: list[dict[tuple[str, str], float]], plain: list[float]) -> None:
