@@ -61,7 +61,8 @@ class FakeServer:
     Attributes:
         stalls_after: events after which it says nothing more, whatever it is asked: it is stalled.
         chunk: characters an event. pause: seconds before each. die_after: events after which it goes away, once.
-        status: of answers to requests for text. requests: bodies that came, with their headers in "headers".
+        status: of answers to requests for text. answers: status and content by path, instead of those.
+        requests: bodies that came, with their headers in "headers".
         told: of itself, and replicas: of each of its engines; by default it has one, which tells the same.
         cached: what each engine tells of its cache; empty: nothing. lives: of requests.
     """
@@ -77,6 +78,7 @@ class FakeServer:
     stalled: bool = False
     status: int = 200
     error_code: str = "busy"
+    answers: dict[str, tuple[int, Any]] = field(default_factory=dict)
     last_words: str | None = None
     models_answer: tuple[int, Any] | None = None
     told: dict[str, Any] = field(default_factory=dict)
@@ -163,6 +165,8 @@ class FakeServer:
         except ValueError:
             return _json(writer, 400, {"error": {"message": "no JSON", "code": "invalid_json"}})
         self.requests.append({**body, "path": path, "headers": headers})
+        if path in self.answers:
+            return _json(writer, *self.answers[path])
         if path not in ("/v1/completions", "/v1/chat/completions"):
             return _json(writer, 404 if "nobody" in path else 200, {"path": path, "server": self.port})
         if self.status != 200:

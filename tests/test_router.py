@@ -369,6 +369,52 @@ def test_a_busy_servers_request_goes_to_another_and_if_all_are_busy_the_client_i
         assert router.complete().status_code == 200
 
 
+def refusal(status: int, code: object) -> tuple[int, object]:
+    return status, {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": code}}
+
+
+RESPONSE = (200, {"id": "resp_2", "usage": {"input_tokens": 3}})
+NOT_STORED = refusal(400, "previous_response_not_found")
+
+
+@pytest.mark.parametrize(
+    ("quire", "first", "second", "status", "asked"),
+    [
+        (True, refusal(400, "invalid_value"), RESPONSE, 400, 1),  # wrong everywhere
+        (True, refusal(404, "model_not_found"), RESPONSE, 404, 1),
+        (True, (400, "bad request"), RESPONSE, 400, 1),
+        (True, (400, {"error": "bad request"}), RESPONSE, 400, 1),
+        (True, NOT_STORED, RESPONSE, 200, 2),
+        (False, NOT_STORED, RESPONSE, 200, 2),
+        (False, refusal(404, 404), RESPONSE, 200, 2),  # vLLM's
+        (True, NOT_STORED, NOT_STORED, 400, 2),
+        (True, NOT_STORED, refusal(400, "invalid_value"), 400, 2),
+        (True, refusal(429, "queue_full"), NOT_STORED, 429, 2),  # who was busy may have it
+        (True, NOT_STORED, refusal(429, "queue_full"), 429, 2),
+    ],
+)
+def test_a_request_that_continues_a_response_goes_on_only_where_that_may_be_stored_elsewhere(
+    loop: Loop, quire: bool, first: tuple[int, object], second: tuple[int, object], status: int, asked: int
+) -> None:
+    path = "/v1/responses"
+    servers = [FakeServer(loop, quire=quire) for _ in range(2)]
+    with RouterThread(servers, policy="round-robin") as router:
+        router.http.post(path, json={"input": "a"})  # so that it is known whose turn is next
+        [before] = [one for one in servers if one.requests]
+        [after] = [one for one in servers if one is not before]
+        after.answers[path], before.answers[path] = first, second
+        answer = router.http.post(path, json={"input": "b", "previous_response_id": "resp_1"})
+        assert answer.status_code == status
+        assert answer.json() == (first if asked == 1 or first[0] == 429 else second)[1]
+        assert [len(one.requests) for one in (after, before)] == [1, asked]
+        # Without it, no other server is asked of what one has refused.
+        after.answers[path] = before.answers[path] = NOT_STORED
+        assert router.http.post(path, json={"input": "c"}).status_code == 400
+        assert sum(len(one.requests) for one in servers) == asked + 2
+    for one in servers:
+        one.stop()
+
+
 def test_a_server_that_fails_is_left_alone_for_a_growing_while_and_comes_back(
     pair: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

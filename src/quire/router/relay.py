@@ -25,11 +25,12 @@ from quire.router.upstream import Answer, UpstreamError
 from quire.server.auth import tenant_of
 from quire.server.body import check_media_type
 from quire.server.context import RETRY_RESTARTING, stop_error
-from quire.server.errors import ApiError
+from quire.server.errors import NOT_STORED, ApiError
 from quire.server.generation import ASK_NAMES, PROMPT_TOKENS, REPLICA
 from quire.server.request_log import note_call, summary_of
 from quire.server.streaming import CLOSING_SECONDS
 from quire.server.transport import SMALL_BODY_BYTES, read_body
+from quire.typed_json import BAD_JSON
 
 RESUMABLE_PATHS = ("/v1/completions", "/v1/chat/completions")
 """Endpoints whose stream chunks say how much of a choice they hold; other streams that break off end with an error."""
@@ -75,7 +76,14 @@ class _Whole(msgspec.Struct):
     usage: dict[str, Any] | None = None
 
 
+class _Failed(msgspec.Struct):
+    """The same of an error."""
+
+    error: dict[str, Any] = {}
+
+
 _whole = msgspec.json.Decoder(_Whole)
+_failed = msgspec.json.Decoder(_Failed)
 
 
 class Relay:
@@ -88,7 +96,7 @@ class Relay:
         self._tried: set[str] = set()
         self._deaths = 0
         self._patience_end = 0.0  # set when a server is lost
-        self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None  # of the last busy server
+        self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None  # see `_refused`
         self._answer: Answer | None = None  # the one being read
         self._left = False  # the client has disconnected
         self._begun = False  # the status has been sent
@@ -198,7 +206,7 @@ class Relay:
             self._continues = self._position.follow()
 
     async def _attempt(self, prompt: Prompt, choice: Choice) -> bool:
-        """Send the request to a server. False if it was busy; its refusal is kept.
+        """Send the request to a server. False if another one is to be asked: see `_refused`.
 
         Raises:
             UpstreamError: the server went away.
@@ -219,11 +227,9 @@ class Relay:
         answer = None
         try:
             self._answer = answer = await server.upstream.ask(self._request(prompt, choice))
-            elsewhere = prompt.follows and answer.status in (400, 404)  # not stored there
-            if (elsewhere or answer.status in _BUSY) and not self._begun:
-                self._refusal = (answer.status, answer.headers, await _collected(answer))
-                return False
-            if answer.status in _BUSY or (self._begun and answer.status != 200):
+            if not self._begun and (answer.status in _BUSY or (prompt.follows and answer.status in (400, 404))):
+                return await self._refused(answer, server)
+            if self._begun and answer.status != 200:
                 raise UpstreamError(f"it answered {answer.status} to a stream that was to go on", reached=True)
             if _is_stream(answer):
                 self._learn_from_headers(prompt, answer.headers)
@@ -241,6 +247,16 @@ class Relay:
             if sending.timer is not None:
                 sending.timer.cancel()
             choice.engine.load.ended(choice.missing, sending.begun)
+
+    async def _refused(self, answer: Answer, server: Server) -> bool:
+        """Keep a refusal for when all other servers refuse, too (False), or pass it on if they would do the same."""
+        body, is_busy = await _collected(answer), answer.status in _BUSY
+        if not is_busy and not _is_not_stored(answer.status, body, server.is_quire):
+            await self._whole(answer.status, answer.headers, body)
+            return True
+        if is_busy or self._refusal is None:  # a busy server may have stored the response
+            self._refusal = (answer.status, answer.headers, body)
+        return False
 
     def _resumes(self, server: Server) -> bool:
         """Whether another server can resume this server's stream."""
@@ -390,6 +406,14 @@ async def _collected(answer: Answer, most: int = WHOLE_BYTES) -> bytes:
         pieces.append(data)
         size += len(data)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _is_not_stored(status: int, body: bytes, is_quire: bool) -> bool:
+    """Whether an error says that the response to be continued is not stored there. vLLM says so by the status alone."""
+    with contextlib.suppress(*BAD_JSON):
+        if _failed.decode(body).error.get("code") == NOT_STORED:
+            return True
+    return status == 404 and not is_quire
 
 
 def _before_loss(data: bytes) -> tuple[bytes, str | None]:

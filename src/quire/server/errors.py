@@ -62,6 +62,9 @@ CODES: dict[type[QuireError], str] = {
 }
 """`error.code` of 400s, by exception. Other kinds of `RequestError` have none."""
 
+NOT_STORED = "previous_response_not_found"
+"""`error.code` where a response that a request continues is not stored; another server may have it."""
+
 _TEMPLATE_TEXTS = (
     "messages",
     "continue_final_message",

@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from quire.server.auth import tenant_of
 from quire.server.body import shorten
-from quire.server.errors import ApiError, invalid
+from quire.server.errors import NOT_STORED, ApiError, invalid
 from quire.server.generation import GeneratedAnswer, Generation, Parse, Shared
 from quire.server.openai_responses import InputTokens, Responses, cancel
 from quire.server.openai_responses_protocol import parse_response
@@ -78,9 +78,7 @@ def _items(store: ResponseStore, owner: str, response_id: str) -> bytes:
     try:
         stored = store.find(response_id, owner)
     except ApiError as error:
-        raise invalid(
-            f"{param} is {shorten(response_id)}; {error.message}", param, "previous_response_not_found"
-        ) from None
+        raise invalid(f"{param} is {shorten(response_id)}; {error.message}", param, NOT_STORED) from None
     if not stored.done.is_set():
         raise invalid(f"{param} is {shorten(response_id)}, which has not ended yet; wait for it, or cancel it", param)
     return stored.items
