@@ -62,9 +62,9 @@ def control_socket(directory: str, identity: str) -> zmq.Socket[bytes]:
 
 
 def engine() -> int:
-    """An engine. Its `fault` is one of: "fail:TEXT" cannot start, "exit:CODE" dies while it loads, "load" never comes
-    to an end of it, "again:TEXT" cannot start a second time, "still" shows no pulse once it is ready, "deaf" does not
-    hear Stop."""
+    """An engine. Its `fault` is one of: "fail:TEXT" cannot start, "invalid:TEXT" since an option is not valid,
+    "exit:CODE" dies while it loads, "load" never comes to an end of it, "again:TEXT" cannot start a second time,
+    "still" shows no pulse once it is ready, "deaf" does not hear Stop."""
     start = child.begin(EngineStart)
     board = Board(wire.board_path(Path(start.directory), start.replica, start.boot))
     control = control_socket(start.directory, start.name)
@@ -74,8 +74,8 @@ def engine() -> int:
         manner, _, text = text.partition(":") if start.replica == 1 else ("", "", "")
     control.send(wire.encode(wire.Located("/models/stand-in")))
     board.set_phase("reading weights", 0.4)
-    if manner == "fail" or (manner == "again" and start.boot > 1):
-        control.send(wire.encode(wire.EngineFailed(text)))
+    if manner in ("fail", "invalid") or (manner == "again" and start.boot > 1):
+        control.send(wire.encode(wire.EngineFailed(text, manner == "invalid")))
         zmq.Context.instance().destroy(linger=20_000)  # until the message is on its way
         return 1
     if manner == "exit":

@@ -106,5 +106,5 @@ def test_inspect_needs_config_json_alone_and_says_what_would_make_it_fit(
     assert "Does not fit" in capsys.readouterr().out
     edited = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
     (tmp_path / "config.json").write_text(json.dumps(edited))
-    assert main(["inspect", str(tmp_path)]) == 1
+    assert main(["inspect", str(tmp_path)]) == 2
     assert "AWQ weights" in capsys.readouterr().err

@@ -156,7 +156,7 @@ def test_a_mistake_is_told_at_once_with_exit_code_2(
 
 
 def test_a_model_that_does_not_exist_is_told_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "/no/such/model", "--port", "0"]) == 1
+    assert main(["serve", "/no/such/model", "--port", "0"]) == 2
     err = capsys.readouterr().err
     assert "listening" not in err
     assert err.splitlines()[-1].startswith("quire: error: no checkpoint '/no/such/model'")

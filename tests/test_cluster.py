@@ -20,6 +20,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from quire.cli import up
 from quire.cluster import place
 from quire.cluster.folder import ClusterFolder, end, folder_of
 from quire.cluster.keeper import Keeper, Kept
@@ -222,14 +223,42 @@ def test_who_dies_too_often_is_left_and_without_a_server_all_ends(tmp_path: Path
     asyncio.run(scenario())
 
 
+INVALID = "import sys; print('starting\\nquire: error: no checkpoint x', file=sys.stderr); sys.exit(2)"
+"""What a member does whose model is not valid."""
+
+
 @pytest.mark.usefixtures("program")
-def test_a_command_that_is_not_valid_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_member_that_is_not_valid_ends_the_cluster_with_its_own_message(tmp_path: Path) -> None:
     async def scenario() -> None:
-        keeper, seen = kept_by(
-            tmp_path, member("server-0", "server", "raise SystemExit(2)"), member("router", "router")
-        )
+        found = [member("server-0", "server"), member("server-1", "server", INVALID), member("router", "router")]
+        keeper, seen = kept_by(tmp_path, *found)
         assert not await asyncio.wait_for(keeper.run(seen.changed), 60)
-        assert keeper.kept[0].restarts == 0 and keeper.kept[0].why == "exit code 2"
+        invalid = keeper.kept[1]
+        assert (invalid.restarts, invalid.why, invalid.state) == (0, "exit code 2", "failed")
+        assert [kept.state for kept in keeper.kept if kept is not invalid] == ["ended", "ended"]
+        cluster = read_cluster(written(tmp_path, SMALL))
+        with pytest.raises(ConfigError, match=f"^server-1: no checkpoint x; see {tmp_path}/server-1.log$"):
+            await up._keep(cluster, found, Here(tmp_path), tmp_path, limit=3, drain=1.0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("program")
+def test_a_member_that_was_ready_is_started_again_whatever_it_says_when_it_dies(tmp_path: Path) -> None:
+    """What it is told was valid: what is wrong now may pass, such as memory that others take."""
+    mark = tmp_path / "mark"
+    once = f"import pathlib; mark = pathlib.Path({str(mark)!r})\nif mark.exists(): mark.unlink(); raise SystemExit(2)\n"
+
+    async def scenario() -> None:
+        keeper, seen = kept_by(tmp_path, member("server-0", "server", once + HEALTHY), member("router", "router"))
+        running = asyncio.create_task(keeper.run(seen.changed))
+        await until(lambda: all(kept.state == "ready" for kept in keeper.kept))
+        mark.touch()
+        os.kill(pid_of(keeper.kept[0]), signal.SIGKILL)
+        await until(lambda: keeper.kept[0].restarts == 2 and keeper.kept[0].state == "ready")
+        assert keeper.kept[0].why == "exit code 2" and keeper.kept[1].restarts == 0
+        keeper.leave()
+        assert await running
 
     asyncio.run(scenario())
 

@@ -186,20 +186,20 @@ def fails(*arguments):
     return done.returncode, done.stderr.strip().splitlines()[-1]
 
 
-def test_starts_that_cannot_work_end_with_one_clear_line_and_code_1(tmp_path):
+def test_starts_that_cannot_work_end_with_one_clear_line_and_2_where_a_restart_would_not_help(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, line = fails("demo", "--port", str(port))
         assert code == 1 and str(port) in line and line.startswith("quire: error:")
     code, line = fails("no/such/folder/anywhere", "--port", "0")
-    assert code == 1 and "no/such/folder" in line and line.startswith("quire: error:")
+    assert code == 2 and "no/such/folder" in line and line.startswith("quire: error:")
     broken = tmp_path / "broken"
     shutil.copytree(resolve("demo"), broken)
     (broken / "tokenizer.json").write_text('{"broken":')
     code, line = fails(str(broken), "--port", "0")
-    assert code == 1 and "tokenizer.json" in line and line.startswith("quire: error:")
+    assert code == 2 and "tokenizer.json" in line and line.startswith("quire: error:")
     code, line = fails("demo", "--port", "0", "--kv-cache-memory", "1KiB")
-    assert code == 1 and "kv_cache_memory" in line and line.startswith("quire: error:")
+    assert code == 2 and "kv_cache_memory" in line and line.startswith("quire: error:")
 
 
 @pytest.mark.slow

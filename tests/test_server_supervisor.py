@@ -23,7 +23,7 @@ import msgspec
 import pytest
 
 from quire.config import EngineConfig
-from quire.errors import ServerError
+from quire.errors import ConfigError, ServerError
 from quire.ipc.board import PATIENCE, PULSE, Board
 from quire.server import replica as replica_module
 from quire.server import supervisor as supervisor_module
@@ -196,6 +196,16 @@ async def test_an_engine_that_cannot_start_ends_the_server_with_its_message(
         with pytest.raises(ServerError, match=r"^the pool is too small; raise kv_cache_memory$"):
             await server.code()
         assert server.screen.is_closed
+    assert not private_folders(folder)
+
+
+async def test_an_engine_whose_options_are_not_valid_ends_the_server_as_invalid_options_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_module, "LAST_WORDS_SECONDS", DEADLINE)
+    async with running(folder, fault="invalid:no checkpoint x") as server:
+        with pytest.raises(ConfigError, match=r"^no checkpoint x$"):
+            await server.code()
     assert not private_folders(folder)
 
 

@@ -100,6 +100,10 @@ class TokenizerError(CheckpointError):
     """The tokenizer's files are missing or not valid."""
 
 
+INVALID = (ConfigError, CheckpointError)
+"""What is wrong until somebody changes an option or the checkpoint: trying again does not help."""
+
+
 class ChatTemplateError(QuireError, ValueError):
     """A chat template is missing, not valid, or failed on these messages."""
 

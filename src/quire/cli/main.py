@@ -1,7 +1,7 @@
 """The command `quire`: finds and runs the subcommand, and turns errors into one line and an exit code.
 
-Exit codes: 0 done; 1 it failed; 2 the command, an option or a prompt is not valid; 130 Ctrl-C; 141 the reader
-of the output went away. A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`; only the
+Exit codes: 0 done; 1 it failed; 2 the command, an option, the model or a prompt is not valid; 130 Ctrl-C; 141 the
+reader of the output went away. A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`; only the
 one that is asked for is imported, so that `quire --help` answers at once.
 """
 
@@ -18,7 +18,7 @@ from importlib.metadata import version
 from typing import Protocol, cast
 
 from quire.cli.options import CommandParser
-from quire.errors import ConfigError, QuireError, RequestError
+from quire.errors import INVALID, ConfigError, QuireError, RequestError
 from quire.other_options import OTHER_COMMANDS
 
 COMMANDS = {
@@ -100,7 +100,7 @@ def _run(arguments: list[str]) -> int:
     """Run the command; returns its exit code, whatever it raises."""
     try:
         return _dispatch(arguments)
-    except (ConfigError, RequestError) as error:
+    except (*INVALID, RequestError) as error:
         return _fail(error, USAGE)
     except QuireError as error:
         return _fail(error, FAILED)

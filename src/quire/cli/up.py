@@ -1,6 +1,7 @@
 """Start a cluster: a router, its servers and their Redis, as a YAML file describes them.
 
-Members that die are restarted. Ctrl-C or 'quire down FILE' stops all of them, after running requests have finished."""
+Members that die are restarted; one whose options or model are not valid ends the cluster. Ctrl-C or 'quire down FILE'
+stops all of them, after running requests have finished."""
 
 from __future__ import annotations
 
@@ -81,7 +82,11 @@ def check(found: Sequence[Member], folder: Path) -> None:
 async def _keep(
     cluster: ClusterFile, found: Sequence[Member], place: Place, folder: Path, limit: int, drain: float
 ) -> int:
-    """Run the members until a signal; returns the exit code."""
+    """Run the members until a signal; returns the exit code.
+
+    Raises:
+        ConfigError: an option or the model of a member is not valid. ClusterError: too many members have failed.
+    """
     keeper = Keeper(found, place, restart_limit=limit, drain_seconds=drain)
     screen = make_screen(console(stderr=True), f"{cluster.name or 'cluster'} of {cluster.model}", keeper.kept)
     loop = asyncio.get_running_loop()
@@ -89,6 +94,8 @@ async def _keep(
         loop.add_signal_handler(number, keeper.leave)
     with screen:
         asked = await keeper.run(screen.changed)
+    if invalid := next((kept for kept in keeper.kept if kept.invalid), None):  # others may say the same
+        raise ConfigError(_last_words(invalid, folder))
     if not asked:
         raise ClusterError("; ".join(_last_words(kept, folder) for kept in keeper.kept if kept.state == "failed"))
     return 0
@@ -103,11 +110,13 @@ def _place(cluster: ClusterFile, folder: Path) -> Place:
 
 
 def _last_words(kept: Kept, folder: Path) -> str:
-    """Why a member has failed, with the last line that it printed."""
+    """Why a member has failed, with the last line that it printed: of one that is not valid, its own message."""
     log = folder / f"{kept.member.name}.log"
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:
         lines = []
-    last = f": {lines[-1]}" if lines else ""
+    last = f": {lines[-1].removeprefix('quire: error: ')}" if lines else ""
+    if kept.invalid:
+        return f"{kept.member.name}{last or ': an option or the model is not valid'}; see {log}"
     return f"{kept.member.name} has failed ({kept.why}{last}); see {log}"

@@ -25,7 +25,7 @@ KILL_SECONDS = 10.0
 """How long a member may take to exit after its drain timeout, before it is killed."""
 
 USAGE = 2
-"""Exit code of an invalid command, which a restart would not help."""
+"""Exit code of a member with an invalid option or model (`quire.cli.main`), which a restart would not help."""
 
 State = Literal["waiting", "starting", "ready", "unhealthy", "restarting", "failed", "stopping", "ended"]
 
@@ -36,12 +36,15 @@ class Kept:
 
     Attributes:
         since: when the state began, on the monotonic clock.
+        was_ready: it has been ready, so its options and its model are valid. invalid: they are not.
         restarts: how often it was restarted. why: how it last ended.
     """
 
     member: Member
     state: State = "waiting"
     since: float = 0.0
+    was_ready: bool = False
+    invalid: bool = False
     restarts: int = 0
     why: str = ""
     running: Running | None = None
@@ -69,7 +72,8 @@ class Keeper:
     async def run(self, changed: Callable[[Kept], None]) -> bool:
         """Run until `leave` (True), or until no client could get an answer any more (False). Nothing is left running.
 
-        Members start in order, since later ones need earlier ones; all servers start at once.
+        Members start in order, since later ones need earlier ones; all servers start at once. One whose options or
+        model are not valid ends the cluster: whoever wrote the file is there to correct it.
 
         Args:
             changed: called with a member whose state has changed.
@@ -79,10 +83,10 @@ class Keeper:
         try:
             first = [kept for kept in self.kept if kept.member.kind == "redis"]
             for group in (first, [kept for kept in self.kept if kept not in first]):
-                tasks += [asyncio.create_task(self._keep(kept)) for kept in group]
-                while not self._leaving.is_set() and any(kept.state in ("waiting", "starting") for kept in group):
+                tasks += [asyncio.create_task(self._keep(kept)) for kept in group if self._goes_on()]
+                while self._goes_on() and any(kept.state in ("waiting", "starting") for kept in group):
                     await asyncio.sleep(LOOK_SECONDS)
-            while not self._leaving.is_set() and self._serves():
+            while self._goes_on():
                 await asyncio.sleep(LOOK_SECONDS)
             return self._leaving.is_set()
         finally:
@@ -92,22 +96,23 @@ class Keeper:
             await self._end_all()
             await self._place.close()
 
-    def _serves(self) -> bool:
-        """Whether clients can still get an answer, now or after a restart."""
+    def _goes_on(self) -> bool:
+        """Whether clients can still get an answer, now or after a restart, and none has asked to leave."""
         alive = {kept.member.kind for kept in self.kept if kept.state != "failed"}
-        return {"router", "server"} <= alive
+        return not self._leaving.is_set() and {"router", "server"} <= alive and not any(k.invalid for k in self.kept)
 
     def _enter(self, kept: Kept, state: State) -> None:
         if kept.state != state:
             kept.state, kept.since = state, time.monotonic()
+            kept.was_ready |= state == "ready"
             self._changed(kept)
 
     async def _keep(self, kept: Kept) -> None:
         """Run one member, with restarts."""
         budget = RestartBudget(self._limit)
         while True:
-            code = await self._live(kept)
-            delay = budget.spend() if code != USAGE else None
+            kept.invalid = await self._live(kept) == USAGE and not kept.was_ready
+            delay = None if kept.invalid else budget.spend()
             if delay is None:
                 self._enter(kept, "failed")
                 return

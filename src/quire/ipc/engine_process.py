@@ -27,7 +27,7 @@ from quire.core.fetches import MOST_FETCHES
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import StepPlan, StepResult
-from quire.errors import QuireError, RankLostError, RequestError
+from quire.errors import INVALID, QuireError, RankLostError, RequestError
 from quire.fleet.cached_prompts import CachedPrompts
 from quire.ipc import wire
 from quire.ipc.board import NUM_IN_STEP, NUM_OPEN, PATIENCE, PULSE, START_SECONDS, Board
@@ -514,7 +514,7 @@ def main() -> int:
             logger.exception("the engine cannot start")
         known = isinstance(error, QuireError)
         message = str(error) if known else f"the engine cannot start: {type(error).__name__}: {error}"
-        control.send(wire.encode(wire.EngineFailed(message)))
+        control.send(wire.encode(wire.EngineFailed(message, isinstance(error, INVALID))))
         zmq.Context.instance().destroy(linger=2000)  # until the message is on its way
         return 1
     try:

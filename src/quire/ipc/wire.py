@@ -232,9 +232,13 @@ class EngineReady(msgspec.Struct, tag="ready"):
 
 
 class EngineFailed(msgspec.Struct, tag="failed"):
-    """From an engine that cannot start; it leaves after this."""
+    """From an engine that cannot start; it leaves after this.
+
+    `invalid`: since an option or the checkpoint is not valid, so that a restart would not help.
+    """
 
     message: str
+    invalid: bool = False
 
 
 class ClientGone(msgspec.Struct, tag="gone"):

@@ -20,7 +20,7 @@ import msgspec
 
 from quire import log
 from quire.config import EngineConfig
-from quire.errors import ServerError
+from quire.errors import ConfigError, QuireError, ServerError
 from quire.ipc import wire
 from quire.ipc.board import Board
 from quire.ipc.engine_process import EngineStart
@@ -64,7 +64,7 @@ class Server(Protocol):
     def replica_failed(self, replica: Replica, fate: str, cause: str) -> None:
         """The replica is not restarted; `fate` is for the operator, `cause` for clients."""
 
-    def cannot_start(self, error: str) -> None:
+    def cannot_start(self, error: QuireError) -> None:
         """The first engine cannot be started."""
 
 
@@ -114,7 +114,7 @@ class Replica:
         elif isinstance(message, wire.EngineReady):
             self._ready(message.info)
         elif isinstance(message, wire.EngineFailed) and self.child is not None and not self._last_words.done():
-            self._last_words.set_result(message.message)
+            self._last_words.set_result(message)
             self._server.spawn(self.child.leave(STOP_SECONDS))
 
     async def stop(self) -> None:
@@ -152,7 +152,7 @@ class Replica:
             debug=options.server.debug,
             fault=options.fault,
         )
-        self._last_words: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._last_words: asyncio.Future[wire.EngineFailed] = asyncio.get_running_loop().create_future()
         engine = self.child = await Child.start(
             self.title, options.engine_command, start, environment=device_of(self.index, options.engine)
         )
@@ -189,10 +189,11 @@ class Replica:
         if self._server.is_closing:
             return
         self._died = time.monotonic()
-        words = await self._hear_last_words()
-        if not self._was_ready and (words or not self.found):
-            self._server.cannot_start(words or f"the engine ended while it was loading ({_described(engine)})")
+        failed = await self._hear_last_words()
+        if not self._was_ready and (failed or not self.found):
+            self._server.cannot_start(_start_error(failed, engine))
             return
+        words = failed.message if failed else None
         suspects, culprit = self.board.suspects() if self.board is not None else ([], None)
         cause = engine.fate() if words is None else "it could not be started again"
         delay = self._budget.spend()
@@ -216,11 +217,18 @@ class Replica:
         if not self._server.is_closing:
             await self._start()
 
-    async def _hear_last_words(self) -> str | None:
+    async def _hear_last_words(self) -> wire.EngineFailed | None:
         """Why it could not start, if it said so; the message may arrive after it has exited."""
         if self.state.state != "ready":
             await asyncio.wait([self._last_words], timeout=LAST_WORDS_SECONDS)
         return self._last_words.result() if self._last_words.done() else None
+
+
+def _start_error(failed: wire.EngineFailed | None, engine: Child) -> QuireError:
+    """Why the first engine cannot be started, as an error of the server."""
+    if failed is None:
+        return ServerError(f"the engine ended while it was loading ({_described(engine)})")
+    return ConfigError(failed.message) if failed.invalid else ServerError(failed.message)
 
 
 def _was_killed(engine: Child) -> bool:

@@ -25,7 +25,7 @@ import zmq.asyncio
 
 from quire import child, log
 from quire.config import EngineConfig
-from quire.errors import ServerError
+from quire.errors import QuireError, ServerError
 from quire.ipc import wire
 from quire.ipc.board import Board
 from quire.server.config import HttpStart, ServerConfig
@@ -114,7 +114,8 @@ class Supervisor:
         """Serve until a signal or a failure; returns the exit code. No process or file is left.
 
         Raises:
-            ServerError: it cannot start or continue.
+            ServerError: it cannot start or continue. ConfigError: it cannot start, since an option or the checkpoint is
+                not valid.
         """
         loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[int] = loop.create_future()
@@ -293,12 +294,12 @@ class Supervisor:
         text += f"{len(self.replicas)} replicas serve on"
         log.event(logger, "replica_failed", text, level=logging.ERROR, replica=replica.index, cause=cause)
 
-    def cannot_start(self, error: str) -> None:
+    def cannot_start(self, error: QuireError) -> None:
         """See `quire.server.replica.Server`: the server ends, though another replica may serve already."""
         if not self._was_ready:
-            self._finish(ServerError(error))
+            self._finish(error)
         elif not self._leaving:
-            self._leave(FAILED_SECONDS, ServerError(error))
+            self._leave(FAILED_SECONDS, error)
 
     def _give_up(self, what: str, fate: str) -> None:
         """The restart limit is reached: tell clients, and end with an error."""
