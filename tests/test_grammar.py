@@ -25,6 +25,7 @@ from quire.grammar.json_schema import ANNOTATIONS, FORMATS, MAX_DEPTH, RFC_3339,
 from quire.grammar.vocabulary import MAX_FORCED, Vocabulary
 from quire.models.hub import ASSETS
 from quire.text.tokenizer import Tokenizer
+from tests.tokenizer_builders import byte_level_json, metaspace_json, unigram_json
 
 PADDED = 40
 """Ids that the model has more than the tokenizer."""
@@ -340,7 +341,7 @@ def test_names_are_no_way_around_the_bounds_of_a_schema() -> None:
 
 
 def test_a_form_that_nothing_meets_is_refused(grammars: Grammars) -> None:
-    with pytest.raises(SamplingParamsError, match=r"structured_outputs.regex cannot be used: no text meets it"):
+    with pytest.raises(SamplingParamsError, match=r"structured_outputs.regex cannot be used: no text meets it that"):
         grammars.compile(StructuredOutputsParams(regex="[^\\s\\S]"))
 
 
@@ -520,6 +521,140 @@ def test_a_vocabulary_of_byte_fallback_spells_any_text(tokenizer: Tokenizer) -> 
     assert own.decode([*own.anchor, *made]).endswith("{é a}")
 
 
+# -- vocabularies that cannot spell all -------------------------------------------------------------------------
+
+
+def word_pieces(decoder: tokenizers.decoders.Decoder | None) -> Tokenizer:
+    """As BERT has it: a token begins a word, or goes on with one."""
+    pieces = ["[UNK]", "hello", *map(chr, range(33, 127)), *(f"##{chr(code)}" for code in range(33, 127))]
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece({piece: id for id, piece in enumerate(pieces)}))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    if decoder is not None:
+        made.decoder = decoder
+    return Tokenizer(made.to_str())
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (lambda: word_pieces(None), "has no decoder, so that a space stands between any two"),
+        (lambda: word_pieces(tokenizers.decoders.WordPiece()), "has a decoder of type WordPiece"),
+        (lambda: word_pieces(tokenizers.decoders.BPEDecoder()), "has a decoder of type BPEDecoder"),
+        (lambda: Tokenizer(json.dumps(json.loads(byte_level_json()) | {"decoder": None})), "has no decoder"),
+        (lambda: Tokenizer(json.dumps(json.loads(metaspace_json()) | {"decoder": None})), "has no decoder"),
+    ],
+)
+def test_a_tokenizer_whose_tokens_have_no_text_of_their_own_is_refused_by_name(
+    odd: Callable[[], Tokenizer], said: str
+) -> None:
+    own = odd()
+    grammars = Grammars(lambda: own.vocabulary(own.vocab_size))
+    for wanted in (StructuredOutputsParams(choice=["yes"]), StructuredOutputsParams(regex="(?s:.*)"), None):
+        with pytest.raises(SamplingParamsError, match=f"this checkpoint's tokenizer.json {said}"):
+            grammars.compile(wanted)
+
+
+def without(*gone: str) -> Tokenizer:
+    """The byte-level tokenizer, but for all tokens with one of these letters."""
+    content = json.loads(byte_level_json())
+    model = content["model"]
+    kept = [piece for piece in model["vocab"] if not set(piece) & {*gone}]
+    model["vocab"] = {piece: id for id, piece in enumerate(kept)}
+    merges = [merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"]]
+    model["merges"] = [merge for merge in merges if not {*"".join(merge)} & {*gone}]
+    for added in content["added_tokens"]:
+        added["id"] = model["vocab"].get(added["content"], len(kept))
+    return Tokenizer(json.dumps(content))
+
+
+SPARSE: dict[str, Callable[[], Tokenizer]] = {
+    "unigram": lambda: Tokenizer(unigram_json()),  # no newline, and nothing but ASCII
+    "bytes": lambda: without("{", "\u00c3", "\u010a"),  # which also begins "é", and the newline
+}
+
+NEEDY: list[tuple[StructuredOutputsParams, str | None]] = [
+    (StructuredOutputsParams(choice=["{é}"]), "{"),
+    (StructuredOutputsParams(regex="é+"), None),
+    (StructuredOutputsParams(regex="[éü]x"), None),
+    (StructuredOutputsParams(regex=r"\n[a-z]"), None),
+    (StructuredOutputsParams(grammar='root ::= "é" [a-z]+'), None),
+    (StructuredOutputsParams(json='{"type":"object"}'), "{"),
+]
+"""Forms that begin with a text that at least one of these cannot spell: with this alone the first one can."""
+
+
+@pytest.mark.parametrize("which", SPARSE)
+def test_a_form_that_needs_what_no_token_spells_is_refused_by_name(which: str) -> None:
+    own = SPARSE[which]()
+    grammars = Grammars(lambda: own.vocabulary(own.vocab_size))
+    for form, begins in NEEDY:
+        if begins == "{" and form.json is not None and which == "unigram":
+            assert allowed(grammars.matcher(form, [2]))
+            continue
+        with pytest.raises(SamplingParamsError, match=r"it needs .*, which the model's tokens cannot spell"):
+            grammars.compile(form)
+
+
+class Bytes:
+    """What texts a form allows, told by a vocabulary of single bytes: which bytes may come after others."""
+
+    def __init__(self, form: StructuredOutputsParams) -> None:
+        letters = [bytes([byte]) for byte in range(256)]
+        self._grammars = Grammars(lambda: Vocabulary(letters, [], lambda text: [*text.encode()]))
+        self._form = form
+
+    def begins(self, text: bytes) -> bool:
+        """Whether a text that is allowed begins so."""
+        matcher = self._grammars.matcher(self._form, [])._matcher
+        return bool(matcher.validate_tokens([*text]) == len(text))
+
+    def ends(self, text: bytes) -> bool:
+        matcher = self._grammars.matcher(self._form, [])._matcher
+        return bool(matcher.validate_tokens([*text, 256]) == len(text) + 1)
+
+
+@pytest.mark.parametrize("which", SPARSE)
+@pytest.mark.parametrize(
+    "form",
+    [
+        StructuredOutputsParams(json={"type": "object", "properties": {"é": {"type": "integer"}, "b": {}}}),
+        StructuredOutputsParams(json={"enum": ["é", "bé", "by", "{"]}),
+        StructuredOutputsParams(regex=r"a(é|\n|qu|the|[!-~])[b-é]{1,3}"),
+        StructuredOutputsParams(grammar='root ::= "a" ("é" | "b\\n" | "c") [a-zé]+'),
+        StructuredOutputsParams(regex="(?s:.){3}"),
+    ],
+    ids=["object", "enum", "regex", "grammar", "any"],
+)
+def test_a_mask_has_the_tokens_that_lead_to_what_the_form_allows_and_no_other(
+    which: str, form: StructuredOutputsParams
+) -> None:
+    own, oracle = SPARSE[which](), Bytes(form)
+    vocabulary, grammars = own.vocabulary(own.vocab_size), Grammars(lambda: own.vocabulary(own.vocab_size))
+    assert vocabulary.unspelled
+    try:
+        grammars.compile(form)
+    except SamplingParamsError as error:
+        assert "cannot spell" in str(error)
+        assert not any(oracle.begins(token) for id, token in enumerate(vocabulary.tokens) if id in vocabulary.texts)
+        return
+    ended = set()
+    for seed in range(3):
+        draw, matcher, text = random.Random(seed), grammars.matcher(form, [2]), b""
+        for _ in range(5):
+            now = allowed(matcher)
+            right = {id for id in vocabulary.texts if oracle.begins(text + vocabulary.tokens[id])}
+            assert now - {2} == right and (2 in now) == oracle.ends(text)
+            assert [*matcher.forced()] == [] or matcher.forced()[0] in right
+            ended.add(matcher.error)
+            assert (matcher.error is None) == bool(now)
+            if not right:
+                break
+            token = draw.choice(sorted(right))
+            append([(matcher, token)])
+            text += vocabulary.tokens[token]
+    assert all(error is None or "cannot spell" in error for error in ended)
+
+
 def test_a_text_that_must_come_is_tokenized_in_pieces_however_long_it_is(tokenizer: Tokenizer) -> None:
     asked: list[int] = []
     made = tokenizer.vocabulary(tokenizer.vocab_size)
@@ -528,7 +663,7 @@ def test_a_text_that_must_come_is_tokenized_in_pieces_however_long_it_is(tokeniz
         asked.append(len(text))
         return tokenizer.encode(text, add_special_tokens=False)
 
-    grammars = Grammars(lambda: Vocabulary(made.tokens[:-1], [0, 1, 2], encode))
+    grammars = Grammars(lambda: Vocabulary(made.tokens[: made.size], [0, 1, 2], encode))
     text = "the quick brown fox " * 5000
     matcher = grammars.matcher(StructuredOutputsParams(choice=[text]), [2])
     tokens: list[int] = []

@@ -5,6 +5,7 @@ A mask depends on the tokens so far and on nothing else.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import OrderedDict
@@ -35,7 +36,7 @@ class Matcher:
 
     Args:
         compiled: at its beginning; None: any token may come.
-        vocab_size: the model's.
+        vocabulary: the model's.
         ends: tokens that end the request, and are no text: they may come where the reply may end, and nowhere else.
         reasoning: counts the tokens of its reasoning; None: it may be of any length.
         beside: where `append` has its work done; None: in the calling thread.
@@ -44,14 +45,19 @@ class Matcher:
     def __init__(
         self,
         compiled: llguidance.LLMatcher | None,
-        vocab_size: int,
+        vocabulary: Vocabulary,
         ends: Sequence[int],
         reasoning: ReasoningCounter | None = None,
         beside: Beside | None = None,
     ) -> None:
-        self._compiled, self.vocab_size, self.ends, self._reasoning = compiled, vocab_size, ends, reasoning
+        self._compiled, self.vocabulary, self.ends, self._reasoning = compiled, vocabulary, ends, reasoning
         self._beside = beside
         self._next: tuple[_Masks, int] | None = None  # what may come next, made beside, and its row
+
+    @property
+    def vocab_size(self) -> int:
+        """The model's."""
+        return self.vocabulary.size
 
     @property
     def _matcher(self) -> llguidance.LLMatcher | None:
@@ -64,11 +70,11 @@ class Matcher:
     def error(self) -> str | None:
         """Why it cannot go on."""
         matcher = self._matcher
-        if matcher is None or not matcher.is_error():
+        if matcher is None:
             return None
-        from quire.grammar.library import in_words
+        from quire.grammar.library import no_way_on, why_not
 
-        return in_words(matcher.get_error())
+        return why_not(matcher.get_error()) if matcher.is_error() else no_way_on(matcher, self.vocabulary)
 
     def append(self, token: int) -> None:
         """This is the next token; one that ends the request is followed by none. (Many matchers': see `append`.)"""
@@ -99,7 +105,8 @@ class Matcher:
         """The tokens that must come next, as far as there is one way on."""
         if self._reasoning is not None and (forced := self._reasoning.forced()):
             return forced
-        return self._matcher.compute_ff_tokens() if self._matcher is not None else []
+        forced = self._matcher.compute_ff_tokens() if self._matcher is not None else []
+        return list(itertools.takewhile(lambda token: token < self.vocab_size, forced))
 
     def after(self, ahead: Sequence[int]) -> tuple[Matcher, Sequence[int]]:
         """Itself and these drafts; or a copy that has taken them, where reasoning might have to end among them."""
@@ -107,7 +114,7 @@ class Matcher:
         if not ahead or reasoning is None or not reasoning.may_force(len(ahead)):
             return self, ahead
         compiled = self._matcher.deep_copy() if self._matcher is not None else None
-        other = Matcher(compiled, self.vocab_size, self.ends, reasoning.copy())
+        other = Matcher(compiled, self.vocabulary, self.ends, reasoning.copy())
         taken = next((i for i, token in enumerate(ahead) if token in self.ends or not other._take(token)), len(ahead))
         return (other, ()) if taken == len(ahead) else (self, ahead)
 
@@ -136,10 +143,13 @@ def masks(matchers: Sequence[Matcher], ahead: Sequence[Sequence[int]]) -> NDArra
     [matchers, words] of 32. After drafts that may not stand there all may come, since nothing will. Where the matcher
     has failed, none may.
     """
-    vocab_size = matchers[0].vocab_size if matchers else 0
+    if not matchers:
+        return np.zeros((0, 1), np.int32)
+    vocabulary = matchers[0].vocabulary
+    vocab_size = vocabulary.size
     pairs = [matcher.after(drafts) for matcher, drafts in zip(matchers, ahead, strict=True)]
     matchers = [matcher for matcher, _ in pairs]
-    words = _no_words(len(matchers), vocab_size)
+    words = _no_words(len(matchers), vocabulary)
     address, size = words.ctypes.data, words.itemsize * words.shape[1]
     found: dict[_Masks, list[tuple[int, int]]] = {}
     for row, (matcher, drafts) in enumerate(pairs):
@@ -150,6 +160,7 @@ def masks(matchers: Sequence[Matcher], ahead: Sequence[Sequence[int]]) -> NDArra
             words[row] = all_words
     for made, those in found.items():
         words[[row for row, _ in those]] = made.wait()[[place for _, place in those]]
+    words = np.ascontiguousarray(words[:, : -(-(vocab_size + 1) // 32)])  # without those that the model does not have
     ends = [len(matcher.ends) for matcher in matchers]
     rows = np.repeat(np.arange(len(matchers)), ends)
     tokens = np.fromiter((token for matcher in matchers for token in matcher.ends), np.int64, len(rows))
@@ -164,8 +175,9 @@ def masks(matchers: Sequence[Matcher], ahead: Sequence[Sequence[int]]) -> NDArra
     return words
 
 
-def _no_words(rows: int, vocab_size: int) -> NDArray[np.int32]:
-    return np.zeros((rows, -(-(vocab_size + 1) // 32)), np.int32)
+def _no_words(rows: int, vocabulary: Vocabulary) -> NDArray[np.int32]:
+    """What the library fills in: a bit for each token that it knows."""
+    return np.zeros((rows, -(-len(vocabulary.tokens) // 32)), np.int32)
 
 
 def append(tokens: Sequence[tuple[Matcher, int]]) -> None:
@@ -198,7 +210,7 @@ class Beside:
 
             self._thread, self._library = ThreadPoolExecutor(1, "masks"), executor()
         taken = [(matcher._compiled, token) for matcher, token in tokens if matcher._compiled is not None]
-        masks = _Masks(self._library, taken, tokens[0][0].vocab_size, self._thread)
+        masks = _Masks(self._library, taken, tokens[0][0].vocabulary, self._thread)
         for place, (matcher, _) in enumerate(tokens):
             matcher._next = (masks, place)
 
@@ -215,11 +227,11 @@ class _Masks:
         self,
         library: llguidance.LLExecutor,
         taken: list[tuple[llguidance.LLMatcher, int]],
-        vocab_size: int,
+        vocabulary: Vocabulary,
         thread: ThreadPoolExecutor,
     ) -> None:
         self._library, self._taken = library, taken
-        self._words = _no_words(len(taken), vocab_size)
+        self._words = _no_words(len(taken), vocabulary)
         self._work: Future[None] | None = thread.submit(self._make)
 
     def wait(self) -> NDArray[np.int32]:
@@ -332,7 +344,7 @@ class Grammars:
         known = [token for token in stop_ids if 0 <= token < vocabulary.size]
         ends = [token for token in known if token not in vocabulary.texts] or known
         counter = None if budget is None else self._counter(budget)
-        matcher = Matcher(compiled, vocabulary.size, ends, counter, self._beside)
+        matcher = Matcher(compiled, vocabulary, ends, counter, self._beside)
         for token in output:
             matcher.append(token)
         return matcher
@@ -346,7 +358,7 @@ class Grammars:
 
         tokenizer = self._library_tokenizer()
         begin = time.thread_time()
-        made = compiled(wanted, tokenizer, self._loaded().specials)
+        made = compiled(wanted, tokenizer, self._loaded())
         seconds = time.thread_time() - begin
         if self._most_seconds is not None and seconds > self._most_seconds:
             raise SamplingParamsError(
@@ -381,5 +393,7 @@ class Grammars:
 
     def _counter(self, budget: ReasoningBudget) -> ReasoningCounter:
         vocabulary = self._loaded()
-        self._spelling = self._spelling or Spelling(vocabulary.tokens[:-1], vocabulary.specials, vocabulary)
+        self._spelling = self._spelling or Spelling(
+            vocabulary.tokens[: vocabulary.size], vocabulary.specials, vocabulary
+        )
         return ReasoningCounter(budget, self._spelling)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 import llguidance
+import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
 from quire.core.structured_outputs import StructuredOutputsParams
@@ -55,22 +56,39 @@ def executor() -> llguidance.LLExecutor:
 
 
 def compiled(
-    wanted: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer, specials: Mapping[str, int]
+    wanted: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer, vocabulary: Vocabulary
 ) -> llguidance.LLMatcher:
     """A grammar, and the state at its beginning, to be copied.
 
     Args:
-        specials: special tokens by their text.
+        tokenizer: of the vocabulary, see `library_tokenizer`.
 
     Raises:
-        SamplingParamsError: it is not valid, or too large.
+        SamplingParamsError: it is not valid, or too large, or needs a text that the model's tokens cannot spell.
     """
-    matcher = llguidance.LLMatcher(tokenizer, grammar_text(wanted, specials), log_level=0, limits=LIMITS)
+    text = grammar_text(wanted, vocabulary.specials)
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()  # the first mask may take long, or too much: here, and not in a step
-    if matcher.is_error():
-        raise SamplingParamsError(f"structured_outputs.{wanted.kind} cannot be used: {why_not(matcher.get_error())}")
+    why = why_not(matcher.get_error()) if matcher.is_error() else no_way_on(matcher, vocabulary)
+    if why is not None:
+        raise SamplingParamsError(f"structured_outputs.{wanted.kind} cannot be used: {why}")
     return matcher
+
+
+def no_way_on(matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> str | None:
+    """Why no token of the model leads to a text that is allowed; None: some may."""
+    if not vocabulary.unspelled:
+        return None
+    forced = [vocabulary.unspelled[token] for token in matcher.compute_ff_tokens() if token in vocabulary.unspelled]
+    if not forced:
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        if bits[: vocabulary.size + 1].any():
+            return None
+        some = b"".join(byte for token, byte in vocabulary.unspelled.items() if bits[token])
+        return f"it needs one of the bytes {some[:20].hex(' ')}, which the model's tokens cannot spell"
+    text = b"".join(forced[:20])
+    return f"it needs {text.decode(errors='backslashreplace')!r}, which the model's tokens cannot spell"
 
 
 def grammar_text(wanted: StructuredOutputsParams, specials: Mapping[str, int]) -> str:
@@ -120,8 +138,8 @@ def why_not(text: str) -> str:
     """Why the library cannot use a grammar, as it says, where that can be understood."""
     if text.startswith("oneOf constraints"):
         return "oneOf is enforced only where no two of its options can hold at once; write anyOf"
-    if text.startswith("NoExtensionBias"):
-        return "no text meets it"
+    if text.startswith("NoExtension"):
+        return "no text meets it that the model's tokens can spell"
     return in_words(text)
 
 

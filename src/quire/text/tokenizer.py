@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.errors import ChatTemplateError, RequestError, TokenizerError, TokenizerFailedError
+from quire.errors import ChatTemplateError, RequestError, SamplingParamsError, TokenizerError, TokenizerFailedError
 from quire.grammar.vocabulary import Vocabulary
 from quire.models.fields import has_file
 from quire.text.chat_template import (
@@ -250,7 +250,16 @@ class Tokenizer:
         return self.decode([*self._anchor, token_id], skip_special_tokens=False)[self._anchor_length :]
 
     def vocabulary(self, size: int) -> Vocabulary:
-        """What each of a model's `size` ids adds to a text, in bytes; a part of a character is one, too."""
+        """What each of a model's `size` ids adds to a text, in bytes; a part of a character is one, too.
+
+        Raises:
+            SamplingParamsError: what a token adds depends on those beside it.
+        """
+        if by := self._text.spaced_by:
+            raise SamplingParamsError(
+                "structured_outputs and thinking_token_budget need tokens that add the same text wherever they stand, "
+                f"and this checkpoint's {TOKENIZER_FILE} {by}; leave them out"
+            )
         spelled = BYTE_OF if self._text.spells_bytes else {}
         tokens = [self._token_bytes(token, spelled) for token in range(size)]
         special = [token for token in sorted(self.special_ids) if token < size]

@@ -32,6 +32,9 @@ MAX_DECODERS = 64
 MAX_TOKENS_A_BYTE = 64
 """Tokens that a byte of text may become. The compatibility forms of Unicode make up to 11 bytes of one."""
 
+SPACED = frozenset({"BPEDecoder", "CTC", "WordPiece"})
+"""Decoders that put spaces between tokens, or drop some, as their neighbours are: a token adds no text of its own."""
+
 TRIED_TEXT = "".join(map(chr, range(32, 127))) + "\n\tÄ中"
 """What is encoded when a tokenizer is loaded, beside the texts that its normalizer looks for."""
 
@@ -122,6 +125,14 @@ class Backend:
     def spells_bytes(self) -> bool:
         """Whether the decoder takes each letter of a token for a byte."""
         return any(decoder.get("type") == "ByteLevel" for decoder in _decoders(self.decoder))
+
+    @property
+    def spaced_by(self) -> str:
+        """What makes the text of a token depend on those beside it, as the end of a sentence; "": nothing does."""
+        kinds = [str(decoder.get("type")) for decoder in _decoders(self.decoder)]
+        if not kinds:
+            return "has no decoder, so that a space stands between any two"
+        return next((f"has a decoder of type {kind}" for kind in kinds if kind in SPACED), "")
 
     # -- checks --------------------------------------------------------------------------------------------
 
