@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import resource
 from fractions import Fraction
 from pathlib import Path
@@ -295,8 +296,12 @@ def test_sizes_are_written_for_people():
     ]
 
 
-def test_free_memory_is_read_from_the_system():
+def test_free_memory_is_read_from_the_system_and_guessed_where_that_does_not_tell(tmp_path):
     assert 2**20 < free_memory() < 2**50
+    (tmp_path / "meminfo").write_text("MemTotal: 8 kB\nMemAvailable: 4 kB\n")
+    assert free_memory(tmp_path / "meminfo") <= 4096
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert free_memory(tmp_path / "none") == total // 2
 
 
 class Largest:

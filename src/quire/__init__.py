@@ -6,6 +6,7 @@ What a user imports. `LLM` and `AsyncLLM` bring torch, so they are loaded when t
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from quire.llm import LLM
 
     __version__: str
+
+if os.name != "posix":
+    raise ImportError("Quire needs Linux; on Windows, install it in WSL 2")
 
 _LAZY = {
     "LLM": "quire.llm",

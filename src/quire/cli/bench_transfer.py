@@ -22,6 +22,7 @@ import msgspec
 
 from quire.cli.bench import json_file
 from quire.errors import ConfigError, QuireError
+from quire.system import require_linux
 
 if TYPE_CHECKING:
     from quire.bench.transfer import Figures
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns 1 if a requested transport failed, or none worked."""
+    require_linux("quire bench transfer")
     names = _names(args.transport)
     from quire.bench.transfer import devices
     from quire.curve import Address

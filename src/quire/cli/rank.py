@@ -10,6 +10,7 @@ import os
 import sys
 
 from quire.errors import ConfigError
+from quire.system import require_linux
 
 MOST_RANKS = 255
 INTERRUPTED = 130
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
         raise ConfigError(f"--ranks {args.ranks} is out of range; allowed: from 1 to {MOST_RANKS}")
 
+    require_linux("quire rank")
     from quire.curve import Address, read_token
     from quire.engine.joining import Joining
     from quire.models.hub import resolve

@@ -58,6 +58,7 @@ from quire.runner.model_runner import STEP_FAILED, ModelRunner
 from quire.runner.pipeline_runner import PipelineRunner
 from quire.runner.proposer import Proposer
 from quire.runner.start import OnLoad, Started, measure, planned, start_runner
+from quire.system import require_linux, system_notes
 
 logger = logging.getLogger(__name__)
 
@@ -128,19 +129,7 @@ class Engine:
         neighbours: int = 0,
     ) -> None:
         report = on_load or (lambda phase, share: None)
-        if config.replicas > 1:
-            raise ConfigError(
-                f"data_parallel_size={config.replicas} needs a server, since LLM is a single engine; run 'quire "
-                f"serve {config.model} --data-parallel-size {config.replicas}', or start {config.replicas} programs, "
-                "each with a part of the prompts"
-            )
-        if config.distributed_executor_backend != "mp":
-            from quire.engine.placement import placed
-
-            config = placed(config)
-        if config.device == "auto":
-            config = replace(config, device=find_device()[0])
-        self.config = config
+        self.config = config = _for_here(config)
         trace = None if config.profile is None else TraceFile(config.profile)  # fails before the model is loaded
         report("finding the checkpoint", 0.0)
         self.path: Path = resolve(config.model, config.revision)
@@ -169,6 +158,7 @@ class Engine:
         self.blocked = self.awaits_tiers = False
         self.wait_seconds = WAIT_SECONDS
         self.notes = (
+            *system_notes(),
             *self.model.notes,
             *self.memory_plan.notes,
             *started.notes,
@@ -567,3 +557,26 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("this engine was closed; create a new one")
+
+
+def _for_here(config: EngineConfig) -> EngineConfig:
+    """The options of one engine on this machine, with the device that there is.
+
+    Raises:
+        ConfigError: they ask for several engines, or for what this system does not have.
+    """
+    if config.replicas > 1:
+        raise ConfigError(
+            f"data_parallel_size={config.replicas} needs a server, since LLM is a single engine; run 'quire "
+            f"serve {config.model} --data-parallel-size {config.replicas}', or start {config.replicas} programs, "
+            "each with a part of the prompts"
+        )
+    if config.num_ranks > 1:
+        require_linux(f"an engine of {config.num_ranks} ranks")
+    if config.kv_role is not None:
+        require_linux(f"kv_role={config.kv_role}")
+    if config.distributed_executor_backend != "mp":
+        from quire.engine.placement import placed
+
+        config = placed(config)
+    return replace(config, device=find_device()[0]) if config.device == "auto" else config

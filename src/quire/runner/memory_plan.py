@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,48 +172,33 @@ def plan_memory(
         ConfigError: `max_model_len` exceeds what the model was made for, or a step cannot hold a whole prompt
             although chunked prefill is off.
     """
-    notes: list[str] = []
-    block_size = config.block_size
-    own_weights = speculation.weight_bytes if speculation else 0
-    pools = Pools(config, model, speculation)
-    longest = longest_context(config, model)
-    rows = logit_rows(model)
+    trained, rows = longest_context(config, model), logit_rows(model)
     if activations is None:
         activations = activation_bytes(config, model, rows)
     if speculation is not None:
         activations += _draft_bytes(config, model, rows, speculation)
     room = int(max(0, free_bytes - activations) * share)
-    requests = pools.requests_within(config.kv_cache_bytes or room)
-    if requests < config.max_num_seqs:
-        notes.append(
-            f"max_num_seqs is {requests}, not {config.max_num_seqs}: half of the KV memory holds the recurrent states "
-            "of no more requests; kv_cache_memory gives it more"
-        )
-        config = replace(config, max_num_seqs=requests)
-        pools = Pools(config, model, speculation)
+    asked = config.max_num_seqs
+    requests = Pools(config, model, speculation).requests_within(config.kv_cache_bytes or room)
+    config = replace(config, max_num_seqs=requests)
+    pools = Pools(config, model, speculation)
     sizes = functools.partial(_pool_sizes, config, pools, room)
-    fits = longest_held(pools, sizes, longest)
-    num_blocks = sizes(max(fits, 1))
-    _check_free(pools, num_blocks, activations, free_bytes, longest)
-    if fits == 0:
+    longest = longest_held(pools, sizes, trained)
+    num_blocks = sizes(max(longest, 1))
+    _check_free(pools, num_blocks, activations, free_bytes, trained)
+    if longest == 0:
         raise _nothing_fits(config, pools, num_blocks, free_bytes)
-    if fits < longest:
-        if config.max_model_len is not None:
-            raise _too_long(pools, longest, sizes(longest)[0] - 1, fits, block_size)
-        notes.append(
-            f"max_model_len is {fits:,}, not the model's {longest:,}: the KV memory holds no more; "
-            "kv_cache_memory gives it more"
-        )
-        longest = fits
-    _check_whole_prompts(config, longest, config.max_num_seqs if model.causal else 0)
+    if longest < trained and config.max_model_len is not None:
+        raise _too_long(pools, trained, sizes(trained)[0] - 1, longest, config.block_size)
+    _check_whole_prompts(config, longest, requests if model.causal else 0)
     return MemoryPlan(
-        weights=model.weight_bytes + own_weights,
+        weights=model.weight_bytes + (speculation.weight_bytes if speculation else 0),
         activations=activations,
         groups=pools.plans(num_blocks, longest),
-        block_size=block_size,
+        block_size=config.block_size,
         max_model_len=longest,
         logit_rows=rows,
-        notes=tuple(notes),
+        notes=_notes(asked, requests, trained, longest),
         quantization=None if model.quantization is None else model.quantization.of_model(),
         kv_saving=model.kv_saving,
         ranks=model.ranks.size,
@@ -220,6 +206,22 @@ def plan_memory(
         draft_kv_bytes_per_token=pools.draft_bytes,
         max_num_seqs=requests,
     )
+
+
+def _notes(asked: int, requests: int, trained: int, longest: int) -> tuple[str, ...]:
+    """What was decided without being asked for: how many requests run at once, and the longest context."""
+    notes = []
+    if requests < asked:
+        notes.append(
+            f"max_num_seqs is {requests}, not {asked}: half of the KV memory holds the recurrent states of no more "
+            "requests; kv_cache_memory gives it more"
+        )
+    if longest < trained:
+        notes.append(
+            f"max_model_len is {longest:,}, not the model's {trained:,}: the KV memory holds no more; "
+            "kv_cache_memory gives it more"
+        )
+    return tuple(notes)
 
 
 def _pool_sizes(config: EngineConfig, pools: Pools, room: int, tokens: int) -> list[int]:
@@ -310,13 +312,15 @@ def _mlp_bytes(model: Model, tokens: int) -> int:
     return max([*needs, dense] if len(sparse) < model.num_layers else needs)
 
 
-def free_memory() -> int:
-    """Bytes that this process could take now: what the system has, or what its control group leaves."""
-    free = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
+def free_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that this process could take now: what the system has, or what its control group leaves. Where the system
+    does not tell (macOS), half of the memory that there is.
+    """
+    try:
+        [line] = [line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
+    except (OSError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    free, group = int(line.split()[1]) * 1024, Path("/sys/fs/cgroup")
     limit, used = _number(group / "memory.max"), _number(group / "memory.current")
     return free if limit is None or used is None else min(free, max(0, limit - used + _file_cache(group)))
 
