@@ -19,6 +19,7 @@ from quire.errors import CheckpointError
 if TYPE_CHECKING:
     from quire.models.config import DecoderConfig
     from quire.models.fields import Fields
+    from quire.models.model import ModelSizes
 
 WEIGHTS = "bf16", "int8", "int4"
 CACHES = ("auto", "bf16"), ("int8", "int8")
@@ -94,7 +95,6 @@ def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, 
     from quire.models.identify import identify, tokenizer_of
     from quire.models.model import ModelSizes
     from quire.models.registry import read_config
-    from quire.ops.kv_cache import KVShape
 
     if (other := identify(folder)) and not (folder / "config.json").is_file():
         raise CheckpointError(other)
@@ -106,20 +106,7 @@ def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, 
     stored = sum(entry.num_bytes for entry in entries.values())
     length = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     weights = {"bf16": sizes.weight_bytes} | {name: _quantized_bytes(sizes, config, name) for name in WEIGHTS[1:]}
-    kv: dict[str, int] = {}
-    full: dict[str, int] = {}
-    states = 0
-    for cache, name in CACHES:
-        shapes = sizes.kv_shapes(cache)  # type: ignore[arg-type]
-        tokens = [
-            (shape, group) for shape, group in zip(shapes, sizes.groups, strict=True) if isinstance(shape, KVShape)
-        ]
-        kept = (shape.bytes_per_token * shape.block_size for shape in shapes if not isinstance(shape, KVShape))
-        states = 2 * sum(kept)  # of a request: where it is, and one block before
-        kv[name] = sum(shape.bytes_per_token for shape, _ in tokens)
-        full[name] = states + sum(
-            shape.bytes_per_token * min(length, (group.window or length) + 32) for shape, group in tokens
-        )
+    kv, full, states = _kept(sizes, length)
     fits = [
         (weight, cache, (memory - size) / full[cache] if memory >= size else -1.0)
         for weight, size in weights.items()
@@ -142,6 +129,27 @@ def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, 
         "requests_that_fit": fits,
         "advice": _advice(fits, length),
     }
+
+
+def _kept(sizes: ModelSizes, length: int) -> tuple[dict[str, int], dict[str, int], int]:
+    """Bytes of KV by kind of cache, of a token and of a request of `length` tokens; and of a request's states."""
+    from quire.ops.kv_cache import KVShape
+
+    kv: dict[str, int] = {}
+    full: dict[str, int] = {}
+    states = 0
+    for cache, name in CACHES:
+        shapes = sizes.kv_shapes(cache)  # type: ignore[arg-type]
+        tokens = [
+            (shape, group) for shape, group in zip(shapes, sizes.groups, strict=True) if isinstance(shape, KVShape)
+        ]
+        kept = (shape.bytes_per_token * shape.block_size for shape in shapes if not isinstance(shape, KVShape))
+        states = 2 * sum(kept)  # of a request: where it is, and one block before
+        kv[name] = sum(shape.bytes_per_token for shape, _ in tokens)
+        full[name] = states + sum(
+            shape.bytes_per_token * min(length, (group.window or length) + 32) for shape, group in tokens
+        )
+    return kv, full, states
 
 
 def _without_read_formats(fields: Fields) -> Fields:

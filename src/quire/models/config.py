@@ -263,17 +263,7 @@ def read_decoder_config(
     if activation is None:
         fields.choice("hidden_act", {"silu"}, default="silu")
     hidden_size = fields.integer("hidden_size")
-    num_heads = fields.integer("num_attention_heads", max=MAX_HEADS)
-    num_kv_heads = fields.integer("num_key_value_heads", default=num_heads, max=MAX_HEADS)
-    if num_heads % num_kv_heads:
-        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
-    if default_head_dim is None:
-        if "head_dim" not in fields and hidden_size % num_heads:
-            raise fields.error("num_attention_heads", f"a divisor of hidden_size ({hidden_size})")
-        default_head_dim = hidden_size // num_heads
-    head_dim = fields.integer("head_dim", default=default_head_dim, max=MAX_HEADS)
-    if head_dim % 2:
-        raise fields.error("head_dim", "even, since rotary embedding turns pairs")
+    num_heads, num_kv_heads, head_dim = _read_heads(fields, hidden_size, default_head_dim)
     vocab_size = fields.integer("vocab_size")
     rotary, context = rope or read_rope(fields, head_dim, default_theta)
     eos = generation.token_ids("eos_token_id", vocab_size) + fields.token_ids("eos_token_id", vocab_size)
@@ -311,6 +301,22 @@ def refuse_unsupported(fields: Fields, read: Collection[str] = ()) -> None:
             fields.refuse(name, neutral, made + why)
 
 
+def _read_heads(fields: Fields, hidden_size: int, default_head_dim: int | None) -> tuple[int, int, int]:
+    """Query heads, KV heads, and a head's width; see `read_decoder_config`."""
+    num_heads = fields.integer("num_attention_heads", max=MAX_HEADS)
+    num_kv_heads = fields.integer("num_key_value_heads", default=num_heads, max=MAX_HEADS)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
+    if default_head_dim is None:
+        if "head_dim" not in fields and hidden_size % num_heads:
+            raise fields.error("num_attention_heads", f"a divisor of hidden_size ({hidden_size})")
+        default_head_dim = hidden_size // num_heads
+    head_dim = fields.integer("head_dim", default=default_head_dim, max=MAX_HEADS)
+    if head_dim % 2:
+        raise fields.error("head_dim", "even, since rotary embedding turns pairs")
+    return num_heads, num_kv_heads, head_dim
+
+
 def read_head_dim(fields: Fields, default: int | None = None) -> int:
     """Width of a head, for who needs it before the rest; raises ModelConfigError."""
     heads = fields.integer("num_attention_heads", max=MAX_HEADS)
@@ -344,13 +350,7 @@ def read_rope(
     """
     if scaling is None:
         scaling = fields.section("rope_scaling" if fields.section("rope_scaling").names() else "rope_parameters")
-    kind = _rope_kind(scaling)
-    unknown = scaling.names() - ROPE_FIELDS[kind] - ROPE_FIELDS_OF_ALL - {*read}
-    if unknown:
-        raise scaling.error(
-            min(unknown),
-            f"absent: rope type {kind!r} reads {', '.join(sorted(ROPE_FIELDS[kind])) or 'nothing'}",
-        )
+    kind = _rope_kind(scaling, read)
     turning = _rotated_dims(fields, scaling, head_dim, partial)
     outer = fields.number("rope_theta", default=default_theta, above=1.0, max=MAX_THETA)
     theta = scaling.number("rope_theta", default=outer, above=1.0, max=MAX_THETA)
@@ -362,11 +362,7 @@ def read_rope(
         max=MAX_CONTEXT,
     )
     factor, context = _scaled(scaling, kind, context, original)
-    low, high = 1.0, 4.0
-    if kind == "llama3":
-        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-        if high <= low:
-            raise scaling.error("high_freq_factor", f"greater than low_freq_factor ({low:g})")
+    low, high = _frequency_factors(scaling) if kind == "llama3" else (1.0, 4.0)
     rope = RopeConfig(
         head_dim=turning,
         still=head_dim - turning,
@@ -429,17 +425,30 @@ def _factors(scaling: Fields, name: str, count: int) -> tuple[float, ...]:
     return found
 
 
-def _rope_kind(scaling: Fields) -> RopeKind:
+def _frequency_factors(scaling: Fields) -> tuple[float, float]:
+    """`low_freq_factor` and `high_freq_factor`, of llama3."""
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if high <= low:
+        raise scaling.error("high_freq_factor", f"greater than low_freq_factor ({low:g})")
+    return low, high
+
+
+def _rope_kind(scaling: Fields, read: Collection[str]) -> RopeKind:
+    """The kind of rotary scaling; its section must have no fields but those of the kind and those in `read`."""
     name = "rope_type" if "rope_type" in scaling else "type"
     try:
         found = scaling.choice(name, [*ROPE_FIELDS, "su"], default="default")
         found = "longrope" if found == "su" else found  # the older name
-        return next(kind for kind in ROPE_FIELDS if kind == found)
+        kind = next(kind for kind in ROPE_FIELDS if kind == found)
     except ModelConfigError as error:
         raise ModelConfigError(
             f"{error}. Kinds such as 'dynamic' change their frequencies with the length of the text, so keys already "
             "in the cache would no longer fit; remove the scaling, or use yarn."
         ) from error
+    if unknown := scaling.names() - ROPE_FIELDS[kind] - ROPE_FIELDS_OF_ALL - {*read}:
+        reads = ", ".join(sorted(ROPE_FIELDS[kind])) or "nothing"
+        raise scaling.error(min(unknown), f"absent: rope type {kind!r} reads {reads}")
+    return kind
 
 
 def read_num_layers(fields: Fields) -> int:

@@ -191,27 +191,14 @@ class Model(ModelSizes):
         # The largest tensor first: memory's peak is then not the whole model and once more this.
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self.head = weights.linear(head, split=Split.VOCABULARY)
-        scale = config.embedding_scale
-        if config.embedding_scale_rounded:
-            scale = float(torch.tensor(scale, dtype=self.dtype))
-        self.embedding = weights.embedding("model.embed_tokens", scale)
+        self.embedding = weights.embedding("model.embed_tokens", _embedding_scale(config, self.dtype))
         self._per_layer_inputs = _per_layer_inputs(config, weights) if config.per_layer_width else None
-        ropes = config.ropes or (config.rope,) * config.num_layers
-        kinds = list(dict.fromkeys([config.rope, *(ropes[index] for index in own)]))
+        ropes = [(config.ropes or (config.rope,) * config.num_layers)[index] for index in own]
+        kinds = list(dict.fromkeys([config.rope, *ropes]))
         self._rotaries = [RotaryEmbedding(rope, weights.kernels.device) for rope in kinds]
-        self.rotary = self._rotaries[0]
-        self._rotary_of = [kinds.index(ropes[index]) for index in own]
+        self.rotary, self._rotary_of = self._rotaries[0], [kinds.index(rope) for rope in ropes]
         self._logits_divisor, self._logits_cap = config.logits_divisor, config.logits_cap
-        self._places = {
-            index: (number, place)
-            for number, group in enumerate(self.groups)
-            for place, index in enumerate(group.layers)
-        }  # by layer: its group, and which layer of that it is
-        for index in own:
-            source = config.layer_at(index).kv_source
-            if source is not None:
-                self._places[index] = self._places[source]
-            self._places.setdefault(index, (0, 0))  # of a layer without attention, which looks at no cache
+        self._places = _places_of(own, self.groups, config)
         self.layers = [
             DecoderLayer(
                 config.layer_at(index),
@@ -337,6 +324,22 @@ class Model(ModelSizes):
         logits = self.head(hidden, torch.float32)
         logits = logits if self._logits_divisor == 1.0 else logits.div_(self._logits_divisor)
         return logits if self._logits_cap is None else self.kernels.soft_cap(logits, self._logits_cap)
+
+
+def _embedding_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
+    scale = config.embedding_scale
+    return float(torch.tensor(scale, dtype=dtype)) if config.embedding_scale_rounded else scale
+
+
+def _places_of(own: range, groups: Sequence[LayerGroup], config: DecoderConfig) -> dict[int, tuple[int, int]]:
+    """By layer: the group in whose cache it looks, and which layer of that it is."""
+    places = {index: (number, place) for number, group in enumerate(groups) for place, index in enumerate(group.layers)}
+    for index in own:
+        source = config.layer_at(index).kv_source
+        if source is not None:
+            places[index] = places[source]
+        places.setdefault(index, (0, 0))  # of a layer without attention, which looks at no cache
+    return places
 
 
 def _per_layer_inputs(config: DecoderConfig, weights: Weights) -> PerLayerInputs:
