@@ -290,7 +290,7 @@ def test_a_real_server_opens_its_port_serves_drains_and_leaves_nothing() -> None
 
 def test_a_model_that_does_not_fit_is_one_clear_last_line_although_the_cause_lies_in_a_child() -> None:
     with ServeProcess("--num-kv-blocks", "3", "--max-model-len", "2048", wait="nothing") as server:
-        assert server.wait() == 1
+        assert server.wait() == 2
         last = server.stderr.splitlines()[-1]
         assert last.startswith("quire: error: ")
         assert "num_kv_blocks" in last or "max_model_len" in last
