@@ -30,9 +30,9 @@ def test_a_quantized_folder_is_used_like_any_checkpoint(tmp_path: Path, capsys: 
         (["demo", "--to", "int4", "--output", ""], 2, "--output is empty"),
         (["demo", "--to", "int4", "--group-size", "48", "--output", "OUT"], 2, "allowed: 32, 64, 128"),
         (["demo", "--to", "int8", "--group-size", "32", "--output", "OUT"], 2, "int8 has no groups"),
-        (["demo", "--to", "int4", "--group-size", "128", "--output", "OUT"], 1, "704 inputs; group sizes that do are"),
+        (["demo", "--to", "int4", "--group-size", "128", "--output", "OUT"], 2, "704 inputs; group sizes that do are"),
         (["demo", "--to", "int8", "--threads", "0", "--output", "OUT"], 2, "--threads 0 is out of range"),
-        (["nowhere/at-all/x", "--to", "int8", "--output", "OUT"], 1, "no checkpoint 'nowhere/at-all/x'"),
+        (["nowhere/at-all/x", "--to", "int8", "--output", "OUT"], 2, "no checkpoint 'nowhere/at-all/x'"),
         (["demo", "--to", "int8", "--output", "."], 2, "nothing is overwritten"),
     ],
 )
