@@ -152,22 +152,26 @@ def _host_work(result: Result, running: int, steps: int) -> None:
 
 
 def _match(result: Result, length: int) -> None:
+    """Prompts that differ from one another, and from the cached one, in their last block only: nothing that was hashed
+    or found for one of them serves another."""
     scheduler = make_scheduler(20_000, max_num_batched_tokens=40_960)
-    prompt = list(range(length))
+    prompt, differs = list(range(length)), BLOCK // 2
     scheduler.add(make_request(0, prompt, 2))
     while not scheduler.idle:
         scheduler.commit(plan := scheduler.schedule(0.0), answer(plan), 0.0)
-    whole, again = [], []
+    times: dict[str, list[float]] = {"new": [], "hashed": [], "same": []}
     for number in range(1, 12):
-        request = make_request(number, prompt, 2)
-        for times in (whole, again):
+        other = [*prompt[:-differs], *[length + number] * differs]
+        new, same = make_request(2 * number, other, 2), make_request(2 * number + 1, other, 2)
+        for what, request in (("new", new), ("hashed", new), ("same", same)):
             begin = time.perf_counter()
             match = scheduler.kv.match(request)
-            times.append(time.perf_counter() - begin)
-        if match.num_blocks * BLOCK + match.partial_tokens != length - 1:
-            raise RuntimeError(f"matched {match.num_blocks} blocks and {match.partial_tokens} tokens of {length}")
-    _row(result, f"radix match of a prompt of {length:,} tokens", again, 2e-3)
-    _row(result, "the same with the prompt's block hashes, made once a request", whole, None)
+            times[what].append(time.perf_counter() - begin)
+            if match.num_blocks * BLOCK + match.partial_tokens != length - differs:
+                raise RuntimeError(f"matched {match.num_blocks} blocks and {match.partial_tokens} tokens of {length}")
+    _row(result, f"radix match of a new prompt of {length:,} tokens, with its block hashes", times["new"], None)
+    _row(result, "of these, the match, when the block hashes have been made", times["hashed"], 2e-3)
+    _row(result, "a request with the same prompt as the one before, such as another choice", times["same"], None, "us")
 
 
 def _blocks(result: Result, count: int) -> None:

@@ -12,7 +12,7 @@ from quire.core.block_hash import BlockHasher
 from quire.core.prefix_cache import longest_run
 from quire.core.request import Status
 from quire.core.stages import share_of_prompts
-from quire.core.step import DRAFT, FROM_PREVIOUS, SpanResult, StepResult
+from quire.core.step import DRAFT, FROM_PREVIOUS
 from quire.core.step_state import LOOKUP_TOKENS
 from quire.errors import ConfigError, RequestError, RequestTooLargeError
 from tests.core.fake_runner import expected_output, make_request, make_scheduler, outputs, run_all
@@ -387,36 +387,6 @@ def test_a_threshold_and_partial_prefills_let_prompts_share_a_step():
     for id in range(3):
         scheduler.add(make_request(id, [id] * 100, max_tokens=1))
     assert lengths(run_step(scheduler, runner)[0]) == {0: 20}
-
-
-def test_a_latency_target_shrinks_chunks_but_never_starves_a_prompt():
-    def serve(target, noise=0.0):
-        rnd = random.Random(0)
-        scheduler, _ = make_scheduler(
-            num_blocks=4000, block_size=16, max_num_batched_tokens=512, min_chunk=8, target_itl_ms=target
-        )
-        scheduler.add(make_request(0, [1, 2, 3], max_tokens=3000))
-        scheduler.add(make_request(1, list(range(6000)), max_tokens=1))
-        chunks, times = [], []
-        while len(scheduler.requests) == 2:
-            plan = scheduler.schedule(0.0)
-            prompt_tokens = plan.num_tokens - 1
-            seconds = (0.010 + 0.0005 * prompt_tokens) * (1 + noise * rnd.uniform(-1, 1))
-            results = [SpanResult([7] if span.num_sampled else []) for span in plan.spans]
-            scheduler.commit(plan, StepResult(plan.number, results, seconds), 0.0)
-            chunks.append(prompt_tokens)
-            times.append(seconds)
-        return chunks, times
-
-    _, free = serve(None)
-    _, aimed = serve(50.0)
-    assert max(free) > 0.2
-    assert sorted(aimed)[len(aimed) // 2] == pytest.approx(0.050, rel=0.05)
-    chunks, _ = serve(5.0)
-    assert set(chunks[3:-1]) <= {8, 16} and chunks.count(8) > len(chunks) / 2, "an impossible target leaves min_chunk"
-    for target, most in ((5.0, 16), (50.0, 160)):
-        chunks, _ = serve(target, noise=0.1)
-        assert max(chunks[1:]) <= most, "noise never opens the whole budget"
 
 
 def test_a_partial_prefill_leaves_room_for_one_of_higher_priority():

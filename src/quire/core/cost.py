@@ -41,7 +41,7 @@ class Costs:
     """
 
     def __init__(self, pair: float = 0.0, read: float = 0.0) -> None:
-        self._pair, self._read = pair, read
+        self.pair, self._read = pair, read
         self._xx = self._xz = self._zz = self._xy = self._zy = 0.0
         self._loads: dict[str, tuple[float, float]] = {}  # by source: blocks, and the seconds that they took
         self._decode = 0.0, 0.0  # number of steps that only decode, and their seconds
@@ -103,7 +103,7 @@ class Costs:
         others is counted relative to a step that only decodes, which reads the weights."""
         (steps, seconds), tokens, compute = self._decode, self._xx, self._xy
         reading = self._read * seconds / steps * tokens / compute if steps and compute else 0.0
-        return context * reading + count * (1 + self._pair * context)
+        return context * reading + count * (1 + self.pair * context)
 
     def most_tokens(self, spare: float, context: int) -> int:
         """How many tokens after others fit into such a time. If there is any time left, at least one, and as many as
@@ -112,7 +112,7 @@ class Costs:
         if spare < 1:
             return 0
         spare = max(spare, (1 + _LITTLE) * self.in_tokens(1, context))
-        return int((spare - self.in_tokens(0, context)) / (1 + self._pair * context))
+        return int((spare - self.in_tokens(0, context)) / (1 + self.pair * context))
 
     def tokens_per_load(self, source: str) -> float:
         """Prompt tokens that are computed in the time it takes to load a block; 0 if not known yet."""

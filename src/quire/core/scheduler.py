@@ -62,7 +62,8 @@ class Scheduler:
         limit = config.long_prefill_token_threshold or max_model_len
         self._max_chunk = min(limit, config.max_num_batched_tokens)
         target = config.target_itl_ms
-        self._latency = LatencyTarget(target / 1000, config.min_chunk) if target else None
+        self._latency = LatencyTarget(target / 1000, kv.sources.costs.pair) if target else None
+        self._ended_at = 0.0  # when the last step did, on the runner's clock
         self._speculation = spec = config.speculation
         self._lengths: DraftLengths | None = None
         if spec is not None and spec.adaptive:
@@ -171,8 +172,11 @@ class Scheduler:
                 )
                 if update is not None:
                     self._updates.append(update)
-        if self._latency and flight.num_decodes:
-            self._latency.observe(plan.num_tokens - flight.num_decodes, result.seconds)
+        if self._latency:
+            gap = result.began - self._ended_at  # the host's; a longer one means that the engine was idle
+            seconds = result.seconds + (gap if 0 < gap < result.seconds else 0.0) - result.loading
+            self._latency.observe(flight.num_decodes, flight.work, seconds)
+            self._ended_at = result.began + result.seconds
         if self._lengths:
             self._lengths.observe_step(result, flight.tuned)
         return self.take_updates()
@@ -277,7 +281,7 @@ class Scheduler:
         compute the long prompts; and in a pipeline, to an even share."""
         sources, costs = self.kv.sources, self.kv.sources.costs
         if self._latency and step.num_decodes:
-            step.withhold(self._latency.budget(step.budget))
+            step.pace(self._latency, self.config.min_chunk)
         elsewhere = sources.prefill_tokens is not None and not self.config.prefills
         if self._chunked and step.num_decodes and elsewhere:
             step.slow(costs, max(self.config.min_chunk, costs.tokens_beside_decodes()))
@@ -362,13 +366,10 @@ class Scheduler:
     def _chunk(self, remaining: int, step: PendingStep, computed: int, chosen: int = 0) -> int:
         """Tokens that a prompt with `remaining` ones may take now, besides those `chosen` in this step already.
 
-        If the time of prompts is limited, tokens before its last block are counted as if at its beginning, so that even
-        a long prompt that is computed here makes progress. Its end leaves no single token, which would read all those
-        before it once more, and in any step.
+        Its end leaves no single token, which would read all those before it once more, and in any step.
         """
-        context = computed + chosen if remaining <= self.kv.block_size else 0
         most = min(remaining, step.budget, self._max_chunk - chosen)
-        count = min(most, step.room(context))
+        count = min(most, step.room(computed + chosen, last=remaining <= self.kv.block_size))
         if 0 < count == remaining - 1 < most:
             count += 1
         return count if self._chunked or count == remaining else 0
@@ -509,11 +510,14 @@ class Scheduler:
     def _plan(self, step: PendingStep) -> StepPlan:
         plan = StepPlan(self._next_number, [], ended=self._ended, drop_drafting=self._drop_drafting)
         plan.saves, plan.loads = self.kv.fetches.planned(plan.number)
-        decodes = sum(count for request, count in step.chosen.items() if request.num_computed >= request.num_prompt)
-        flight = StepInFlight(plan.number, [], decodes, step.tuned)
+        flight = StepInFlight(plan.number, step.tuned)
         self._next_number += 1
         self._ended, self._drop_drafting = [], []
         for request, count in step.chosen.items():
+            if request.num_remaining <= 1:
+                flight.num_decodes += 1
+            elif self._latency:
+                flight.work += self._latency.work(count, request.num_computed)
             if not request.known_to_runner:
                 request.known_to_runner = True
                 plan.started.append(request.info())

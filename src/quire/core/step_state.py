@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from quire.core.cost import Costs
+from quire.core.latency import LatencyTarget
 from quire.core.request import Request
 
 LOOKUP_TOKENS = 2**17
@@ -18,17 +19,21 @@ class PendingStep:
     Attributes:
         spare: the time that prompts and loads may still take, counted in tokens at a prompt's beginning.
         costs: estimates for that; None if their time is not limited.
+        work: what prompts may still have of the latency target's work; `least` tokens they may have in any case.
+        target: None if there is none, or nothing decodes.
     """
 
     __slots__ = (
-        *("budget", "chosen", "costs", "lookup", "num_decodes", "partial", "partial_before", "spare", "tuned"),
-        "withheld",
+        *("budget", "chosen", "costs", "least", "lookup", "num_decodes", "partial", "partial_before", "spare"),
+        *("target", "tuned", "withheld", "work"),
     )
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.spare = math.inf
         self.costs: Costs | None = None
+        self.work, self.least = math.inf, 0
+        self.target: LatencyTarget | None = None
         self.withheld = 0  # part of the budget that prompts may not use
         self.lookup = LOOKUP_TOKENS  # prompt tokens that may still be looked up
         self.chosen: dict[Request, int] = {}
@@ -41,14 +46,28 @@ class PendingStep:
         chosen = self.chosen.get(request, 0)
         if self.costs is not None:
             self.spare -= self.costs.in_tokens(count, request.num_computed + chosen)
+        if self.target is not None:
+            self.work -= self.target.work(count, request.num_computed + chosen)
+            self.least -= count
         self.chosen[request] = chosen + count
         self.budget -= count
 
-    def room(self, context: int) -> int:
-        """Tokens that a prompt may take after this many earlier ones."""
-        if self.costs is None:
-            return self.budget
-        return min(self.budget, self.costs.most_tokens(self.spare, context))
+    def room(self, context: int, *, last: bool = False) -> int:
+        """Tokens that a prompt may take after this many earlier ones.
+
+        If the time of prompts is limited to `spare`, tokens are counted as if at the prompt's beginning, except in its
+        `last` block, so that even a long prompt that is computed here makes progress.
+        """
+        room = self.budget
+        if self.target is not None:
+            room = min(room, max(self.least, self.target.tokens(max(0.0, self.work), context)))
+        if self.costs is not None:
+            room = min(room, self.costs.most_tokens(self.spare, context if last else 0))
+        return room
+
+    def pace(self, target: LatencyTarget, least: int) -> None:
+        """Limit the work of prompts so that the step meets a latency target; `least` tokens are allowed in any case."""
+        self.target, self.work, self.least = target, target.room(self.num_decodes), least
 
     def slow(self, costs: Costs, spare: float) -> None:
         """Limit the time that prompts and loads may take, of which prompts' last tokens chosen so far have some."""
@@ -78,13 +97,16 @@ class PendingStep:
 class StepInFlight:
     """A step in flight: its requests, each with its number of preemptions at planning time.
 
-    `num_decodes` counts the tokens of those that decode, drafts included; for `tuned` see `PendingStep`.
+    Attributes:
+        num_decodes: requests that decode in it.
+        work: of its prompts, for the latency target; 0 if there is none.
+        tuned: see `PendingStep`.
     """
 
-    __slots__ = ("num_decodes", "number", "requests", "tuned")
+    __slots__ = ("num_decodes", "number", "requests", "tuned", "work")
 
-    def __init__(self, number: int, requests: list[tuple[Request, int]], num_decodes: int, tuned: bool) -> None:
+    def __init__(self, number: int, tuned: bool) -> None:
         self.number = number
-        self.requests = requests
-        self.num_decodes = num_decodes
+        self.requests: list[tuple[Request, int]] = []
+        self.num_decodes, self.work = 0, 0.0
         self.tuned = tuned
