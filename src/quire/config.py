@@ -217,7 +217,10 @@ class EngineConfig:
         "fcfs", "order of requests: by arrival (fcfs), or by priority (lower first), then arrival"
     )
     target_itl_ms: float | None = option(
-        None, "target inter-token latency in milliseconds, reached by shrinking prefill chunks", low=1.0, high=600_000.0
+        None,
+        "inter-token latency in milliseconds that 99 of 100 steps should meet, reached by shrinking prefill chunks",
+        low=1.0,
+        high=600_000.0,
     )
     async_scheduling: bool = option(
         True, "schedule the next step while the current one runs; default on a CPU: off, since all cores compute"

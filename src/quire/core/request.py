@@ -181,6 +181,7 @@ class Request:
         "num_in_flight",
         "num_passed",
         "num_pending",
+        "num_positions",
         "num_prompt",
         "num_published",
         "num_scored",
@@ -235,6 +236,7 @@ class Request:
 
         self.tokens = [*prompt_token_ids, *output_token_ids]
         self.num_prompt = len(prompt_token_ids)
+        self.num_positions = self.num_prompt + max(0, max_tokens - 1)
         self.keys = array("q", self.tokens)
         self.hashes: list[bytes] = []
         self.num_computed = 0
@@ -260,11 +262,6 @@ class Request:
         self.tip: Node | None = None
         self.num_in_flight = 0
         self.last_step = -1
-
-    @property
-    def num_positions(self) -> int:
-        """Positions computed in total: the prompt's, and the output's except the last, whose KV is not needed."""
-        return self.num_prompt + max(0, self.max_tokens - 1)
 
     @property
     def num_remaining(self) -> int:
@@ -302,11 +299,11 @@ class Request:
             self.id, finish_reason=reason, error=error, cached_tokens=self.num_cached, stats=self.stats
         )
 
-    def pool(self, start: int, pooled: list[float] | None) -> None:
+    def pool(self, start: int, pooled: list[float]) -> None:
         """Add the sum over a span from position `start` on. When a prompt is recomputed, the sum starts over."""
-        if pooled is not None and self.pooled and start:
+        if self.pooled and start:
             pooled = [before + more for before, more in zip(self.pooled, pooled, strict=True)]
-        self.pooled = pooled or self.pooled
+        self.pooled = pooled
 
     def cut_at_end(self, update: RequestUpdate, end: int) -> None:
         """Find the stop token, or the length, that ends the request within a new update; the rest is dropped.

@@ -364,10 +364,8 @@ class Scheduler:
         return min(count, len(request.tables[0]) * self.kv.block_size - known)
 
     def _chunk(self, remaining: int, step: PendingStep, computed: int, chosen: int = 0) -> int:
-        """Tokens that a prompt with `remaining` ones may take now, besides those `chosen` in this step already.
-
-        Its end leaves no single token, which would read all those before it once more, and in any step.
-        """
+        """Tokens that a prompt with `remaining` ones may take now, besides those `chosen` in this step already. Its end
+        leaves no single token, which would read all those before it once more, and in any step."""
         most = min(remaining, step.budget, self._max_chunk - chosen)
         count = min(most, step.room(computed + chosen, last=remaining <= self.kv.block_size))
         if 0 < count == remaining - 1 < most:
@@ -514,10 +512,11 @@ class Scheduler:
         self._next_number += 1
         self._ended, self._drop_drafting = [], []
         for request, count in step.chosen.items():
-            if request.num_remaining <= 1:
-                flight.num_decodes += 1
-            elif self._latency:
-                flight.work += self._latency.work(count, request.num_computed)
+            if self._latency:
+                if request.num_remaining > 1:
+                    flight.work += self._latency.work(count, request.num_computed)
+                else:
+                    flight.num_decodes += 1
             if not request.known_to_runner:
                 request.known_to_runner = True
                 plan.started.append(request.info())
@@ -550,7 +549,8 @@ class Scheduler:
         if span.num_sampled > 1:
             self._count_drafts(request, outcome)
         update = RequestUpdate(request.id, outcome.tokens, outcome.logprobs, cached_tokens=request.num_cached)
-        request.pool(span.start, outcome.pooled)
+        if outcome.pooled is not None:
+            request.pool(span.start, outcome.pooled)
         request.cut_at_end(update, span.start + len(span.tokens))
         request.append(update.tokens)
         if current:

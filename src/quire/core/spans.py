@@ -15,7 +15,8 @@ def next_span(request: Request, count: int, number: int, kv: KVManager) -> Span:
     num_known = len(request.tokens) + request.num_pending
     if start < num_known <= end and request.num_pending:
         tokens.append(FROM_PREVIOUS)
-    tokens += [DRAFT] * (count - len(tokens))
+    if len(tokens) < count:
+        tokens += [DRAFT] * (count - len(tokens))
     num_sampled = max(0, min(end + 1, request.num_prompt + request.max_tokens) - num_known)
     span = Span(request.id, start, tokens, num_sampled, start_follows=request.num_unverified_tokens > 0)
     if request.params.prompt_logprobs is not None:

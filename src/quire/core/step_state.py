@@ -98,8 +98,7 @@ class StepInFlight:
     """A step in flight: its requests, each with its number of preemptions at planning time.
 
     Attributes:
-        num_decodes: requests that decode in it.
-        work: of its prompts, for the latency target; 0 if there is none.
+        num_decodes, work: requests that decode in it, and the work of its prompts; 0 without a latency target.
         tuned: see `PendingStep`.
     """
 
