@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -70,6 +71,15 @@ def spawn_beside() -> Iterator[Callable[..., Any]]:
 def spawned_ranks(spawn_beside: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are processes of their own, as everywhere else."""
     monkeypatch.setattr("quire.child.spawn_beside", spawn_beside)
+
+
+@pytest.fixture
+def cluster_key(tmp_path: Path) -> str:
+    """A file with the key of a cluster, for its user alone."""
+    key = tmp_path / "key"
+    key.write_text("a secret of this cluster")
+    key.chmod(0o600)
+    return str(key)
 
 
 @pytest.fixture(scope="session")

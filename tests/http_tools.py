@@ -47,6 +47,13 @@ def wait_until(condition: Callable[[], T], deadline: float = DEADLINE, what: str
 # -- processes ----------------------------------------------------------------------------------------------------
 
 
+def free_port() -> int:
+    """A port of this machine that nothing listens at now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 def children_of(pid: int) -> list[int]:
     """Processes whose parent is `pid`, oldest first (Linux)."""
     try:

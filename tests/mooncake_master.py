@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.redis_server import free_port, listening
+from tests.http_tools import free_port
+from tests.redis_server import listening
 
 
 def _why_not() -> str:

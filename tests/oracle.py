@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from quire.models.model import Model
+from quire.models.registry import load_model
 from quire.ops import RaggedBatch
 
 torch.set_num_threads(1)  # for matrices this small, a second thread only waits
@@ -362,3 +363,13 @@ def greedy(model: Model, prompt: Sequence[int], steps: int, chunk: int = 37) -> 
     while len(output) < steps:
         output.append(int(sequence.feed(output[-1:])[-1].argmax()))
     return output
+
+
+def assert_parity(folder: Path, prompt: Sequence[int], rtol: float = 0.0) -> None:
+    """A checkpoint's logits and greedy tokens are those of transformers, with the prompt in chunks."""
+    reference, model = load_reference(folder), load_model(folder)
+    expected = reference_logits(reference, prompt)
+    assert expected.abs().max() > 0.5, "the logits tell models apart"
+    torch.testing.assert_close(chunked_logits(model, prompt, 37), expected, rtol=rtol, atol=1e-4)
+    output = greedy(model, prompt, 64)
+    assert output == reference_choices(reference, prompt, output)

@@ -13,16 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.http_tools import free_port
+
 BINARY = shutil.which("redis-server")
 ETCD = shutil.which("etcd")
 needs_etcd = pytest.mark.skipif(ETCD is None, reason="etcd is not installed")
 needs_redis = pytest.mark.skipif(BINARY is None, reason="redis-server is not installed")
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def listening(port: int, process: subprocess.Popen[bytes]) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -28,6 +26,7 @@ from quire.cluster.place import Here
 from quire.cluster.screen import make_screen
 from quire.cluster.spec import Member, members, read_cluster
 from quire.errors import ClusterError, ConfigError
+from tests.http_tools import free_port
 
 ROOT = Path(__file__).parent.parent
 HOSTS = dict.fromkeys(("prefill-0", "decode-0", "decode-1", "server-0"), "127.0.0.1")
@@ -141,12 +140,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from quire import LLM, SamplingParams
-from tests.http_tools import wait_until
-from tests.test_cluster import ROOT, free_port, gone
+from tests.http_tools import free_port, wait_until
+from tests.test_cluster import ROOT, gone
 
 PROMPTS = [f"def number_{index}(a, b):\n    return" for index in range(8)]
 LONG = "\n".join(f"def f{index}(a, b):\n    return a + {index} * b\n" for index in range(24))

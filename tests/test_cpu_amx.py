@@ -181,7 +181,7 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows_or_on_threads(tiles: CpuKer
 def test_experts_and_heads_have_the_bits_of_their_products_one_by_one(
     tiles: CpuKernels, form: torch.dtype | Quantization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.ops.experts.silu_mul", tiles.silu_mul)
+    monkeypatch.setattr("quire.ops.experts.activate", tiles.activate)
     layer = draw_layer(tiles, form)
     grouped, looped = tiles.experts(*layer), LoopedExperts(*layer)
     for tokens in (*ROWS, 150):

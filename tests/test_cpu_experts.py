@@ -109,7 +109,7 @@ def test_what_does_not_fit_a_router_is_refused(kernels: Kernels) -> None:
 def test_experts_have_the_bits_of_their_products_one_by_one(
     kernels: Kernels, form: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts, "silu_mul", kernels.silu_mul)  # torch's exp may differ in the last bit
+    monkeypatch.setattr(experts, "activate", kernels.activate)  # torch's exp may differ in the last bit
     layer = draw_layer(kernels, form)
     grouped, looped = kernels.experts(*layer), LoopedExperts(*layer)
     for rows in (1, 2, 5, 13, 33, 100):
@@ -131,7 +131,7 @@ def test_experts_equal_the_reference(kernels: Kernels, form: Format) -> None:
 def test_sizes_that_fill_no_panel_and_no_vector_are_taken(
     kernels: Kernels, form: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts, "silu_mul", kernels.silu_mul)
+    monkeypatch.setattr(experts, "activate", kernels.activate)
     for hidden, inner in ((1, 1), (33, 7), (70, 50), (1030, 17)):
         layer = draw_layer(kernels, form, hidden=hidden, inner=inner)
         x, routes = draw(7, hidden, dtype=activations(form)), draw_routes(7, 2)
@@ -141,7 +141,7 @@ def test_sizes_that_fill_no_panel_and_no_vector_are_taken(
 def test_all_tokens_may_choose_one_expert_and_the_others_weights_are_not_read(kernels: Kernels) -> None:
     gate_up, down = draw_layer(kernels, torch.float32)
     x, ids = draw(300, HIDDEN), torch.full((300, 1), 2)
-    expected = down[2].matmul(kernels.silu_mul(gate_up[2].matmul(x)))
+    expected = down[2].matmul(kernels.activate(gate_up[2].matmul(x), "silu"))
     nans = (
         kernels.pack([torch.full((2 * INNER, HIDDEN), torch.nan)]),
         kernels.pack([torch.full((HIDDEN, INNER), torch.nan)]),

@@ -17,14 +17,12 @@ from quire.ops import BLOCK_SIZES, Kernels, KVCache, RaggedBatch
 from quire.ops.cpu import latent, library
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.kv_cache import KVCacheDtype
+from tests.test_cpu_attention import batch_of
 
 ISAS = library.usable()
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 STORED: tuple[KVCacheDtype, ...] = ("auto", "int8", "fp8")
 LAYERS, LAYER, EPS = 2, 1, 1e-6
-
-Span = tuple[int, int]
-"""First position and rows."""
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the C++ kernels were not built: there was no compiler")
 
@@ -53,19 +51,6 @@ def poisoned_cache(
     kv = KVCache(blocks, LAYERS, 1, shape[1] + shape[2], size, dtype, stored, sides=1)
     kv.data.view(torch.uint8).fill_(255)
     return kv
-
-
-def batch_of(spans: Sequence[Span], tables: Sequence[torch.Tensor], size: int) -> RaggedBatch:
-    at = [torch.arange(start, start + rows) for start, rows in spans]
-    return RaggedBatch(
-        token_ids=torch.zeros(sum(rows for _, rows in spans), dtype=torch.int64),
-        positions=torch.cat(at),
-        slots=torch.cat([table[p // size] * size + p % size for p, table in zip(at, tables, strict=True)]),
-        row_starts=[0, *itertools.accumulate(rows for _, rows in spans)],
-        context_lens=[start + rows for start, rows in spans],
-        block_tables=torch.nn.utils.rnn.pad_sequence(list(tables), batch_first=True),
-        block_size=size,
-    )
 
 
 def turns(positions: torch.Tensor, rope: int) -> tuple[torch.Tensor, torch.Tensor]:

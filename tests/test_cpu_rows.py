@@ -79,14 +79,14 @@ def test_a_norms_weight_in_fp32_is_applied_to_what_is_not_rounded(kernels: CpuKe
 def test_the_gate_equals_the_reference(kernels: CpuKernels, dtype: torch.dtype) -> None:
     for size in SIZES:
         x = torch.cat([draw(5, size, dtype=dtype) * 10, draw(5, size, dtype=dtype, seed=1)], dim=1)
-        assert_close(kernels.silu_mul(x), Kernels().silu_mul(x))
-        assert_close(kernels.gelu_tanh_mul(x), Kernels().gelu_tanh_mul(x))
+        assert_close(kernels.activate(x, "silu"), Kernels().activate(x, "silu"))
+        assert_close(kernels.activate(x, "gelu_tanh"), Kernels().activate(x, "gelu_tanh"))
 
 
 def test_the_gate_is_finite_for_large_inputs_and_keeps_what_is_not_a_number(kernels: CpuKernels) -> None:
     gate = [-1e30, -200.0, 200.0, torch.inf, torch.nan]
-    for mul in (kernels.silu_mul, kernels.gelu_tanh_mul):
-        out = mul(torch.tensor([gate + [1.0] * 5]))[0].tolist()
+    for activation in ("silu", "gelu_tanh"):
+        out = kernels.activate(torch.tensor([gate + [1.0] * 5]), activation)[0].tolist()
         assert out[:4] == [0.0, 0.0, 200.0, torch.inf] and out[4] != out[4]
 
 
@@ -94,7 +94,11 @@ def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(kernels: CpuKerne
     for bad in (torch.nan, torch.inf):
         x = draw(3, 100)
         x[1, 77] = bad
-        for out in (kernels.rms_norm(x, torch.ones(100), 1e-6), kernels.silu_mul(x), kernels.gelu_tanh_mul(x)):
+        for out in (
+            kernels.rms_norm(x, torch.ones(100), 1e-6),
+            kernels.activate(x, "silu"),
+            kernels.activate(x, "gelu_tanh"),
+        ):
             assert out.isfinite().all(dim=1).tolist() == [True, False, True]
 
 
@@ -126,7 +130,12 @@ def test_rows_of_norms_and_gate_do_not_know_of_one_another(
     def run(part: slice) -> tuple[torch.Tensor, ...]:
         rows = x[part]
         summed = kernels.add_rms_norm(rows.clone(), rows.clone(), weight, 1e-6)
-        return kernels.rms_norm(rows, weight, 1e-6), *summed, kernels.silu_mul(rows), kernels.embed(ids[part], x, dtype)
+        return (
+            kernels.rms_norm(rows, weight, 1e-6),
+            *summed,
+            kernels.activate(rows, "silu"),
+            kernels.embed(ids[part], x, dtype),
+        )
 
     whole = run(slice(0, 300))
     for count in ROWS:
@@ -148,7 +157,7 @@ def test_a_soft_cap_is_a_tanh_whatever_else_is_there(kernels: CpuKernels, thread
 
 
 class Case:
-    """Random rows, norms, angles and slots for one shape."""
+    """Random rows, norms, angles and slots for (heads, kv_heads, head_dim)."""
 
     def __init__(
         self, shape: tuple[int, int, int], tokens: int, dtype: torch.dtype, block_size: int = 16, values: bool = False
@@ -168,11 +177,11 @@ class Case:
         kv.data.fill_(7)
         return kv
 
-    def run(self, kernels: Kernels, kv: KVCache, rows: slice, norm: bool = True) -> torch.Tensor:
+    def run(self, kernels: Kernels, kv: KVCache, rows: slice, norm: bool = True, layer: int = 1) -> torch.Tensor:
         none = torch.zeros(0, dtype=torch.int64)
         batch = RaggedBatch(none, none, self.slots[rows], [0], [], none.view(0, 0), self.block_size)
         tables = self.cos[rows], self.sin[rows]
-        return kernels.rotate_and_store(self.qkv[rows].clone(), self.norm if norm else None, tables, kv, batch, 1)
+        return kernels.rotate_and_store(self.qkv[rows].clone(), self.norm if norm else None, tables, kv, batch, layer)
 
 
 SHAPES = [(4, 2, 16), (2, 2, 24), (3, 1, 80), (2, 1, 128), (1, 1, 2), (5, 1, 66)]

@@ -14,7 +14,8 @@ from quire.ops.cpu import library
 from quire.ops.cpu import sparse as in_cpp
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.kv_cache import KEY, KVCacheDtype, quantize
-from tests.test_cpu_latent import batch_of, last_place
+from tests.test_cpu_attention import batch_of
+from tests.test_cpu_latent import last_place
 
 ISAS = library.usable()
 LAYERS, LAYER = 2, 1

@@ -28,6 +28,7 @@ from quire.server.config import ServerConfig
 from quire.server.processes import listening
 from quire.tls import client_context
 from tests.certificates import Files, make_certificate, needs_openssl
+from tests.http_tools import free_port
 from tests.server_fakes import AppThread, FakeEngineClient, Script, app_context, wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -164,11 +165,6 @@ def example(start: str) -> str:
     blocks = re.findall(r"(?:^ {4}.*\n|^\n)+", (ROOT / "docs" / "deploy.md").read_text(), flags=re.MULTILINE)
     [found] = [block for block in blocks if block.strip().startswith(start)]
     return found
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

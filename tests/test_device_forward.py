@@ -15,6 +15,7 @@ from quire.engine.engine import Engine
 from quire.errors import DeviceLostError, MemoryPlanError
 from quire.models.model import Model
 from quire.ops import KVCache
+from quire.ops.elementwise import Activation
 from quire.runner.device_forward import (
     CHUNK,
     LARGEST_GRAPH,
@@ -213,10 +214,10 @@ def test_out_of_memory_halves_the_step_and_ends_only_the_request_that_does_not_f
     class Small(SpanKernels):
         """Has no memory for more than 256 rows at once."""
 
-        def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        def activate(self, x: torch.Tensor, how: Activation) -> torch.Tensor:
             if len(x) > 256:
                 raise torch.OutOfMemoryError("no")
-            return super().silu_mul(x)
+            return super().activate(x, how)
 
     with on_device(DelayedDevice(), Small()):
         engine = Engine(options(folder, max_num_batched_tokens=256, cuda_graphs="off", prefix_cache="off"))
@@ -287,10 +288,10 @@ def test_a_device_that_fails_ends_the_engine_but_what_it_refuses_ends_a_request(
         class Failing(SpanKernels):
             on = False
 
-            def silu_mul(self, x: torch.Tensor, error: Exception = kind(message)) -> torch.Tensor:  # noqa: B008
+            def activate(self, x: torch.Tensor, how: Activation, error: Exception = kind(message)) -> torch.Tensor:  # noqa: B008
                 if self.on:
                     raise error
-                return super().silu_mul(x)
+                return super().activate(x, how)
 
         kernels = Failing()
         with on_device(DelayedDevice(), kernels):

@@ -24,6 +24,7 @@ from quire.core.step import StepPlan
 from quire.engine.engine import Engine
 from quire.engine.executor import InlineExecutor
 from quire.ops import Kernels
+from quire.ops.elementwise import Activation
 from quire.runner import model_runner
 from quire.runner.device import Device
 from quire.runner.model_runner import OUT_OF_MEMORY, STEP_FAILED, ModelRunner
@@ -175,10 +176,10 @@ def test_memory_that_a_cpu_lacks_halves_a_step(folder, outcomes, error, caplog):
     class Small(Kernels):
         """Has no memory for more than 100 rows at once."""
 
-        def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        def activate(self, x: torch.Tensor, how: Activation) -> torch.Tensor:
             if len(x) > 100:
                 raise type(error)(*error.args)
-            return super().silu_mul(x)
+            return super().activate(x, how)
 
     with on_device(Device(), Small()):
         engine = Engine(config(folder, {"async_scheduling": False}, 0))

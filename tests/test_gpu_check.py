@@ -264,7 +264,7 @@ def test_a_difference_is_seen_against_its_own_row() -> None:
 
 
 def test_a_kernel_that_errs_fails_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TritonKernels, "silu_mul", lambda self, x: Kernels().silu_mul(x) * 1.01)
+    monkeypatch.setattr(TritonKernels, "activate", lambda self, x, how: Kernels().activate(x, how) * 1.01)
     job = Job("parity rows fp16", "cpu", True, None, tmp_path, tmp_path / "records", time.monotonic() + 100)
     parity_rows.run(job, "fp16")
     checks = [json.loads(line) for line in job.records.read_text().splitlines()]

@@ -23,8 +23,9 @@ from quire.kv.directory import masked, open_directory
 from quire.kv.directory.base import Directory, DirectoryError, Holders, Node
 from quire.kv.directory.etcd import EtcdDirectory
 from quire.kv.directory.redis import PREFIX, RedisDirectory
+from tests.http_tools import free_port
 from tests.local_directory import LocalDirectory, LocalStore
-from tests.redis_server import RedisServer, etcd_server, free_port, needs_etcd, needs_redis
+from tests.redis_server import RedisServer, etcd_server, needs_etcd, needs_redis
 
 PATIENT = 30.0
 """Seconds for an answer on a machine that is busy, where what is answered is the matter."""

@@ -9,7 +9,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -27,7 +26,7 @@ from quire.kv import wire
 from quire.kv.transport import installed
 from tests.engine_server import EngineServer, until
 from tests.forks import FORKS
-from tests.http_tools import wait_until
+from tests.http_tools import free_port, wait_until
 from tests.networks import Networks, networks
 from tests.test_kv_prefill import Outcome, Prefill, params, prompt
 
@@ -44,12 +43,6 @@ OPTIONS: dict[str, Any] = {
 }
 SILENCE = 1.5
 """Seconds: what tests need not wait longer for."""
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 class Decoder:
@@ -305,17 +298,15 @@ class Stopped:
     [("shared_memory", 1), *(pytest.param(name, 20, marks=pytest.mark.slow) for name in installed())],
 )
 def test_a_decode_process_that_is_stopped_and_killed_leaves_nothing_behind_and_reads_no_wrong_block(
-    transport: str, rounds: int, expected: list[Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    transport: str, rounds: int, expected: list[Outcome], cluster_key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "SILENCE_SECONDS", SILENCE)
-    key = tmp_path / "key"
-    key.write_text("a secret of this cluster")
     few = {**OPTIONS, "host_kv_memory": "1MiB"}  # slots for fewer blocks than the prompts have
-    prefill = Prefill(**few, check_invariants=True, kv_transport=transport, cluster_key_file=str(key))
-    other, rnd = Decoder(prefill.address, str(key), expected, transport), random.Random(transport)
+    prefill = Prefill(**few, check_invariants=True, kv_transport=transport, cluster_key_file=cluster_key)
+    other, rnd = Decoder(prefill.address, cluster_key, expected, transport), random.Random(transport)
     wait_until(lambda: other.ready)
     for _ in range(rounds):
-        decoder = Stopped(prefill, str(key), transport, expected)
+        decoder = Stopped(prefill, cluster_key, transport, expected)
         time.sleep(rnd.uniform(0.0, 1.0))
         decoder.signal(signal.SIGSTOP)
         decoder.given_up()

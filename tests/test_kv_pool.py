@@ -23,9 +23,9 @@ from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.kv.directory.base import DirectoryError, Holders, Node
-from tests.http_tools import wait_until
+from tests.http_tools import free_port, wait_until
 from tests.local_directory import LocalDirectory, LocalStore
-from tests.redis_server import RedisServer, etcd_server, free_port, needs_etcd, needs_redis
+from tests.redis_server import RedisServer, etcd_server, needs_etcd, needs_redis
 from tests.test_kv_host import Outcome, params
 from tests.test_kv_prefill import Prefill, alone, prompt
 
@@ -145,11 +145,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "LEAST_PATIENCE", 30.0)
 
 
-@pytest.fixture
-def options(tmp_path: Path) -> dict[str, Any]:
-    key = tmp_path / "key"
-    key.write_text("a secret of this cluster")
-    key.chmod(0o600)
+def options_of(key: str, directory: str) -> dict[str, Any]:
     return {
         "model": "demo",
         "threads": 1,
@@ -157,9 +153,14 @@ def options(tmp_path: Path) -> dict[str, Any]:
         "max_model_len": 192,
         "check_invariants": True,
         "host_kv_memory": "4MiB",
-        "cluster_key_file": str(key),
-        "kv_directory": "redis://nowhere",
+        "cluster_key_file": key,
+        "kv_directory": directory,
     }
+
+
+@pytest.fixture
+def options(cluster_key: str) -> dict[str, Any]:
+    return options_of(cluster_key, "redis://nowhere")
 
 
 class FaultyDirectory(LocalDirectory):

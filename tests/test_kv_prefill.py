@@ -83,15 +83,7 @@ class Prefill:
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> str:
-    file = tmp_path / "key"
-    file.write_text("a secret of this cluster")
-    file.chmod(0o600)
-    return str(file)
-
-
-@pytest.fixture
-def options(key: str) -> dict[str, Any]:
+def options(cluster_key: str) -> dict[str, Any]:
     return {
         "model": "demo",
         "threads": 1,
@@ -99,7 +91,7 @@ def options(key: str) -> dict[str, Any]:
         "max_model_len": 192,
         "check_invariants": True,
         "host_kv_memory": "64MiB",
-        "cluster_key_file": key,
+        "cluster_key_file": cluster_key,
     }
 
 
@@ -510,10 +502,10 @@ def test_engines_that_do_not_fit_are_told_why_and_serve_alone(
         ({"kv_role": "prefill", "host_kv_memory": "1"}, "is less than one block"),
     ],
 )
-def test_options_that_make_no_sense_are_one_error(more: dict[str, Any], why: str, key: str) -> None:
+def test_options_that_make_no_sense_are_one_error(more: dict[str, Any], why: str, cluster_key: str) -> None:
     options = {"model": "demo", "threads": 1, "num_kv_blocks": 20, "max_model_len": 64}
     if "cluster_key_file" not in more and "kv_role" in more:
-        options["cluster_key_file"] = key
+        options["cluster_key_file"] = cluster_key
     with pytest.raises(ConfigError, match=re.escape(why)):
         Engine(EngineConfig(**{**options, **more}))
 

@@ -443,13 +443,10 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def sharing_engines(experts: str, tmp_path: Path) -> dict[str, Any]:
+def sharing_engines(experts: str, cluster_key: str) -> dict[str, Any]:
     """Options of engines that share KV."""
-    key = tmp_path / "key"
-    key.write_text("a secret of this cluster")
-    key.chmod(0o600)
     sizes = {"num_kv_blocks": 60, "max_model_len": 192, "check_invariants": True, "async_scheduling": False}
-    return {"model": experts, "threads": 1, "host_kv_memory": "16MiB", "cluster_key_file": str(key), **sizes}
+    return {"model": experts, "threads": 1, "host_kv_memory": "16MiB", "cluster_key_file": cluster_key, **sizes}
 
 
 def test_replicas_have_prompts_computed_elsewhere_once_and_keep_them_on_one_disk(

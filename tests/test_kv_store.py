@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from quire.kv.directory.base import DirectoryError
 from quire.kv.mooncake_store import MooncakeStore
 from tests.http_tools import wait_until
 from tests.mooncake_master import mooncake_master, needs_mooncake_store
-from tests.test_kv_pool import BLOCK, TEXTS, PoolNode, own, settled
+from tests.test_kv_pool import BLOCK, TEXTS, PoolNode, options_of, own, settled
 from tests.test_kv_prefill import alone, prompt
 
 
@@ -84,20 +83,8 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Shared:
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> dict[str, Any]:
-    key = tmp_path / "key"
-    key.write_text("a secret of this cluster")
-    key.chmod(0o600)
-    return {
-        "model": "demo",
-        "threads": 1,
-        "num_kv_blocks": 120,
-        "max_model_len": 192,
-        "check_invariants": True,
-        "host_kv_memory": "4MiB",
-        "cluster_key_file": str(key),
-        "kv_directory": "mooncake://127.0.0.1:1",
-    }
+def options(cluster_key: str) -> dict[str, Any]:
+    return options_of(cluster_key, "mooncake://127.0.0.1:1")
 
 
 @pytest.fixture

@@ -64,14 +64,6 @@ def options(kind: str, folders: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return folders[kind]
 
 
-@pytest.fixture
-def cluster_key(tmp_path: Path) -> str:
-    key = tmp_path / "key"
-    key.write_text("a secret of this cluster")
-    key.chmod(0o600)
-    return str(key)
-
-
 def again(options: dict[str, Any]) -> int:
     """Tokens of a cached prefix that are computed again."""
     return int("speculative_config" in options)

@@ -10,7 +10,7 @@ import torch
 from quire.ops import Kernels, paged_attention, quantized
 from quire.ops.cpu import library
 from quire.ops.cpu.kernels import CpuKernels
-from quire.ops.elementwise import clamped_swiglu_mul
+from quire.ops.elementwise import activate
 from quire.ops.experts import LoopedExperts
 from quire.ops.linear import Product
 from quire.ops.quantized import Quantization
@@ -91,10 +91,10 @@ def test_the_clamped_gate_is_the_definition() -> None:
     gate, up = x.double()[:, :70].clamp(max=7.0), x.double()[:, 70:].clamp(-7.0, 7.0)
     expected = gate * torch.sigmoid(1.702 * gate) * (up + 1)
     assert (x[:, :70] > 7).any() and (x[:, 70:] < -7).any()
-    torch.testing.assert_close(clamped_swiglu_mul(x).double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(rows.gate_mul(x, "clamped_swiglu"), clamped_swiglu_mul(x), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(activate(x, "clamped_swiglu").double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rows.activate(x, "clamped_swiglu"), activate(x, "clamped_swiglu"), rtol=1e-6, atol=1e-6)
     x[2, 3], x[3, 71] = torch.nan, torch.nan
-    for out in (clamped_swiglu_mul(x), rows.gate_mul(x, "clamped_swiglu")):
+    for out in (activate(x, "clamped_swiglu"), rows.activate(x, "clamped_swiglu")):
         assert out.isnan().sum(dim=1).tolist() == [0, 0, 1, 1, 0]
 
 

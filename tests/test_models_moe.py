@@ -21,9 +21,9 @@ from quire.models.registry import load_model
 from quire.observe.recorder import Recorder
 from quire.ops import Quantization
 from tests.oracle import (
+    assert_parity,
     chunked_logits,
     edit_json,
-    greedy,
     load_reference,
     random_prompt,
     reference_choices,
@@ -55,11 +55,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     architecture, options = OPTIONS[case]
     folder = save_checkpoint(tmp_path, architecture, **options)
-    reference, model = load_reference(folder), load_model(folder)
-    expected = reference_logits(reference, PROMPT)
-    torch.testing.assert_close(chunked_logits(model, PROMPT, 37), expected, rtol=0, atol=1e-4)
-    output = greedy(model, PROMPT, 64)
-    assert output == reference_choices(reference, PROMPT, output)
+    assert_parity(folder, PROMPT)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])

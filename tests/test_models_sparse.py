@@ -19,12 +19,9 @@ from quire.ops import Kernels, KVCache, Quantization, RaggedBatch, sparse
 from quire.ops.kv_cache import KEY
 from tests import test_determinism as product
 from tests.oracle import (
+    assert_parity,
     chunked_logits,
-    greedy,
-    load_reference,
     random_prompt,
-    reference_choices,
-    reference_logits,
     save_checkpoint,
 )
 from tests.test_models_deepseek import YARN, rope, save_with_mtp
@@ -67,11 +64,7 @@ def lowest_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path, lowest_first: None) -> None:
     architecture, options = CASES[case]
     folder = save_checkpoint(tmp_path, architecture, **options)
-    reference, model = load_reference(folder), load_model(folder)
-    expected = reference_logits(reference, PROMPT)
-    torch.testing.assert_close(chunked_logits(model, PROMPT, 37), expected, rtol=0, atol=1e-4)
-    output = greedy(model, PROMPT, 64)
-    assert output == reference_choices(reference, PROMPT, output)
+    assert_parity(folder, PROMPT)
 
 
 @pytest.mark.parametrize("kernels", [None, Kernels()], ids=["chosen", "torch"])

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from quire.errors import ConfigError
-from quire.ops import BLOCK_SIZES, KVCache, PackedWeight, RaggedBatch, rms_norm, rotate, silu_mul
-from quire.ops.elementwise import gelu_tanh_mul
+from quire.ops import BLOCK_SIZES, KVCache, PackedWeight, RaggedBatch, activate, rms_norm, rotate
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = [1, 2, 3, 5, 7, 8, 9, 10, 31, 64, 65, 200]
@@ -86,13 +85,13 @@ def test_gate_equals_the_definition(dtype: torch.dtype) -> None:
     gate, up = x.double().chunk(2, dim=1)
     tolerance = 1e-6 if dtype == torch.float32 else 2**-7
     silu, gelu = torch.nn.functional.silu(gate), torch.nn.functional.gelu(gate, approximate="tanh")
-    torch.testing.assert_close(silu_mul(x).double(), silu * up, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(gelu_tanh_mul(x).double(), gelu * up, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(activate(x, "silu").double(), silu * up, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(activate(x, "gelu_tanh").double(), gelu * up, atol=tolerance, rtol=tolerance)
 
 
 def test_gate_is_finite_for_large_inputs() -> None:
     gate = torch.tensor([[-200.0, 200.0, 1.0, 1.0]])
-    assert silu_mul(gate).tolist() == [[0.0, 200.0]]
+    assert activate(gate, "silu").tolist() == [[0.0, 200.0]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,13 +102,13 @@ def test_rows_of_norm_gate_and_rotation_do_not_know_of_one_another(size: int, dt
     heads = x.view(601, 2, size)
     angles = draw(601, size // 2, seed=2)
     cos, sin = angles.cos(), angles.sin()
-    whole = (rms_norm(heads, weight, 1e-6), silu_mul(x), gelu_tanh_mul(x), rotate(heads, cos, sin))
+    whole = (rms_norm(heads, weight, 1e-6), activate(x, "silu"), activate(x, "gelu_tanh"), rotate(heads, cos, sin))
     for rows in ROWS:
         part = slice(300, 300 + rows)
         parts = (
             rms_norm(heads[part], weight, 1e-6),
-            silu_mul(x[part]),
-            gelu_tanh_mul(x[part]),
+            activate(x[part], "silu"),
+            activate(x[part], "gelu_tanh"),
             rotate(heads[part], cos[part], sin[part]),
         )
         for all_rows, some in zip(whole, parts, strict=True):

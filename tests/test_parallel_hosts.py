@@ -32,6 +32,7 @@ from quire.engine.placement import placed
 from quire.engine.ranks import Ranks
 from quire.errors import ConfigError, RankLostError
 from quire.runner.memory_plan import Measured
+from tests.http_tools import free_port
 from tests.networks import Networks, networks
 from tests.oracle import save_checkpoint
 
@@ -41,12 +42,6 @@ __all__ = ["networks"]  # a fixture
 
 LONG = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
 PROMPT = [5, 6, 7]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 class Joined:

@@ -6,12 +6,11 @@ On a CPU, with every instruction set that the machine has; `test_triton_states.p
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from quire.ops import Kernels, RaggedBatch, choose_kernels, self_test
+from quire.ops import RaggedBatch, choose_kernels, self_test
 from quire.ops.cpu import library
 from quire.ops.short_conv import ConvShape
 from tests.recurrent_layers import KINDS, LAYER, Sequences, by_the_recurrence
@@ -91,7 +90,7 @@ def test_a_convolution_that_sees_more_than_a_block_and_a_token_is_refused() -> N
         choose_kernels("auto").short_conv(torch.ones(1, kind.width), kind.weights._replace(conv=conv), cache, batch, 0)
 
 
-@pytest.mark.parametrize("check", self_test.RECURRENT.values(), ids=self_test.RECURRENT)
-def test_quire_doctor_tries_the_layers(check: Callable[[Kernels, torch.dtype], self_test.Check]) -> None:
-    found = check(choose_kernels("auto"), torch.bfloat16)
+@pytest.mark.parametrize("kernel", self_test.RECURRENT)
+def test_quire_doctor_tries_the_layers(kernel: str) -> None:
+    found = self_test.check_recurrent(choose_kernels("auto"), kernel)
     assert found.passed and found.cases > 1

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -254,11 +253,8 @@ def test_a_router_that_is_told_to_leave_lets_its_streams_end(expected: str, flee
 
 
 @pytest.mark.slow
-def test_a_router_picks_the_prefill_server_of_a_long_prompt_and_survives_its_death(tmp_path: Path) -> None:
-    secret = tmp_path / "key"
-    secret.write_text("a secret of this cluster")
-    secret.chmod(0o600)
-    cluster = ("--cluster-key-file", str(secret), "--admin")
+def test_a_router_picks_the_prefill_server_of_a_long_prompt_and_survives_its_death(cluster_key: str) -> None:
+    cluster = ("--cluster-key-file", cluster_key, "--admin")
     long = "\n".join(f"def f{index}(a, b):\n    return a + {index} * b\n" for index in range(40))
     body = {"prompt": long, "max_tokens": 24, "temperature": 0.8, "seed": 11}
     with LLM("demo", threads=1) as llm:

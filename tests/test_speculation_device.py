@@ -28,16 +28,13 @@ from quire.speculate import methods
 from quire.speculate.device_drafting import DeviceDraftingProposer, kept_tokens
 from quire.speculate.drafting import DraftingProposer
 from tests.devices import DelayedDevice, SpanKernels, StrictDevice, on_device, opaque
-from tests.oracle import save_checkpoint
-from tests.test_models_deepseek import save_with_mtp
-from tests.test_models_eagle import eagle3_tensors, eagle_tensors, write
 from tests.test_speculation import CHOICES, Outcome, ends, prompts, request, run, save_with_bad_tokens
+from tests.test_speculation_methods import TARGETS, folders
+
+__all__ = ["folders"]  # a fixture
 
 METHODS = ("draft_model", "eagle", "eagle3", "mtp", "itself")
 """`itself`: the target is its own draft model."""
-
-TARGETS = {"eagle3": "deep", "mtp": "mtp"}
-"""What some draft for; the others, for `target`."""
 
 ALWAYS = {"itself": (1,), "draft_model": (1,), "eagle": (0,), "eagle3": (1,), "mtp": (2,)}
 """The depths of overlap that a method is tested at; `make test-slow` adds the others."""
@@ -58,18 +55,6 @@ FOLLOWING = (7, 9)
 """Of these, those with bad_words: what is masked depends on which the tokens before are."""
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, str]:
-    made = {name: tmp_path_factory.mktemp(name) for name in ("target", "deep", "draft_model", "eagle", "eagle3", "mtp")}
-    save_checkpoint(made["target"], "llama", num_hidden_layers=2)
-    save_checkpoint(made["deep"], "llama", num_hidden_layers=7)
-    save_checkpoint(made["draft_model"], "llama", num_hidden_layers=1)
-    write(made["eagle"], eagle_tensors())
-    write(made["eagle3"], eagle3_tensors(), draft_vocab_size=len(eagle3_tensors()["lm_head.weight"]))
-    save_with_mtp(made["mtp"])
-    return {name: str(folder) for name, folder in made.items()} | {"itself": str(made["target"])}
-
-
 def start(
     folders: dict[str, str],
     method: str | None,
@@ -84,7 +69,7 @@ def start(
         name = "draft_model" if method == "itself" else method
         spec = {"method": name, "num_speculative_tokens": drafts, "adaptive": False} | more.pop("spec", {})
         if name not in ("ngram", "mtp"):
-            spec["model"] = folders[method]
+            spec["model"] = folders["target" if method == "itself" else method]
     options = {"threads": 1, "max_num_seqs": 16, "max_model_len": 200, "num_kv_blocks": 100, "check_invariants": True}
     on_gpu = {"device": "cuda", "deterministic": True, "gpu_memory_utilization": 1.0}
     with on_device(device or DelayedDevice(), opaque(SpanKernels())):

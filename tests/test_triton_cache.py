@@ -12,11 +12,12 @@ import torch.nn.functional as F
 
 import tests.triton_launches  # noqa: F401  # for every test
 from quire.core.step import FROM_PREVIOUS
-from quire.ops import HeadNorm, Kernels, KVCache, RaggedBatch
+from quire.ops import Kernels, KVCache, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype, quantize
 from quire.ops.ragged import DeviceSpans
 from quire.ops.triton.kernels import TritonKernels
-from tests.test_triton_rows import DTYPES, TOLERANCE, as_on_a_gpu, draw
+from tests.test_cpu_rows import Case
+from tests.test_triton_rows import DTYPES, TOLERANCE, as_on_a_gpu
 from tests.triton_compile import EACH_ARCHITECTURE, compile_all
 
 __all__ = ["as_on_a_gpu"]
@@ -123,34 +124,6 @@ def test_a_copy_moves_the_heads_of_blocks_and_nothing_else(
 
 
 # -- queries, keys and values --------------------------------------------------------------------------------------
-
-
-class Case:
-    """Random rows, norms, angles and slots for (heads, kv_heads, head_dim)."""
-
-    def __init__(
-        self, shape: tuple[int, int, int], tokens: int, dtype: torch.dtype, block_size: int = 16, values: bool = False
-    ) -> None:
-        self.heads, self.kv_heads, self.dim = shape
-        self.qkv = draw(tokens, (self.heads + 2 * self.kv_heads) * self.dim, dtype=dtype) * 3
-        normed = self.heads + self.kv_heads * (2 if values else 1)
-        self.norm = HeadNorm(draw(normed, self.dim, dtype=dtype, seed=1), 1e-6)
-        angles = draw(tokens, self.dim // 2, seed=2)
-        self.cos, self.sin = angles.cos(), angles.sin()
-        self.blocks = -(-tokens // block_size) + 2
-        slots = random.Random(tokens).sample(range(block_size, self.blocks * block_size), tokens)
-        self.slots, self.block_size = torch.tensor(slots), block_size
-
-    def cache(self, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = "auto") -> KVCache:
-        kv = KVCache(self.blocks, 2, self.kv_heads, self.dim, self.block_size, dtype, kv_cache_dtype)
-        kv.data.fill_(7)
-        return kv
-
-    def run(self, kernels: Kernels, kv: KVCache, rows: slice, norm: bool = True, layer: int = 1) -> torch.Tensor:
-        none = torch.zeros(0, dtype=torch.int64)
-        batch = RaggedBatch(none, none, self.slots[rows], [0], [], none.view(0, 0), self.block_size)
-        tables = self.cos[rows], self.sin[rows]
-        return kernels.rotate_and_store(self.qkv[rows].clone(), self.norm if norm else None, tables, kv, batch, layer)
 
 
 def assert_same(out: torch.Tensor, expected: torch.Tensor, tolerance: float = 0.0) -> None:

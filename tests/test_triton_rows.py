@@ -116,28 +116,30 @@ def test_a_norm_of_groups_is_each_ones(dtype: torch.dtype) -> None:
 def test_a_squared_relu_is_exact_and_keeps_what_is_not_a_number(dtype: torch.dtype) -> None:
     x = 3 * draw(3, 1030, dtype=dtype)
     x[0, :3], x[1, 1029] = torch.tensor([-torch.inf, torch.inf, -0.0]), torch.nan
-    torch.testing.assert_close(TRITON.relu2(x), Kernels().relu2(x), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        TRITON.activate(x, "relu2"), Kernels().activate(x, "relu2"), rtol=0, atol=0, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gate_equals_the_reference(dtype: torch.dtype, size: int) -> None:
     x = torch.cat([draw(3, size, dtype=dtype) * 10, draw(3, size, dtype=dtype, seed=1)], dim=1)
-    assert_close(TRITON.silu_mul(x), Kernels().silu_mul(x))
-    assert_close(TRITON.gelu_tanh_mul(x), Kernels().gelu_tanh_mul(x))
+    assert_close(TRITON.activate(x, "silu"), Kernels().activate(x, "silu"))
+    assert_close(TRITON.activate(x, "gelu_tanh"), Kernels().activate(x, "gelu_tanh"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_gate_is_rounded_before_the_product(dtype: torch.dtype) -> None:
     """So nearly all bits are the reference's: another last digit of `exp` is rarely seen in so few."""
     x = draw(4, 2000, dtype=dtype)
-    assert (TRITON.silu_mul(x) == Kernels().silu_mul(x)).float().mean() > 0.99
+    assert (TRITON.activate(x, "silu") == Kernels().activate(x, "silu")).float().mean() > 0.99
 
 
 def test_the_gate_is_finite_for_large_inputs_and_keeps_what_is_not_a_number() -> None:
     gate = [-1e30, -200.0, 200.0, torch.inf, torch.nan]
-    for mul in (TRITON.silu_mul, TRITON.gelu_tanh_mul):
-        out = mul(torch.tensor([gate + [1.0] * 5]))[0].tolist()
+    for activation in ("silu", "gelu_tanh"):
+        out = TRITON.activate(torch.tensor([gate + [1.0] * 5]), activation)[0].tolist()
         assert out[:4] == [0.0, 0.0, 200.0, torch.inf] and out[4] != out[4]
 
 
@@ -170,7 +172,11 @@ def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other() -> None:
     for bad in (torch.nan, torch.inf):
         x = draw(3, 100)
         x[1, 27] = bad
-        for out in (TRITON.rms_norm(x, torch.ones(100), 1e-6), TRITON.silu_mul(x), TRITON.gelu_tanh_mul(x)):
+        for out in (
+            TRITON.rms_norm(x, torch.ones(100), 1e-6),
+            TRITON.activate(x, "silu"),
+            TRITON.activate(x, "gelu_tanh"),
+        ):
             assert TRITON.finite_rows(out).tolist() == [True, False, True]
 
 
@@ -186,7 +192,12 @@ def test_rows_do_not_know_of_one_another(size: int, dtype: torch.dtype) -> None:
     def run(part: slice) -> tuple[torch.Tensor, ...]:
         some = x[part]
         summed = TRITON.add_rms_norm(some.clone(), some.clone(), weight, 1e-6)
-        return TRITON.rms_norm(some, weight, 1e-6), *summed, TRITON.silu_mul(some), TRITON.embed(ids[part], x, dtype)
+        return (
+            TRITON.rms_norm(some, weight, 1e-6),
+            *summed,
+            TRITON.activate(some, "silu"),
+            TRITON.embed(ids[part], x, dtype),
+        )
 
     whole = run(slice(0, 12))
     for first, count in ((0, 1), (7, 1), (3, 2), (5, 7)):
@@ -196,7 +207,7 @@ def test_rows_do_not_know_of_one_another(size: int, dtype: torch.dtype) -> None:
 
 def test_no_rows_give_no_rows() -> None:
     x, weight = draw(0, 64), draw(64)
-    assert TRITON.rms_norm(x, weight, 1e-6).shape == (0, 64) and TRITON.silu_mul(x).shape == (0, 32)
+    assert TRITON.rms_norm(x, weight, 1e-6).shape == (0, 64) and TRITON.activate(x, "silu").shape == (0, 32)
     assert TRITON.embed(torch.zeros(0, dtype=torch.int64), draw(9, 64), torch.float32).shape == (0, 64)
     assert TRITON.finite_rows(x).shape == (0,)
 
@@ -212,9 +223,9 @@ def launch_all() -> None:
             x = torch.empty(count, hidden, dtype=dtype)
             rows.rms_norm(x, weight, 1e-6)
             rows.add_rms_norm(x, x.clone(), weight, 1e-5)
-            rows.silu_mul(torch.empty(count, 2 * inner, dtype=dtype))
-            rows.gelu_tanh_mul(torch.empty(count, 2 * inner, dtype=dtype))
-            rows.gate_mul(torch.empty(count, inner, dtype=dtype), "relu2")
+            rows.activate(torch.empty(count, 2 * inner, dtype=dtype), "silu")
+            rows.activate(torch.empty(count, 2 * inner, dtype=dtype), "gelu_tanh")
+            rows.activate(torch.empty(count, inner, dtype=dtype), "relu2")
             rows.finite_rows(x)
             rows.embed(torch.zeros(count, dtype=torch.int64), table, dtype)
 

@@ -54,7 +54,12 @@ def _row_kernels(rig: Rig, hidden: int, inter: int) -> None:
         rig.near(f"add_rms_norm, {sizes}", normed, wanted, 3)  # the sum is rounded before it is normalized
         rig.near(f"add_rms_norm, the sum, {sizes}", total, wanted_total, 0.75)
         gate_up = rig.draw(rows, 2 * inter)
-        rig.near(f"silu_mul, {rows} x {inter}", kernels.silu_mul(rig.sent(gate_up)), reference.silu_mul(gate_up), 1.5)
+        rig.near(
+            f"silu_mul, {rows} x {inter}",
+            kernels.activate(rig.sent(gate_up), "silu"),
+            reference.activate(gate_up, "silu"),
+            1.5,
+        )
         ids = torch.randint(0, 97, (rows,))
         table = rig.draw(97, hidden)
         found = kernels.embed(ids.to(rig.job.device), rig.sent(table), rig.dtype)

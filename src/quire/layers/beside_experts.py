@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.layers.experts import ExpertsConfig, ExpertsLayer
-from quire.layers.mlp import GatedMLP
+from quire.layers.mlp import MLP
 from quire.layers.weights import LayerWeights
 from quire.ops import RaggedBatch
 from quire.ops.elementwise import Activation
@@ -34,7 +34,7 @@ class MLPBesideExperts:
     def __init__(
         self, config: ExpertsConfig, weights: LayerWeights, activation: Activation, hidden: int, eps: float
     ) -> None:
-        self.mlp = GatedMLP(weights, "mlp.", activation=activation)
+        self.mlp = MLP(weights, "mlp.", activation=activation)
         self.experts = ExpertsLayer(config, weights)
         self._after_mlp, self._before_experts, self._after_experts = (
             weights.norm(name, eps) for name in (AFTER_MLP, BEFORE_EXPERTS, AFTER_EXPERTS)

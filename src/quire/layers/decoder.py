@@ -13,7 +13,7 @@ from quire.layers.attention import Attention, QKNorm, QueryScaling
 from quire.layers.beside_experts import MLPBesideExperts, beside_shapes
 from quire.layers.experts import ExpertsConfig, ExpertsLayer
 from quire.layers.latent import LatentAttention, LatentConfig
-from quire.layers.mlp import GatedMLP, PlainMLP, mlp_of, mlp_shapes
+from quire.layers.mlp import MLP, mlp_shapes
 from quire.layers.norm import RMSNorm
 from quire.layers.per_layer_input import PerLayerGate, gate_shapes
 from quire.layers.recurrent import RecurrentConfig, RecurrentLayer
@@ -210,7 +210,7 @@ class DecoderLayer:
         """What a kernel that computes the whole layer takes; None: there is none for this kind of layer."""
         if self.before_mlp is None or not isinstance(self.attention, Attention | LatentAttention):
             return None
-        if not isinstance(self.mlp, GatedMLP | ExpertsLayer):
+        if not isinstance(self.mlp, MLP | ExpertsLayer):
             return None
         output, attention, mlp = self.attention.output, self.attention.parts, self.mlp.parts
         if output.reduces or attention is None or mlp is None:
@@ -275,7 +275,7 @@ class DecoderLayer:
             if self.mlp is None:
                 return x, residual
         x, residual = _added(self.before_mlp, x, residual)
-        if isinstance(self.mlp, GatedMLP | PlainMLP):
+        if isinstance(self.mlp, MLP):
             x = self.mlp(x)
         elif isinstance(self.mlp, ExpertsLayer):
             x = self.mlp(x, batch)
@@ -302,10 +302,10 @@ def _added(norm: RMSNorm | None, x: torch.Tensor | None, residual: torch.Tensor)
     return norm.with_residual(x, residual)
 
 
-def _mlp(config: LayerConfig, weights: LayerWeights) -> GatedMLP | PlainMLP | ExpertsLayer | MLPBesideExperts:
+def _mlp(config: LayerConfig, weights: LayerWeights) -> MLP | ExpertsLayer | MLPBesideExperts:
     """The MLP of a layer, or the experts that it has in its place, or beside it."""
     if config.experts is None:
-        return mlp_of(weights, "mlp.", config.mlp_bias, config.activation)
+        return MLP(weights, "mlp.", config.mlp_bias, config.activation)
     if config.experts_beside:
         return MLPBesideExperts(config.experts, weights, config.activation, config.hidden_size, config.rms_norm_eps)
     return ExpertsLayer(config.experts, weights)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.layers.mlp import GatedMLP, PlainMLP, mlp_of, mlp_shapes
+from quire.layers.mlp import MLP, mlp_shapes
 from quire.layers.weights import LayerWeights
 from quire.ops import ExpertsParts, Product, RaggedBatch
 from quire.ops.elementwise import WITHOUT_GATE, Activation, sigmoid_gated
@@ -138,7 +138,7 @@ class Everybody:
 
 
 class ExpertsLayer:
-    """The experts of one layer, in place of a `GatedMLP`.
+    """The experts of one layer, in place of an `MLP`.
 
     The router's logits are fp32, of a product in the model's data type: as exact as DeepSeek's in transformers, and
     more so than those of Qwen3-MoE and Mixtral, which are rounded to the model's data type, so that experts tie. (The
@@ -186,9 +186,9 @@ class ExpertsLayer:
             self._experts, self._outputs = self._computed(*products, down[0].inputs), down[0].outputs
         shared = weights.expert_slots and weights.expert_group.size > weights.group.size
         self._everybody = Everybody(weights.expert_group, weights.group.size) if shared else None
-        self._shared: GatedMLP | PlainMLP | None = None
+        self._shared: MLP | None = None
         if config.shared_intermediate_size:
-            self._shared = mlp_of(weights, f"{block}.shared_experts.", activation=config.activation)
+            self._shared = MLP(weights, f"{block}.shared_experts.", activation=config.activation)
         self._latent = config.latent
         self._into = weights.linear(f"{block}.{INTO}") if config.latent else None
         self._out_of = weights.linear(f"{block}.{OUT_OF}") if config.latent else None
@@ -220,15 +220,14 @@ class ExpertsLayer:
     @property
     def parts(self) -> ExpertsParts | None:
         """What a kernel that computes the whole layer takes; None: there is none for this kind of experts."""
-        shared = self._shared.parts if isinstance(self._shared, GatedMLP) else None
+        shared = None if self._shared is None else self._shared.parts
         others = (self._scales, self._into, self._out_of, self._shared_gate)
         if self.slots or any(other is not None for other in others) or (self._shared is not None and shared is None):
             return None
         return ExpertsParts(self._router, self.routing, self._bias, self._experts, shared, self.load)
 
     def _computed(self, up: Sequence[Product], down: Sequence[Product], shared: Gather | ExpertSlots | None) -> Experts:
-        other = () if self._activation == "silu" else (self._activation,)
-        return self._kernels.experts(up, down, shared, *other)
+        return self._kernels.experts(up, down, shared, self._activation)
 
     def without_rows(self, x: torch.Tensor) -> None:
         """A step of other replicas alone; x: [0, hidden], in the type of theirs."""

@@ -10,8 +10,9 @@ from quire.ops.elementwise import WITHOUT_GATE, Activation
 from quire.parallel.group import Split
 
 
-class GatedMLP:
-    """`down(activation(gate(x)) * up(x))`. The two weights that read the same input are one product.
+class MLP:
+    """`down(activation(gate(x)) * up(x))`, the two weights that read the same input being one product; without a gate,
+    `down(activation(up(x)))`.
 
     Args:
         weights: gives the parts by name.
@@ -21,46 +22,21 @@ class GatedMLP:
     """
 
     def __init__(self, weights: LayerWeights, prefix: str, bias: bool = False, activation: Activation = "silu") -> None:
-        self.gate_up = weights.linear(f"{prefix}gate_proj", f"{prefix}up_proj", bias=bias, split=Split.OUTPUTS)
+        first = [prefix + name for name in _first(activation)]
+        self.gate_up = weights.linear(*first, bias=bias, split=Split.OUTPUTS)
         self.down = weights.linear(f"{prefix}down_proj", bias=bias, split=Split.INPUTS)
         self.activation, self._kernels = activation, weights.kernels
 
     @property
     def parts(self) -> MLPParts | None:
-        """What a kernel that computes the whole layer takes; None: ranks add up what it yields."""
-        if self.down.reduces:
+        """What a kernel that computes the whole layer takes; None: ranks add up what it yields, or it has no gate."""
+        if self.down.reduces or self.activation in WITHOUT_GATE:
             return None
         return MLPParts(self.activation, self.gate_up.product, self.down.product, self.down.inputs)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [tokens, hidden]. Same shape and type."""
-        gate_up = self.gate_up(x)
-        gelu = self.activation == "gelu_tanh"
-        return self.down(self._kernels.gelu_tanh_mul(gate_up) if gelu else self._kernels.silu_mul(gate_up))
-
-
-class PlainMLP:
-    """`down(max(up(x), 0) ** 2)`, without a gate; see `GatedMLP`."""
-
-    def __init__(self, weights: LayerWeights, prefix: str, bias: bool = False) -> None:
-        self.up = weights.linear(f"{prefix}up_proj", bias=bias, split=Split.OUTPUTS)
-        self.down = weights.linear(f"{prefix}down_proj", bias=bias, split=Split.INPUTS)
-        self._kernels = weights.kernels
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [tokens, hidden]. Same shape and type."""
-        return self.down(self._kernels.relu2(self.up(x)))
-
-
-def mlp_of(
-    weights: LayerWeights, prefix: str, bias: bool = False, activation: Activation = "silu"
-) -> GatedMLP | PlainMLP:
-    """The MLP that has this activation."""
-    return (
-        GatedMLP(weights, prefix, bias, activation)
-        if activation not in WITHOUT_GATE
-        else PlainMLP(weights, prefix, bias)
-    )
+        return self.down(self._kernels.activate(self.gate_up(x), self.activation))
 
 
 def mlp_shapes(
@@ -68,10 +44,13 @@ def mlp_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """The tensors of an MLP by name, with their shapes."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
-        if name == "gate_proj" and activation in WITHOUT_GATE:
-            continue
+    for name, rows, columns in (*((name, inner, hidden) for name in _first(activation)), ("down_proj", hidden, inner)):
         shapes[f"{prefix}{name}.weight"] = (rows, columns)
         if bias:
             shapes[f"{prefix}{name}.bias"] = (rows,)
     return shapes
+
+
+def _first(activation: Activation) -> tuple[str, ...]:
+    """The parts that read the MLP's input."""
+    return ("up_proj",) if activation in WITHOUT_GATE else ("gate_proj", "up_proj")

@@ -66,7 +66,7 @@ class PerLayerGate:
     def __call__(self, x: torch.Tensor, per_layer_input: torch.Tensor) -> torch.Tensor:
         """x: [tokens, hidden]; per_layer_input: [tokens, width]. Returns what is to be added, [tokens, hidden]."""
         both = torch.cat([self._gate(x), per_layer_input], dim=1)
-        return self.norm(self._projection(self._kernels.gelu_tanh_mul(both)))
+        return self.norm(self._projection(self._kernels.activate(both, "gelu_tanh")))
 
 
 def gate_shapes(hidden: int, width: int) -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from quire.models.config import DecoderConfig, read_routing
 from quire.models.deepseek_v2 import read_deepseek_config
 from quire.models.fields import Fields
+from quire.ops.experts import Routing
 
 
 def read_config(
@@ -32,14 +33,7 @@ def read_config(
     fields.choice("topk_method", {"noaux_tc"}, default="noaux_tc")
     fields.choice("scoring_func", {"sigmoid"}, default="sigmoid")
     fields.refuse("rope_interleave", (True,), "rotary pairs that do not lie side by side")
-    routing = read_routing(
-        fields,
-        "n_routed_experts",
-        scoring="sigmoid",
-        group_score="top2",
-        normalize=fields.flag("norm_topk_prob", default=True),
-        scale=fields.number("routed_scaling_factor", default=default_scale),
-    )
+    routing = read_v3_routing(fields, default_scale)
     config = read_deepseek_config(
         fields,
         generation,
@@ -49,3 +43,19 @@ def read_config(
         default_eps=default_eps,
     )
     return replace(config, num_mtp_layers=fields.integer("num_nextn_predict_layers", default=1, min=0, max=16))
+
+
+def read_v3_routing(fields: Fields, default_scale: float = 1.0) -> Routing:
+    """How tokens choose experts in V3, and in families that took that over; raises ModelConfigError.
+
+    Args:
+        default_scale: routed_scaling_factor, where the field is absent.
+    """
+    return read_routing(
+        fields,
+        "n_routed_experts",
+        scoring="sigmoid",
+        group_score="top2",
+        normalize=fields.flag("norm_topk_prob", default=True),
+        scale=fields.number("routed_scaling_factor", default=default_scale),
+    )

@@ -15,7 +15,7 @@ import torch
 from quire.errors import ConfigError, TensorShapeError
 from quire.layers.attention import Attention
 from quire.layers.decoder import LayerConfig
-from quire.layers.mlp import GatedMLP
+from quire.layers.mlp import MLP
 from quire.layers.weights import LayerWeights
 from quire.models.checkpoint import Checkpoint
 from quire.models.eagle import TABLE, Head, HeadConfig, read_layer
@@ -55,7 +55,7 @@ class Eagle3Layer:
         shape, bias = (config.num_heads, config.num_kv_heads, config.head_dim), config.qkv_bias
         self.attention = Attention(*shape, weights, 0, None, qkv_bias=bias, output_bias=config.output_bias)
         self.post_attention_norm = weights.norm("post_attention_layernorm", eps)
-        self.mlp = GatedMLP(weights, "mlp.", config.mlp_bias)
+        self.mlp = MLP(weights, "mlp.", config.mlp_bias)
 
     def __call__(
         self,

@@ -17,8 +17,8 @@ from quire.models.config import (
     read_head_dim,
     read_num_layers,
     read_rope,
-    read_routing,
 )
+from quire.models.deepseek_v3 import read_v3_routing
 from quire.models.fields import Fields
 from quire.models.layout import Layout, partly_turned
 
@@ -26,14 +26,7 @@ from quire.models.layout import Layout, partly_turned
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
     """Reads config.json and generation_config.json; raises ModelConfigError."""
     num_layers, head_dim = read_num_layers(fields), read_head_dim(fields)
-    routing = read_routing(
-        fields,
-        "n_routed_experts",
-        scoring="sigmoid",
-        group_score="top2",
-        normalize=fields.flag("norm_topk_prob", default=True),
-        scale=fields.number("routed_scaling_factor", default=1.0),
-    )
+    routing = read_v3_routing(fields)
     inner = fields.integer("moe_intermediate_size")
     shared = inner * fields.integer("n_shared_experts", default=1, min=0)
     rope, context = read_rope(fields, head_dim, partial=0.5)

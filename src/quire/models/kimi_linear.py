@@ -17,9 +17,9 @@ from quire.models.config import (
     MAX_HEADS,
     DecoderConfig,
     read_num_layers,
-    read_routing,
 )
 from quire.models.deepseek_v2 import read_deepseek_config
+from quire.models.deepseek_v3 import read_v3_routing
 from quire.models.fields import Fields
 from quire.models.layout import Layout
 from quire.models.smollm3 import some_without
@@ -62,14 +62,7 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
     names = fields.names() - {*USUAL, *OF_NET, "linear_attn_config", "layer_types", "head_dim", "rope_theta"}
     usual = fields.picked(names) | {USUAL[name]: value for name, value in fields.picked(USUAL).items()}
     fields = Fields(usual, fields.source)
-    routing = read_routing(
-        fields,
-        "n_routed_experts",
-        scoring="sigmoid",
-        group_score="top2",
-        normalize=fields.flag("norm_topk_prob", default=True),
-        scale=fields.number("routed_scaling_factor", default=2.446),
-    )
+    routing = read_v3_routing(fields, 2.446)
     context = fields.integer("max_position_embeddings", default=CONTEXT, max=MAX_CONTEXT)
     config = read_deepseek_config(
         fields,

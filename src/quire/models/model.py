@@ -113,10 +113,10 @@ class ModelSizes:
         seeing_all = sum(each is None for each in self.windows) / self.num_layers
         self.pair_share = layer.num_heads * self.attention_width * self.num_layers * seeing_all / max(1, products)
 
-    def kv_shape(self, kv_cache_dtype: KVCacheDtype = "auto") -> KVShape:
+    def kv_shape(self) -> KVShape:
         """What it keeps of each token in all layers, if each has the shape of most."""
         shape = (self.num_layers, self.num_kv_heads, self.head_dim)
-        return KVShape(*shape, self.dtype, kv_cache_dtype, self.kv_sides)
+        return KVShape(*shape, self.dtype, "auto", self.kv_sides)
 
     def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto", block_size: int = 16) -> list[KVShape | RecurrentShape]:
         """What each group keeps of a token; of recurrent layers, in blocks of so many tokens."""

@@ -23,8 +23,8 @@ from quire.models.config import (
     MIN_EPS,
     DecoderConfig,
     read_decoder_config,
-    read_routing,
 )
+from quire.models.deepseek_v3 import read_v3_routing
 from quire.models.fields import Fields
 from quire.models.layout import Layout
 from quire.models.mamba import ATTENTION, MAMBA, MAX_TAPS, heads_of, joined, read_kinds, refuse_limits
@@ -109,14 +109,7 @@ def _kinds(fields: Fields) -> list[str]:
 
 
 def _read_experts(fields: Fields) -> ExpertsConfig:
-    routing = read_routing(
-        fields,
-        "n_routed_experts",
-        scoring="sigmoid",
-        group_score="top2",
-        normalize=fields.flag("norm_topk_prob", default=True),
-        scale=fields.number("routed_scaling_factor", default=1.0),
-    )
+    routing = read_v3_routing(fields)
     return ExpertsConfig(
         routing,
         fields.integer("moe_intermediate_size"),

@@ -24,7 +24,6 @@ def read_olmo_config(
     generation: Fields,
     windows: tuple[int | None, ...],
     rope: tuple[RopeConfig, int] | None = None,
-    default_theta: float = 10000.0,
 ) -> DecoderConfig:
     """Reads the fields that OLMo 2 and 3 share; for the others see `read_decoder_config`."""
     bias = fields.flag("attention_bias", default=False)
@@ -37,6 +36,5 @@ def read_olmo_config(
         qk_norm="whole",
         norms=POST_NORMS,
         default_eps=1e-5,
-        default_theta=default_theta,
         rope=rope,
     )

@@ -30,9 +30,7 @@ OnProgress = Callable[[str, float], None]
 """Told (phase, share of it done from 0 to 1)."""
 
 
-def quantize_folder(
-    base: Path, output: Path, how: Quantization, on_progress: OnProgress | None = None, kernels: Kernels | None = None
-) -> None:
+def quantize_folder(base: Path, output: Path, how: Quantization, on_progress: OnProgress | None = None) -> None:
     """Write a quantized copy of a checkpoint.
 
     The folder appears under its name only when it is complete; whatever ends this before then, nothing is left.
@@ -41,7 +39,6 @@ def quantize_folder(
         base: folder of the checkpoint.
         output: a folder that does not exist yet, or is empty.
         how: of its linear layers.
-        kernels: what quantizes; the best that this machine has, unless said.
 
     Raises:
         ConfigError: `output` is not empty or cannot be written, or `base` is quantized already.
@@ -55,7 +52,7 @@ def quantize_folder(
     try:
         partial.mkdir(parents=True)
         _copy_small_files(base, partial)
-        write_quantized(checkpoint, partial, how, str(base.resolve()), report, kernels)
+        write_quantized(checkpoint, partial, how, str(base.resolve()), report)
         partial.rename(output)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror or error}; choose another output") from error
@@ -69,7 +66,6 @@ def write_quantized(
     how: Quantization,
     base: str,
     report: OnProgress,
-    kernels: Kernels | None = None,
 ) -> None:
     """A checkpoint's weights, quantized, and the record of it, into a folder that has its config.json.
 
@@ -101,7 +97,7 @@ def write_quantized(
         def progress(done: int, total: int) -> None:
             report(phase, done / total)
 
-        kernels = Quantizing(kernels or choose_kernels())
+        kernels = Quantizing(choose_kernels())
         _, weights = build_model(checkpoint, "auto", progress, kernels, how, spill=spill)
         for count, name in enumerate(plain, start=1):
             writer.add(name, weights.as_stored(name))

@@ -67,13 +67,9 @@ def read_qwen3_5(fields: Fields, generation: Fields, experts: ExpertsConfig | No
     return _with_joined(config, joined=(("linear_attn.in_proj_qkv", parts),))
 
 
-def read_experts(fields: Fields, normalizes: bool = True) -> ExpertsConfig:
-    """Experts, and the one that every token goes through; raises ModelConfigError.
-
-    Args:
-        normalizes: `norm_topk_prob`, where the field is absent.
-    """
-    routing = read_routing(fields, "num_experts", normalize=fields.flag("norm_topk_prob", default=normalizes))
+def read_experts(fields: Fields) -> ExpertsConfig:
+    """Experts, and the one that every token goes through; raises ModelConfigError."""
+    routing = read_routing(fields, "num_experts", normalize=fields.flag("norm_topk_prob", default=True))
     shared = fields.integer("shared_expert_intermediate_size")
     return ExpertsConfig(routing, fields.integer("moe_intermediate_size"), shared, shared_gate=True)
 

@@ -2,7 +2,7 @@
 
 from quire.ops.attention import paged_attention, store_kv
 from quire.ops.choose import choice_note, choose_kernels, lost_kernels
-from quire.ops.elementwise import rms_norm, rotate, silu_mul
+from quire.ops.elementwise import activate, rms_norm, rotate
 from quire.ops.fp8 import Fp8Weight
 from quire.ops.kernels import AttentionParts, ExpertsParts, HeadNorm, Kernels, LatentParts, LayerParts, MLPParts
 from quire.ops.kv_cache import BLOCK_SIZES, KVCache, KVShape
@@ -29,12 +29,12 @@ __all__ = [
     "Quantization",
     "QuantizedWeight",
     "RaggedBatch",
+    "activate",
     "choice_note",
     "choose_kernels",
     "lost_kernels",
     "paged_attention",
     "rms_norm",
     "rotate",
-    "silu_mul",
     "store_kv",
 ]

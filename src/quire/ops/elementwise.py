@@ -8,14 +8,13 @@ place of a contiguous tensor. `silu` and `sigmoid` do not: the last elements of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Literal
 
 import torch
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 """What the gate of an MLP goes through: x * sigmoid(f(x)), SiLU with f(x) = x. Or, without a gate, `relu2`: what is
-above 0 is squared, and the rest is 0."""
+above 0 is squared, and the rest is 0 (https://arxiv.org/abs/2109.08668)."""
 
 WITHOUT_GATE: frozenset[Activation] = frozenset({"relu2"})
 
@@ -67,35 +66,29 @@ def sigmoid_gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return (x.float() / (1 + torch.exp(-gate.float()))).to(x.dtype)
 
 
-def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` for x [rows, 2 * n] = gate | up. Returns [rows, n] in x's data type.
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`activation(gate) * up` for x [rows, 2 * n] = gate | up; without a gate, `activation(x)` for x [rows, n].
 
-    `silu` is rounded to x's data type before the product, as Hugging Face does.
+    Returns [rows, n] in x's data type, to which the activated gate is rounded before the product, as Hugging Face does.
     """
-    return _gate(x, _silu)
-
-
-def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
-    """The same with GELU, in the approximation by a tanh, in place of `silu`."""
-    return _gate(x, _gelu_tanh)
-
-
-def clamped_swiglu_mul(x: torch.Tensor) -> torch.Tensor:
-    """The same as gpt-oss has it, see `SWIGLU_LIMIT`."""
+    if activation == "relu2":
+        return x.relu().square_()
     gate, up = x.chunk(2, dim=-1)
-    gate = gate.float().clamp(max=SWIGLU_LIMIT)
-    active = (gate / (gate * -SWIGLU_ALPHA).exp_().add_(1.0)).to(x.dtype)
-    return (active.float() * up.float().clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1.0)).to(x.dtype)
-
-
-def _gate(x: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    gate, up = x.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        return _clamped_swiglu(gate, up)
+    activated = {"silu": _silu, "gelu_tanh": _gelu_tanh}[activation]
     if x.numel() <= 2 * PART:
-        return activation(gate).mul_(up)
+        return activated(gate).mul_(up)
     out = torch.empty(up.shape, dtype=x.dtype)
     for rows in _parts(gate):
-        torch.mul(activation(gate[rows]), up[rows], out=out[rows])
+        torch.mul(activated(gate[rows]), up[rows], out=out[rows])
     return out
+
+
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    clamped = gate.float().clamp(max=SWIGLU_LIMIT)
+    active = (clamped / (clamped * -SWIGLU_ALPHA).exp_().add_(1.0)).to(gate.dtype)
+    return (active.float() * up.float().clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1.0)).to(gate.dtype)
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
@@ -107,19 +100,6 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     wide = x.float()
     slope = (wide * wide).mul_(GELU_CUBIC).add_(GELU_LINEAR).mul_(wide)
     return (wide / slope.neg_().exp_().add_(1.0)).to(x.dtype)
-
-
-def relu2(x: torch.Tensor) -> torch.Tensor:
-    """`max(x, 0) ** 2` in x's data type (https://arxiv.org/abs/2109.08668)."""
-    return x.relu().square_()
-
-
-GATES: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": silu_mul,
-    "gelu_tanh": gelu_tanh_mul,
-    "clamped_swiglu": clamped_swiglu_mul,
-    "relu2": relu2,
-}
 
 
 def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:

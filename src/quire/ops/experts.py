@@ -10,7 +10,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
-from quire.ops.elementwise import GATES, Activation, silu_mul
+from quire.ops.elementwise import Activation, activate
 from quire.ops.linear import Product
 from quire.ops.ragged import RaggedBatch
 from quire.parallel.group import Gather, Group
@@ -222,7 +222,7 @@ class LoopedExperts:
         for slot in sorted({*slots.flatten().tolist()} & {*own}):
             token, place = (slots == slot).nonzero(as_tuple=True)
             gate_up = self._gate_up[slot - own.start].matmul(x[token])
-            inner = silu_mul(gate_up) if self._activation == "silu" else GATES[self._activation](gate_up)
+            inner = activate(gate_up, self._activation)
             inner = inner if self._inner is None else self._inner(inner)
             parts[token, place] = (
                 self._down[slot - own.start].matmul(inner, torch.float32) * weights[token, place, None]

@@ -327,17 +327,9 @@ class Kernels:
         total = residual + x
         return elementwise.rms_norm(total, weight, eps), total
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """See `elementwise.silu_mul`."""
-        return elementwise.silu_mul(x)
-
-    def gelu_tanh_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """See `elementwise.gelu_tanh_mul`."""
-        return elementwise.gelu_tanh_mul(x)
-
-    def relu2(self, x: torch.Tensor) -> torch.Tensor:
-        """See `elementwise.relu2`."""
-        return elementwise.relu2(x)
+    def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """See `elementwise.activate`."""
+        return elementwise.activate(x, activation)
 
     def soft_cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         """See `elementwise.soft_cap`."""

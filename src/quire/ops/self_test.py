@@ -101,9 +101,9 @@ def run(kernels: Kernels) -> Iterator[Check]:
     yield from (check_experts(kernels, how) for how in (*DTYPES, *formats))
     yield from (check_latent_attention(kernels, dtype, cache) for dtype, cache in LATENT_CACHES)
     yield from (check_sparse_attention(kernels, dtype) for dtype in DTYPES)
-    for name, check in RECURRENT.items():
+    for name in RECURRENT:
         if getattr(type(kernels), name) is not getattr(Kernels, name):  # plain torch takes seconds, a row at a time
-            yield check(kernels, torch.bfloat16)
+            yield check_recurrent(kernels, name)
     yield from (check_trees(kernels, dtype, cache) for dtype, cache in CACHES)
     yield from (check_latent_trees(kernels, dtype, cache) for dtype, cache in LATENT_CACHES)
 
@@ -183,7 +183,7 @@ def check_norm_and_gate(kernels: Kernels, dtype: torch.dtype) -> Check:
     weight = torch.randn(1408, generator=generator).to(kernels.device, dtype)
 
     def compute(rows: torch.Tensor) -> torch.Tensor:
-        return torch.cat([kernels.rms_norm(rows, weight, 1e-6), kernels.silu_mul(rows)], dim=1)
+        return torch.cat([kernels.rms_norm(rows, weight, 1e-6), kernels.activate(rows, "silu")], dim=1)
 
     failures, cases = _compare_rows(kernels, compute, x)
     return Check(f"norm and gate {_name(dtype)}", cases, tuple(failures))
@@ -298,7 +298,7 @@ def check_attention(
     kernels: Kernels,
     dtype: torch.dtype,
     kv_cache_dtype: KVCacheDtype = "auto",
-    chunkings: Sequence[Sequence[int]] | None = None,
+    chunkings: Sequence[Sequence[int]] = CHUNKINGS,
 ) -> Check:
     """A context's attention cut into chunks, and beside another request, against all of it at once."""
     return _check_chunks("attention", self_test_layers.Attention, kernels, dtype, kv_cache_dtype, chunkings)
@@ -308,7 +308,7 @@ def check_latent_attention(
     kernels: Kernels,
     dtype: torch.dtype,
     kv_cache_dtype: KVCacheDtype = "auto",
-    chunkings: Sequence[Sequence[int]] | None = None,
+    chunkings: Sequence[Sequence[int]] = CHUNKINGS,
 ) -> Check:
     """As `check_attention`, of latent attention, with the products of its heads."""
     return _check_chunks(
@@ -318,26 +318,20 @@ def check_latent_attention(
 
 def check_sparse_attention(kernels: Kernels, dtype: torch.dtype) -> Check:
     """As `check_attention`, of latent attention to the positions that an indexer chooses."""
-    return _check_chunks("sparse attention", self_test_layers.SparseAttention, kernels, dtype, "auto")
+    return _check_chunks("sparse attention", self_test_layers.SparseAttention, kernels, dtype)
 
 
-def check_delta_net(kernels: Kernels, dtype: torch.dtype) -> Check:
-    """As `check_attention`, of a gated delta net."""
-    return _check_chunks("gated delta net", self_test_layers.DeltaNet, kernels, dtype, "auto")
+RECURRENT: dict[str, tuple[str, type[self_test_layers.Attention]]] = {
+    "delta_net": ("gated delta net", self_test_layers.DeltaNet),
+    "mamba": ("Mamba 2", self_test_layers.Mamba),
+    "short_conv": ("short convolution", self_test_layers.ShortConv),
+}
+"""By the kernel: what is checked, and how."""
 
 
-def check_mamba(kernels: Kernels, dtype: torch.dtype) -> Check:
-    """As `check_attention`, of a Mamba 2 layer."""
-    return _check_chunks("Mamba 2", self_test_layers.Mamba, kernels, dtype, "auto")
-
-
-def check_short_conv(kernels: Kernels, dtype: torch.dtype) -> Check:
-    """As `check_attention`, of a gated short convolution."""
-    return _check_chunks("short convolution", self_test_layers.ShortConv, kernels, dtype, "auto")
-
-
-RECURRENT = {"delta_net": check_delta_net, "mamba": check_mamba, "short_conv": check_short_conv}
-"""By the name of the kernel."""
+def check_recurrent(kernels: Kernels, kernel: str, dtype: torch.dtype = torch.bfloat16) -> Check:
+    """As `check_attention`, of a recurrent layer."""
+    return _check_chunks(*RECURRENT[kernel], kernels, dtype)
 
 
 def _check_chunks(
@@ -345,8 +339,8 @@ def _check_chunks(
     kind: type[self_test_layers.Attention],
     kernels: Kernels,
     dtype: torch.dtype,
-    kv_cache_dtype: KVCacheDtype,
-    chunkings: Sequence[Sequence[int]] | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
+    chunkings: Sequence[Sequence[int]] = CHUNKINGS,
 ) -> Check:
     failures, cases = [], 1
     with kernels.threads(1):
@@ -355,7 +349,7 @@ def _check_chunks(
         failures.append("against plain torch")
     for block_size, neighbour, threads in ((16, 0, 1), (64, 37, 2)):
         attend = kind(kernels, dtype, kv_cache_dtype, block_size)
-        for chunks in CHUNKINGS if chunkings is None else chunkings:
+        for chunks in chunkings:
             cases += 1
             with kernels.threads(threads):
                 same = torch.equal(attend(chunks, neighbour), whole)

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from quire.router.servers import Server
 from quire.server.metric_values import Family, Layout, Values, read_all
-from quire.server.metrics import CONTENT_TYPE, REJECTIONS, STATUSES, Families
+from quire.server.metrics import CONTENT_TYPE, REJECTIONS, STATUSES, Families, HttpMetrics
 
 ROUTES = (
     "/v1/completions",
@@ -68,30 +68,12 @@ _LAYOUT = Layout(
 )
 
 
-class RouterMetrics:
+class RouterMetrics(HttpMetrics):
     """The metrics of one router. To be used from one thread."""
 
     def __init__(self) -> None:
-        self._values = Values(_LAYOUT, None, 0)
-        self._in_progress = self._values.cell("quire:http_requests_in_progress")
+        super().__init__(Values(_LAYOUT, None, 0))
         self._first_token = self._values.histogram("quire:router_time_to_first_token_seconds")
-
-    def request_received(self) -> None:
-        """A request's headers have been received. Each call is followed by one of `request_done`."""
-        self._in_progress[0] += 1
-
-    def request_done(self, route: str, status: int) -> None:
-        """A request's response is complete."""
-        self._in_progress[0] -= 1
-        self._values.count("quire:http_requests", route, str(status))
-
-    def rejected(self, reason: str) -> None:
-        """A request was refused before it was sent to a server."""
-        self._values.count("quire:requests_rejected", reason)
-
-    def disconnected(self) -> None:
-        """A client disconnected before its response was complete."""
-        self._values.count("quire:disconnects")
 
     def first_token(self, seconds: float) -> None:
         """A stream's first bytes came this many seconds after the request."""

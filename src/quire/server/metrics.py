@@ -139,7 +139,33 @@ _LAYOUT = Layout(
 )
 
 
-class Metrics:
+class HttpMetrics:
+    """What a server and a router count alike, of HTTP requests."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+        self._in_progress = values.cell("quire:http_requests_in_progress")
+
+    def request_received(self) -> None:
+        """A request's headers have been received. Each call is followed by one of `request_done`."""
+        self._in_progress[0] += 1
+
+    def request_done(self, route: str, status: int) -> None:
+        """A request was answered to its end. `route`: the template that matched it, or anything else; `status`: its
+        HTTP status, or 499 if the client went away before there was one."""
+        self._in_progress[0] -= 1
+        self._values.count("quire:http_requests", route, str(status))
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused before it ran or was sent on; `reason` is one of `REJECTIONS`."""
+        self._values.count("quire:requests_rejected", reason)
+
+    def disconnected(self) -> None:
+        """A client disconnected before its response was complete."""
+        self._values.count("quire:disconnects")
+
+
+class Metrics(HttpMetrics):
     """One HTTP process's metrics. To be used from one thread; no method raises, whatever the numbers are.
 
     Args:
@@ -149,31 +175,10 @@ class Metrics:
     """
 
     def __init__(self, folder: Path | None = None, *, worker: int = 0, model_name: str = "") -> None:
+        super().__init__(Values(_LAYOUT, folder, worker))
         self._folder = folder
         self._model_name = model_name
-        self._values = values = Values(_LAYOUT, folder, worker)
-        self._gaps = values.histogram("vllm:inter_token_latency_seconds")
-        self._in_progress = values.cell("quire:http_requests_in_progress")
-
-    # -- HTTP ------------------------------------------------------------------------------------------------
-
-    def request_received(self) -> None:
-        """A request's headers have been received. Each call is followed by one of `request_done`."""
-        self._in_progress[0] += 1
-
-    def request_done(self, route: str, status: int) -> None:
-        """A request was answered to its end. `route`: the template that the router matched (see `ROUTES`), or
-        anything else; `status`: its HTTP status, or 499 if the client went away before there was one."""
-        self._in_progress[0] -= 1
-        self._values.count("quire:http_requests", route, str(status))
-
-    def rejected(self, reason: str) -> None:
-        """A request was refused before it ran; `reason` is one of `REJECTIONS`."""
-        self._values.count("quire:requests_rejected", reason)
-
-    def disconnected(self) -> None:
-        """A client disconnected before its response was complete."""
-        self._values.count("quire:disconnects")
+        self._gaps = self._values.histogram("vllm:inter_token_latency_seconds")
 
     def queue(self, requests: int, tokens: int) -> None:
         """What this process's share of the queue bound holds now."""

@@ -150,8 +150,8 @@ class QuotedValues:
             raise self._too_large()
         return made
 
-    def any_members(self, level: int = 0) -> Format:
-        return self._map(True, level)
+    def any_members(self) -> Format:
+        return self._map(True, 0)
 
     def _members(self, properties: Mapping[str, Any], required: Sequence[str], level: int) -> Format:
         if not all(BARE_NAME.fullmatch(name) for name in properties):

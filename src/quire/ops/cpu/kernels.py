@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -25,21 +26,28 @@ from quire.ops.cpu.layer import CpuLayer
 from quire.ops.cpu.library import VERSION, Library
 from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts, LoopedExperts, Routing
-from quire.ops.kernels import HeadNorm, Kernels, LayerParts, WholeLayer
-from quire.ops.kv_cache import KVCache, KVShape
+from quire.ops.kernels import Kernels, LayerParts, WholeLayer
 from quire.ops.linear import Product
-from quire.ops.logit_edits import Edits
 from quire.ops.mamba import MambaWeights
 from quire.ops.memory import Scratch, WeightMemory
 from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import RaggedBatch
-from quire.ops.sampling import Filters, TokenScores
-from quire.ops.short_conv import ConvCache, ShortConvWeights
-from quire.ops.sparse import Choice
 from quire.ops.states import DeltaNetWeights, StateCache
 from quire.ops.threads import torch_threads
 from quire.parallel.group import Gather
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_library(function: Callable[Concatenate[Library, P], R]) -> Callable[Concatenate[CpuKernels, P], R]:
+    """A method that calls this with the library before its own arguments."""
+
+    def method(self: CpuKernels, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return function(self._lib, *args, **kwargs)
+
+    return method
 
 
 class CpuKernels(Kernels):
@@ -109,57 +117,25 @@ class CpuKernels(Kernels):
             return None
         return CpuLayer(self._lib, parts, self._workspace)
 
+    # -- row by row ----------------------------------------------------------------------------------------
+
     def embed(self, ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return (
             rows.embed(self._lib, ids, weight, dtype) if rows.can_embed(weight) else super().embed(ids, weight, dtype)
         )
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return rows.rms_norm(self._lib, x, weight, eps)
+    rms_norm = on_library(rows.rms_norm)
+    add_rms_norm = on_library(rows.add_rms_norm)
+    activate = on_library(rows.activate)
+    soft_cap = on_library(rows.soft_cap)
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return rows.add_rms_norm(self._lib, x, residual, weight, eps)
+    # -- attention -----------------------------------------------------------------------------------------
 
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        return rows.silu_mul(self._lib, x)
+    rotate_and_store = on_library(rows.rotate_and_store)
+    attention_scratch = on_library(attention.most_scratch)
+    attend = on_library(attention.attend)
 
-    def gelu_tanh_mul(self, x: torch.Tensor) -> torch.Tensor:
-        return rows.gelu_tanh_mul(self._lib, x)
-
-    def relu2(self, x: torch.Tensor) -> torch.Tensor:
-        return rows.relu2(self._lib, x)
-
-    def soft_cap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
-        return rows.soft_cap(self._lib, logits, cap)
-
-    def rotate_and_store(
-        self,
-        qkv: torch.Tensor,
-        norm: HeadNorm | None,
-        tables: tuple[torch.Tensor, torch.Tensor],
-        kv: KVCache,
-        batch: RaggedBatch,
-        layer: int,
-    ) -> torch.Tensor:
-        return rows.rotate_and_store(self._lib, qkv, norm, tables, kv, batch, layer)
-
-    def attention_scratch(self, shape: KVShape) -> int:
-        return attention.most_scratch(self._lib, shape)
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv: KVCache,
-        batch: RaggedBatch,
-        layer: int,
-        scale: float,
-        window: int | None,
-        sinks: torch.Tensor | None = None,
-        causal: bool = True,
-    ) -> torch.Tensor:
-        return attention.attend(self._lib, q, kv, batch, layer, scale, window, sinks, causal)
+    # -- mixture of experts --------------------------------------------------------------------------------
 
     def route(
         self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None, batch: RaggedBatch | None = None
@@ -180,42 +156,17 @@ class CpuKernels(Kernels):
     def heads(self, products: Sequence[Product]) -> HeadProducts:
         return experts.CpuHeads(self._lib, products, self._scratch)
 
-    def store_latent(
-        self,
-        compressed: torch.Tensor,
-        norm: torch.Tensor,
-        eps: float,
-        tables: tuple[torch.Tensor, torch.Tensor],
-        kv: KVCache,
-        batch: RaggedBatch,
-        layer: int,
-        index_keys: torch.Tensor | None = None,
-    ) -> None:
-        latent.store_latent(self._lib, compressed, norm, eps, tables, kv, batch, layer, index_keys)
+    # -- latent and sparse attention -----------------------------------------------------------------------
 
-    def rotate_interleaved(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return latent.rotate_interleaved(self._lib, x, tables)
+    store_latent = on_library(latent.store_latent)
+    rotate_interleaved = on_library(latent.rotate_interleaved)
+    attend_latent = on_library(latent.attend)
+    choose = on_library(sparse.choose)
+    attend_chosen = on_library(sparse.attend)
 
-    def attend_latent(
-        self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
-    ) -> torch.Tensor:
-        return latent.attend(self._lib, q, kv, batch, layer, scale, width)
+    # -- recurrent layers ----------------------------------------------------------------------------------
 
-    def choose(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        kv: KVCache,
-        batch: RaggedBatch,
-        layer: int,
-        choice: Choice,
-    ) -> None:
-        sparse.choose(self._lib, q, weights, kv, batch, layer, choice)
-
-    def attend_chosen(
-        self, q: torch.Tensor, choice: Choice, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
-    ) -> torch.Tensor:
-        return sparse.attend(self._lib, q, choice, kv, batch, layer, scale, width)
+    grouped_norm = on_library(mamba.grouped_norm)
 
     def delta_net(
         self,
@@ -239,24 +190,11 @@ class CpuKernels(Kernels):
     ) -> torch.Tensor:
         return mamba.mamba(self._lib, x, dt, weights, cache, batch, layer, self._workspace)
 
-    def grouped_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, groups: int, eps: float, dtype: torch.dtype
-    ) -> torch.Tensor:
-        return mamba.grouped_norm(self._lib, x, weight, groups, eps, dtype)
+    short_conv = on_library(short_conv.short_conv)
 
-    def short_conv(
-        self, x: torch.Tensor, weights: ShortConvWeights, cache: ConvCache, batch: RaggedBatch, layer: int
-    ) -> torch.Tensor:
-        return short_conv.short_conv(self._lib, x, weights, cache, batch, layer)
+    # -- sampling ------------------------------------------------------------------------------------------
 
-    def finite_rows(self, x: torch.Tensor) -> torch.Tensor:
-        return sampling.finite_rows(self._lib, x)
-
-    def edit_logits(self, logits: torch.Tensor, edits: Edits) -> torch.Tensor:
-        return sampling.edit_logits(self._lib, logits, edits)
-
-    def sample(self, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
-        return sampling.sample(self._lib, logits, filters)
-
-    def token_scores(self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, count: int) -> TokenScores:
-        return sampling.token_scores(self._lib, logits, rows, ids, count)
+    finite_rows = on_library(sampling.finite_rows)
+    edit_logits = on_library(sampling.edit_logits)
+    sample = on_library(sampling.sample)
+    token_scores = on_library(sampling.token_scores)

@@ -71,22 +71,8 @@ def add_rms_norm(
     return x, residual
 
 
-def silu_mul(lib: Library, x: torch.Tensor) -> torch.Tensor:
-    """See `Kernels.silu_mul`."""
-    return _gate(lib, x, "silu")
-
-
-def gelu_tanh_mul(lib: Library, x: torch.Tensor) -> torch.Tensor:
-    """See `Kernels.gelu_tanh_mul`."""
-    return _gate(lib, x, "gelu_tanh")
-
-
-def relu2(lib: Library, x: torch.Tensor) -> torch.Tensor:
-    """See `Kernels.relu2`."""
-    return _gate(lib, x, "relu2")
-
-
-def _gate(lib: Library, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+def activate(lib: Library, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """See `Kernels.activate`."""
     x = x.contiguous()
     rows, width = x.shape
     size = width if activation in WITHOUT_GATE else width // 2

@@ -34,7 +34,7 @@ from quire.ops.triton.linear_quantized import (
     quantize_activations,
     row_scales_at,
 )
-from quire.ops.triton.rows import gate_mul
+from quire.ops.triton.rows import activate
 from quire.ops.triton.weights import ALIGNMENT, addresses_of, biases_of, pointer_at
 from quire.parallel.group import Gather
 
@@ -289,6 +289,6 @@ class QuantizedExperts:
         own, slots = self._ranks.own(ids)
         order, tile_table = ordered(own, len(self._gate_up), tile.rows)
         gate_up = self._gate_up.multiply(x, order, tile_table, ids.shape[1], tile, None)
-        inner = self._ranks.inner(gate_mul(gate_up, self._activation))
+        inner = self._ranks.inner(activate(gate_up, self._activation))
         parts = self._down.multiply(inner, order, tile_table, 1, tile, weights.contiguous())
         return add_places(self._ranks.of_all(parts, slots), out)

@@ -9,41 +9,24 @@ import torch
 import triton
 
 from quire.ops.elementwise import Activation
-from quire.ops.experts import Experts, ExpertSlots, HeadProducts, Routing
+from quire.ops.experts import Experts, ExpertSlots, HeadProducts
 from quire.ops.fp8 import Fp8Weight
-from quire.ops.kernels import HeadNorm, Kernels
+from quire.ops.kernels import Kernels
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import Product
-from quire.ops.logit_edits import Edits
-from quire.ops.mamba import MambaWeights
 from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.quantized import Quantization, QuantizedWeight
-from quire.ops.ragged import DeviceSpans, RaggedBatch
+from quire.ops.ragged import RaggedBatch
 from quire.ops.recurrent import RecurrentCache
-from quire.ops.sampling import Filters, TokenScores
-from quire.ops.short_conv import ConvCache, ShortConvWeights
-from quire.ops.sparse import Choice
-from quire.ops.states import DeltaNetWeights, StateCache
-from quire.ops.triton import (
-    attention,
-    cache,
-    experts,
-    experts_quantized,
-    heads,
-    latent,
-    linear,
-    rows,
-    sampling,
-    short_conv,
-    sparse,
-    states,
-)
+from quire.ops.triton import attention, cache, latent, linear, routing, rows, sampling, short_conv, sparse, states
+from quire.ops.triton.experts import GroupedExperts
+from quire.ops.triton.experts_quantized import QuantizedExperts
+from quire.ops.triton.heads import GroupedHeads
 from quire.ops.triton.linear_dense import DenseProduct
 from quire.ops.triton.linear_fp8 import Fp8Product, can_multiply
 from quire.ops.triton.linear_mxfp4 import Mxfp4Product
 from quire.ops.triton.linear_quantized import QuantizedProduct
 from quire.ops.triton.linear_vendor import Library, VendorProduct
-from quire.ops.triton.routing import count_experts, route
 from quire.parallel.group import Gather
 
 VERSION = 4
@@ -122,53 +105,21 @@ class TritonKernels(Kernels):
 
     # -- a step's inputs -----------------------------------------------------------------------------------
 
-    def place(
-        self,
-        tokens: torch.Tensor,
-        span_of_row: torch.Tensor,
-        recent: torch.Tensor,
-        spans: DeviceSpans,
-        block_size: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return cache.place(tokens, span_of_row, recent, spans, block_size)
+    place = staticmethod(cache.place)
 
     def copy_blocks(self, kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
         kv.copy(copies) if isinstance(kv, RecurrentCache) else cache.copy_blocks(kv, copies)
 
     # -- row by row ----------------------------------------------------------------------------------------
 
-    def embed(self, ids: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return rows.embed(ids, weight, dtype)
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return rows.rms_norm(x, weight, eps)
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return rows.add_rms_norm(x, residual, weight, eps)
-
-    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        return rows.silu_mul(x)
-
-    def gelu_tanh_mul(self, x: torch.Tensor) -> torch.Tensor:
-        return rows.gelu_tanh_mul(x)
-
-    def relu2(self, x: torch.Tensor) -> torch.Tensor:
-        return rows.gate_mul(x, "relu2")
+    embed = staticmethod(rows.embed)
+    rms_norm = staticmethod(rows.rms_norm)
+    add_rms_norm = staticmethod(rows.add_rms_norm)
+    activate = staticmethod(rows.activate)
 
     # -- attention -----------------------------------------------------------------------------------------
 
-    def rotate_and_store(
-        self,
-        qkv: torch.Tensor,
-        norm: HeadNorm | None,
-        tables: tuple[torch.Tensor, torch.Tensor],
-        kv: KVCache,
-        batch: RaggedBatch,
-        layer: int,
-    ) -> torch.Tensor:
-        return cache.rotate_and_store(qkv, norm, tables, kv, batch, layer)
+    rotate_and_store = staticmethod(cache.rotate_and_store)
 
     def attend(
         self,
@@ -185,13 +136,8 @@ class TritonKernels(Kernels):
 
     # -- mixture of experts --------------------------------------------------------------------------------
 
-    def route(
-        self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None, batch: RaggedBatch | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return route(logits, routing, bias, batch)
-
-    def count_experts(self, ids: torch.Tensor, batch: RaggedBatch, load: torch.Tensor) -> None:
-        count_experts(ids, batch, load)
+    route = staticmethod(routing.route)
+    count_experts = staticmethod(routing.count_experts)
 
     def experts(
         self,
@@ -201,97 +147,30 @@ class TritonKernels(Kernels):
         activation: Activation = "silu",
     ) -> Experts:
         if isinstance(gate_up[0], QuantizedProduct):
-            return experts_quantized.QuantizedExperts(gate_up, down, shared, activation)
-        return experts.GroupedExperts(gate_up, down, shared, activation)
+            return QuantizedExperts(gate_up, down, shared, activation)
+        return GroupedExperts(gate_up, down, shared, activation)
 
     def heads(self, products: Sequence[Product]) -> HeadProducts:
-        return heads.GroupedHeads(products)
+        return GroupedHeads(products)
 
-    # -- latent attention ----------------------------------------------------------------------------------
+    # -- latent and sparse attention -----------------------------------------------------------------------
 
-    def store_latent(
-        self,
-        compressed: torch.Tensor,
-        norm: torch.Tensor,
-        eps: float,
-        tables: tuple[torch.Tensor, torch.Tensor],
-        kv: KVCache,
-        batch: RaggedBatch,
-        layer: int,
-        index_keys: torch.Tensor | None = None,
-    ) -> None:
-        latent.store_latent(compressed, norm, eps, tables, kv, batch, layer, index_keys)
-
-    def rotate_interleaved(self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return latent.rotate_interleaved(x, tables)
-
-    def attend_latent(
-        self, q: torch.Tensor, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
-    ) -> torch.Tensor:
-        return latent.attend_latent(q, kv, batch, layer, scale, width)
-
-    # -- sparse attention ----------------------------------------------------------------------------------
-
-    def choose(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        kv: KVCache,
-        batch: RaggedBatch,
-        layer: int,
-        choice: Choice,
-    ) -> None:
-        sparse.choose(q, weights, kv, batch, layer, choice)
-
-    def attend_chosen(
-        self, q: torch.Tensor, choice: Choice, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
-    ) -> torch.Tensor:
-        return sparse.attend_chosen(q, choice, kv, batch, layer, scale, width)
+    store_latent = staticmethod(latent.store_latent)
+    rotate_interleaved = staticmethod(latent.rotate_interleaved)
+    attend_latent = staticmethod(latent.attend_latent)
+    choose = staticmethod(sparse.choose)
+    attend_chosen = staticmethod(sparse.attend_chosen)
 
     # -- recurrent layers ----------------------------------------------------------------------------------
 
-    def delta_net(
-        self,
-        x: torch.Tensor,
-        ab: torch.Tensor,
-        weights: DeltaNetWeights,
-        cache: StateCache,
-        batch: RaggedBatch,
-        layer: int,
-    ) -> torch.Tensor:
-        return states.delta_net(x, ab, weights, cache, batch, layer)
-
-    def mamba(
-        self,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        weights: MambaWeights,
-        cache: StateCache,
-        batch: RaggedBatch,
-        layer: int,
-    ) -> torch.Tensor:
-        return states.mamba(x, dt, weights, cache, batch, layer)
-
-    def grouped_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, groups: int, eps: float, dtype: torch.dtype
-    ) -> torch.Tensor:
-        return rows.grouped_norm(x, weight, groups, eps, dtype)
-
-    def short_conv(
-        self, x: torch.Tensor, weights: ShortConvWeights, cache: ConvCache, batch: RaggedBatch, layer: int
-    ) -> torch.Tensor:
-        return short_conv.short_conv(x, weights, cache, batch, layer)
+    delta_net = staticmethod(states.delta_net)
+    mamba = staticmethod(states.mamba)
+    grouped_norm = staticmethod(rows.grouped_norm)
+    short_conv = staticmethod(short_conv.short_conv)
 
     # -- sampling ------------------------------------------------------------------------------------------
 
-    def finite_rows(self, x: torch.Tensor) -> torch.Tensor:
-        return rows.finite_rows(x)
-
-    def edit_logits(self, logits: torch.Tensor, edits: Edits) -> torch.Tensor:
-        return sampling.edit_logits(logits, edits)
-
-    def sample(self, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
-        return sampling.sample(logits, filters)
-
-    def token_scores(self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, count: int) -> TokenScores:
-        return sampling.token_scores(logits, rows, ids, count)
+    finite_rows = staticmethod(rows.finite_rows)
+    edit_logits = staticmethod(sampling.edit_logits)
+    sample = staticmethod(sampling.sample)
+    token_scores = staticmethod(sampling.token_scores)

@@ -69,18 +69,8 @@ def add_rms_norm(
     return x, residual
 
 
-def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """See `Kernels.silu_mul`."""
-    return gate_mul(x, "silu")
-
-
-def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
-    """See `Kernels.gelu_tanh_mul`."""
-    return gate_mul(x, "gelu_tanh")
-
-
-def gate_mul(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """`activation(gate) * up` for x [rows, 2 * n] = gate | up, or [rows, n] without a gate: see `elementwise.GATES`."""
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """See `Kernels.activate`."""
     x = x.contiguous()
     rows, size = len(x), x.shape[1] if activation in WITHOUT_GATE else x.shape[1] // 2
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
@@ -148,7 +138,7 @@ def _add_rms_norm(x, residual, weight, eps, SIZE: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def activated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-    """(activation(gate), rounded to `dtype`; what it is multiplied with), all fp32: see `elementwise.GATES`."""
+    """(activation(gate), rounded to `dtype`; what it is multiplied with), all fp32: see `elementwise.activate`."""
     slope = gate
     if ACTIVATION == "gelu_tanh":
         slope = (gate * gate * CUBIC + LINEAR) * gate
