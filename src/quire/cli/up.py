@@ -116,7 +116,7 @@ def _last_words(kept: Kept, folder: Path) -> str:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:
         lines = []
-    last = f": {lines[-1].removeprefix('quire: error: ')}" if lines else ""
+    last = f": {lines[-1].removeprefix('quire: error: ').rstrip('.')}" if lines else ""
     if kept.invalid:
         return f"{kept.member.name}{last or ': an option or the model is not valid'}; see {log}"
     return f"{kept.member.name} has failed ({kept.why}{last}); see {log}"
