@@ -19,8 +19,8 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import Move
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, MemoryPlanError
-from quire.kv.ahead import MemoryAhead
 from quire.kv.host import CHECK_BYTES, HostTier, Slots
+from quire.kv.prefault import Prefaulter
 from quire.ops.kv_cache import zeros
 from quire.runner.start import _slot_counts
 from tests.devices import DelayedDevice, SpanKernels, on_device
@@ -262,18 +262,18 @@ def test_memory_is_taken_before_blocks_are_loaded_there_and_what_stands_there_st
     memory = zeros(256 * 2**20, "cpu").view(256, 2**20)
     memory[3] = 7
     before = resident()
-    ahead = MemoryAhead(memory, 10)
-    ahead.drain()
+    prefaulter = Prefaulter(memory, 10)
+    prefaulter.drain()
     taken = resident() - before
     assert 35 * 2**20 < taken < 60 * 2**20 and memory[3].min() == 7 and not memory[4].any()
-    ahead.used(10)  # enough is left
-    ahead.drain()
+    prefaulter.used(10)  # enough is left
+    prefaulter.drain()
     assert resident() - before < taken + 4 * 2**20
-    ahead.used(100)
-    ahead.drain()
+    prefaulter.used(100)
+    prefaulter.drain()
     assert 135 * 2**20 < resident() - before < 160 * 2**20
-    ahead.used(255)
-    ahead.drain()
+    prefaulter.used(255)
+    prefaulter.drain()
     assert resident() - before > 250 * 2**20
 
 

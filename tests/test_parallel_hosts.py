@@ -27,8 +27,8 @@ from quire import LLM, SamplingParams
 from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.curve import read_token
-from quire.engine import crossing
-from quire.engine.placement import placed
+from quire.engine import machine_messages
+from quire.engine.external_launcher import placed
 from quire.engine.ranks import Ranks
 from quire.errors import ConfigError, RankLostError
 from quire.runner.memory_plan import Measured
@@ -293,12 +293,12 @@ def test_the_keys_of_the_others_are_asked_for_too(token: Path) -> None:
     """Who knows the first machine's public key alone is not let in."""
     context: zmq.Context[Any] = zmq.Context()
     known = read_token(str(token), "token_file")
-    first = crossing.listening(context, known, 5.0)
-    door = crossing.doorkeeper(context, known)
+    first = machine_messages.listening(context, known, 5.0)
+    door = machine_messages.doorkeeper(context, known)
     port = first.bind_to_random_port("tcp://127.0.0.1")
     for own, welcome in ((known, True), (b"another token, of some length", False)):
-        other = crossing.connecting(context, known)
-        other.curve_publickey, other.curve_secretkey = crossing._curve(own).keys("others")
+        other = machine_messages.connecting(context, known)
+        other.curve_publickey, other.curve_secretkey = machine_messages._curve(own).keys("others")
         other.connect(f"tcp://127.0.0.1:{port}")
         other.send(b"let me in")
         assert door.socket.poll(5000)
@@ -316,7 +316,7 @@ def test_who_cannot_take_part_is_told_why_and_the_engine_waits_for_others(
     with joined(token, ("--ranks", "5")) as (options, [many]):
         port = options["master_port"]
         context: zmq.Context[Any] = zmq.Context()
-        old = crossing.connecting(context, read_token(str(token), "token_file"))
+        old = machine_messages.connecting(context, read_token(str(token), "token_file"))
         made: list[LLM] = []
         thread = threading.Thread(target=lambda: made.append(LLM("demo", tensor_parallel_size=2, **options)))
         thread.start()
@@ -325,7 +325,7 @@ def test_who_cannot_take_part_is_told_why_and_the_engine_waits_for_others(
         old.connect(f"tcp://127.0.0.1:{port}")
         old.send_multipart([msgspec.msgpack.encode({"type": "Hello", "version": "0.0.1", "news": True}), b""])
         assert old.poll(10_000)
-        refused = msgspec.msgpack.decode(old.recv_multipart()[0], type=crossing.Refused)
+        refused = msgspec.msgpack.decode(old.recv_multipart()[0], type=machine_messages.Refused)
         assert f"has Quire 0.0.1, and the first one {version('quire')}" in refused.message
         context.destroy(linger=0)
         right = Joined(port, token, "--once")

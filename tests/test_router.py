@@ -25,7 +25,7 @@ from quire.router.membership import DnsSource, FileSource, RedisSource, begin, r
 from quire.router.resume import StreamPosition
 from quire.router.run import leave
 from quire.router.servers import Engine, Servers
-from quire.server.meeting import Meeting
+from quire.server.service_registry import ServiceRegistry
 from tests.redis_server import RedisServer, needs_redis
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
 from tests.server_fakes import wait_until
@@ -642,7 +642,7 @@ def test_servers_meet_routers_in_a_redis_whatever_becomes_of_it(
         with RouterThread(server=[redis.url], api_key=["k"]) as router:
             for one in pair:
                 one.key = "k"
-            first, stranger = Meeting(redis.url, "--join", "k"), Meeting(redis.url, "--join", "other")
+            first, stranger = ServiceRegistry(redis.url, "--join", "k"), ServiceRegistry(redis.url, "--join", "other")
             first.join(pair[0].url, "serve")
             [watching] = router.thread.call(begin([RedisSource(redis.url, "k")], router.site.servers))
             assert wait_until(lambda: router.up == 1)

@@ -576,7 +576,7 @@ def _for_here(config: EngineConfig) -> EngineConfig:
     if config.kv_role is not None:
         require_linux(f"kv_role={config.kv_role}")
     if config.distributed_executor_backend != "mp":
-        from quire.engine.placement import placed
+        from quire.engine.external_launcher import placed
 
         config = placed(config)
     return replace(config, device=find_device()[0]) if config.device == "auto" else config

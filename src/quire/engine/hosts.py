@@ -24,7 +24,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from quire.config import EngineConfig
 from quire.curve import Address, read_token
-from quire.engine.crossing import (
+from quire.engine.machine import Machine, RemoteRank, groups_of, how_it_ended, meets
+from quire.engine.machine_messages import (
     ALIVE_SHARE,
     Alive,
     Carried,
@@ -38,7 +39,6 @@ from quire.engine.crossing import (
     doorkeeper,
     listening,
 )
-from quire.engine.machine import Machine, RemoteRank, groups_of, how_it_ended, meets
 from quire.engine.rank import RankStart
 from quire.errors import ConfigError
 from quire.ops.cpu.mirror import Mirror

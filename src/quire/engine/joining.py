@@ -15,7 +15,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from quire.config import EngineConfig
 from quire.curve import Address, Context, Socket
-from quire.engine.crossing import (
+from quire.engine.hosts import emptied, named, received
+from quire.engine.machine import Machine, out_of_memory_kills
+from quire.engine.machine_messages import (
     ALIVE_SHARE,
     Carried,
     Exited,
@@ -27,8 +29,6 @@ from quire.engine.crossing import (
     Written,
     connecting,
 )
-from quire.engine.hosts import emptied, named, received
-from quire.engine.machine import Machine, out_of_memory_kills
 from quire.engine.rank import RankStart
 from quire.errors import ConfigError
 

@@ -54,9 +54,9 @@ def notes_of(
             "limits on requests and tokens apply to each"
         )
     if config.nnodes > 1:
-        from quire.engine import placement
+        from quire.engine import external_launcher
 
-        notes += placement.notes_of(config)
+        notes += external_launcher.notes_of(config)
     if config.redundant_experts is not None:
         each = "never" if not config.eplb_interval else f"at most every {config.eplb_interval:,} steps"
         notes.append(f"each rank holds its own experts; they are rebalanced {each}")

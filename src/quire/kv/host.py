@@ -19,8 +19,8 @@ from torch import Tensor
 
 from quire.core.step import Move
 from quire.errors import ConfigError
-from quire.kv.ahead import MemoryAhead
 from quire.kv.layout import WHOLE, Piece, Share, Split
+from quire.kv.prefault import Prefaulter
 from quire.kv.transport.base import Region
 from quire.ops import memory
 
@@ -108,7 +108,7 @@ class HostTier:
         key: 32 secret bytes.
         pinned: use page-locked memory, for copies to and from a GPU.
         fd: of the memory, if it exists already.
-        ahead: by group, what faults in the pool's memory before blocks are loaded there; may be empty.
+        prefaulters: by group, what faults in the pool's memory before blocks are loaded there; may be empty.
 
     Attributes:
         memory: by group, [count, block_bytes] uint8. On a CPU, pages are allocated on first use. The memory is freed
@@ -127,9 +127,9 @@ class HostTier:
         key: bytes,
         pinned: bool = False,
         fd: int = -1,
-        ahead: Sequence[MemoryAhead] = (),
+        prefaulters: Sequence[Prefaulter] = (),
     ) -> None:
-        self.groups, self.pinned, self._ahead = groups, pinned, ahead
+        self.groups, self.pinned, self._prefaulters = groups, pinned, prefaulters
         if (count := max(each.num_pieces for each in groups)) > MOST_PIECES:
             raise ConfigError(
                 f"host_kv_memory with {count} ranks that have different KV; at most {MOST_PIECES} are allowed: "
@@ -182,8 +182,8 @@ class HostTier:
     def load(self, pools: Sequence[Tensor], moves: Sequence[Move]) -> list[int]:
         """Copy blocks into the pools. Returns the slots whose copies differ from what was saved."""
         pieces = self._pieces(pools, moves)
-        for group in pieces if self._ahead else ():
-            self._ahead[group].used(max(move.block for move in moves if move.group == group))
+        for group in pieces if self._prefaulters else ():
+            self._prefaulters[group].used(max(move.block for move in moves if move.group == group))
         for block, slot, _, group in moves:
             for _, _, own, kept in pieces[group]:
                 for here, there in zip(own, kept, strict=True):

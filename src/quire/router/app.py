@@ -27,7 +27,7 @@ from quire.server.auth import METRICS_PATH, AuthMiddleware, forbidden, tenant_of
 from quire.server.body import check_media_type
 from quire.server.context import stop_error
 from quire.server.errors import ApiError, invalid
-from quire.server.hosts import HostPolicy
+from quire.server.host_policy import HostPolicy
 from quire.server.prefix import PrefixMiddleware
 from quire.server.replies import send_error, send_json
 from quire.server.transport import read_body

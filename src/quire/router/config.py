@@ -19,7 +19,7 @@ from quire.server.config import (
     check_place,
     read_keys,
 )
-from quire.server.meeting import SCHEMES
+from quire.server.service_registry import SCHEMES
 
 MAX_SERVERS = 1024
 DNS = "dns+"

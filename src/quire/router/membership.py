@@ -16,7 +16,7 @@ from quire.log import event
 from quire.router.config import DNS, MAX_SERVERS, RouterConfig
 from quire.router.servers import Role, Servers
 from quire.router.upstream import Address
-from quire.server.meeting import SCHEMES, Meeting
+from quire.server.service_registry import SCHEMES, ServiceRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -189,28 +189,27 @@ class RedisSource:
     """
 
     def __init__(self, url: str, key: str) -> None:
-        self._meeting, self.pause = Meeting(url, "--server", key), WATCH_SECONDS
+        self._registry, self.pause = ServiceRegistry(url, "--server", key), WATCH_SECONDS
         self._strangers: set[str] = set()
         self._checked = False
 
     async def look(self, servers: Servers) -> None:
         """See `Source`."""
         if not self._checked:
-            await asyncio.to_thread(self._meeting.check)
+            await asyncio.to_thread(self._registry.check)
             self._checked = True
-        for one in await asyncio.to_thread(self._meeting.found):
+        for one in await asyncio.to_thread(self._registry.found):
             if not one.is_ours:
                 self._refuse(one.url)
                 continue
             try:
                 servers.add(one.url, "prefill" if one.role == "prefill" else "serve", "joined")
             except ValueError as error:
-                raise ConfigError(f"{self._meeting.where}: {error}") from None
+                raise ConfigError(f"{self._registry.where}: {error}") from None
 
     def _refuse(self, url: str) -> None:
         if url not in self._strangers and len(self._strangers) < MAX_SERVERS:
             self._strangers.add(url)
-            text = (
-                f"{self._meeting.where} names {url[:200]!r}, which has not this router's key: give both the same first "
-            )
-            event(logger, "servers_source", text + "--api-key", level=logging.WARNING)
+            where, advice = self._registry.where, "give both the same first --api-key"
+            text = f"{where} names {url[:200]!r}, which has not this router's key: {advice}"
+            event(logger, "servers_source", text, level=logging.WARNING)

@@ -13,9 +13,9 @@ from quire.config import EngineConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span, StepPlan
 from quire.errors import ConfigError, MemoryPlanError
-from quire.kv.ahead import MemoryAhead
 from quire.kv.host import HostTier, Slots, slot_bytes
 from quire.kv.layout import Share
+from quire.kv.prefault import Prefaulter
 from quire.models.model import Model
 from quire.ops import KVCache
 from quire.runner.device import Device
@@ -143,11 +143,13 @@ def _host_tier(
     slots = [
         Slots(count, size - slot_bytes(0), share) for count, size, share in zip(counts, sizes, shares, strict=True)
     ]
-    ahead = []
+    prefaulters = []
     if config.kv_role == "decode" and not kv[0].memory.is_cuda:  # where streams are to keep their pace
-        ahead = [MemoryAhead(cache.memory, group.peak_blocks) for cache, group in zip(kv, plan.groups, strict=True)]
+        prefaulters = [
+            Prefaulter(cache.memory, group.peak_blocks) for cache, group in zip(kv, plan.groups, strict=True)
+        ]
     try:
-        return HostTier(slots, key, kv[0].memory.is_cuda, fd, ahead)
+        return HostTier(slots, key, kv[0].memory.is_cuda, fd, prefaulters)
     except MemoryError as error:
         raise MemoryPlanError(
             f"host_kv_memory={format_size(config.host_kv_bytes)}: {error}; lower it, or raise the system's limit of "

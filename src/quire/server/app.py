@@ -27,7 +27,7 @@ from quire.server import request_log, routes_info
 from quire.server.auth import AuthMiddleware
 from quire.server.context import AppContext, stop_error
 from quire.server.errors import ApiError, api_error
-from quire.server.hosts import HostPolicy
+from quire.server.host_policy import HostPolicy
 from quire.server.openapi import openapi_document
 from quire.server.prefix import PrefixMiddleware
 from quire.server.replies import error_reply, send_error

@@ -17,7 +17,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.errors import ApiError
-from quire.server.hosts import HostPolicy
+from quire.server.host_policy import HostPolicy
 from quire.server.replies import send_error
 from quire.server.request_log import summary_of
 

@@ -20,8 +20,8 @@ from quire.config import check_field, option, unknown_option
 from quire.errors import ConfigError
 from quire.kv.directory import masked
 from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
-from quire.server.meeting import SCHEMES, Meeting
 from quire.server.processes import MAX_SOCKET_PATH
+from quire.server.service_registry import SCHEMES, ServiceRegistry
 from quire.tls import CACERT, ServerCertificate, client_context
 from quire.vllm_options import translated
 
@@ -140,7 +140,7 @@ class ServerConfig:
                 "join needs api_key, since a router accepts servers that have its key; give both the same one"
             )
         if self.join is not None and self.join.startswith(SCHEMES):
-            Meeting(self.join, "join", self.api_key[0]).close()  # whether it could be used
+            ServiceRegistry(self.join, "join", self.api_key[0]).close()  # whether it could be used
         _check_each("served_model_name", self.served_model_name, _NAME, "1 to 256 printable characters")
 
     @classmethod

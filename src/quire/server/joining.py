@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from quire.errors import QuireError
 from quire.kv.directory import masked
 from quire.log import event
-from quire.server.meeting import SCHEMES, Meeting
 from quire.server.processes import Place, host_and_port, scheme_of, url_of
+from quire.server.service_registry import SCHEMES, ServiceRegistry
 from quire.tls import client_context, why_untrusted
 
 logger = logging.getLogger(__name__)
@@ -94,20 +94,22 @@ class RedisHost:
     """A Redis that routers read."""
 
     def __init__(self, redis: str, key: str, url: str, role: str) -> None:
-        self._meeting, self._url, self._role = Meeting(redis, "--join", key), url, role
+        self._registry, self._url, self._role = ServiceRegistry(redis, "--join", key), url, role
 
     async def say(self, leaves: bool) -> str:
         """See `Host`."""
-        meeting = self._meeting
+        registry = self._registry
         try:
-            await asyncio.to_thread(lambda: meeting.leave(self._url) if leaves else meeting.join(self._url, self._role))
+            await asyncio.to_thread(
+                lambda: registry.leave(self._url) if leaves else registry.join(self._url, self._role)
+            )
         except QuireError as error:
             return str(error)
         return JOINED
 
     async def close(self) -> None:
         """See `Host`."""
-        self._meeting.close()
+        self._registry.close()
 
 
 async def keep_joined(

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from quire.server.errors import ApiError
-from quire.server.hosts import parse_host
+from quire.server.host_policy import parse_host
 from quire.server.request_log import log_unread, make_id, note_error, summary_of
 from quire.server.shares import Shares
 from quire.tls import ServerCertificate

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quire.server import hosts
+from quire.server import host_policy
 from quire.server.app import create_app
-from quire.server.hosts import Host, HostPolicy, parse_host
+from quire.server.host_policy import Host, HostPolicy, parse_host
 from tests.server_fakes import AppThread, FakeEngineClient, app_context
 
 BODY = b'{"prompt": "abc", "max_tokens": 2}'
@@ -302,4 +302,4 @@ def test_keys_change_nothing_of_what_a_body_must_say() -> None:
 
 
 def test_the_bound_on_names_is_that_of_dns() -> None:
-    assert parse_host(b"a" * hosts.MAX_NAME_LENGTH) and not parse_host(b"a" * (hosts.MAX_NAME_LENGTH + 1))
+    assert parse_host(b"a" * host_policy.MAX_NAME_LENGTH) and not parse_host(b"a" * (host_policy.MAX_NAME_LENGTH + 1))

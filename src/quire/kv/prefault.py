@@ -18,7 +18,7 @@ PROMPTS, MOST_BYTES = 4, 2 * 2**30
 """Long prompts whose memory is kept allocated and not used yet, as several may come at once; and the limit of that."""
 
 
-class MemoryAhead:
+class Prefaulter:
     """Faults in as much of one pool as the next long prompts need, in a thread of low priority. A pool hands out blocks
     that were never used in ascending order (`core.block_pool`).
 

@@ -1,4 +1,4 @@
-"""A Redis in which servers register and routers find them, any number of both.
+"""A registry of servers in a Redis: servers register there and routers find them, any number of both.
 
 Keys, all of which begin with `PREFIX`: `servers`, their URLs; `s:URL`, a server's role and signature, which expires
 unless it is renewed. The signature is a hash keyed with the first API key, which server and router share, so that
@@ -22,7 +22,7 @@ LEASE_SECONDS = 15
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class Registered:
     """A registered server. `is_ours`: its signature is valid."""
 
     url: str
@@ -30,8 +30,8 @@ class Met:
     is_ours: bool
 
 
-class Meeting:
-    """The servers and routers with one key.
+class ServiceRegistry:
+    """The servers with one key.
 
     Args:
         url: the Redis' URL.
@@ -71,14 +71,15 @@ class Meeting:
         """Deregister a server."""
         self._link.call(lambda: self._link.client.delete(_key(url)))
 
-    def found(self) -> list[Met]:
+    def found(self) -> list[Registered]:
         """All registered servers."""
         rows = self._link.call(lambda: self._list([PREFIX + b"servers"], [_key("")]))
-        met = []
+        found = []
         for url, record in rows:
             name, (role, _, signature) = url.decode(errors="replace"), record.decode(errors="replace").partition("\n")
-            met.append(Met(name, role, hmac.compare_digest(signature.encode(), self._signature(name, role).encode())))
-        return met
+            is_ours = hmac.compare_digest(signature.encode(), self._signature(name, role).encode())
+            found.append(Registered(name, role, is_ours))
+        return found
 
     def close(self) -> None:
         """Close the connection."""
