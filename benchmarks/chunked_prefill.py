@@ -1,7 +1,8 @@
 """Chunked prefill: the gaps between the tokens of 8 decoding requests while a prompt of 4,096 tokens arrives.
 
 Random weights of Qwen3-0.6B's shape. Without chunking the whole prompt is one step, in which no other request gets a
-token for as long as it takes; with chunking it rides along in steps of a bounded size.
+token for as long as it takes; with chunking it rides along in steps of a bounded size, or, with a target for
+inter-token latency, of the size that meets it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from benchmarks.common import Options, Result, checkpoint, greedy, main, tell, t
 from quire import LLM
 
 DECODING, PROMPT = 8, 4096
+TARGET_MS = 200.0
 
 
 def run(options: Options) -> Result:
@@ -24,6 +26,7 @@ def run(options: Options) -> Result:
     settings = [("whole", {"enable_chunked_prefill": False, "max_num_batched_tokens": most + DECODING + 1})]
     for chunk in (prompt // 4, prompt // 16):
         settings.append((f"steps of {chunk:,} tokens", {"max_num_batched_tokens": chunk}))
+    settings.append((f"target_itl_ms={TARGET_MS:g}", {"target_itl_ms": TARGET_MS}))
     for name, settings_of_it in settings:
         tell(f"chunked prefill: {name}")
         with LLM(

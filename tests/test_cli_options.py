@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
+import quire.__main__
 from quire.cli.main import main
 from quire.cli.options import (
     CommandParser,
@@ -412,6 +413,30 @@ def test_help_and_version_need_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "generate" in done.stdout and "quire 0." in done.stdout
+
+
+def test_ctrl_c_while_the_command_line_is_imported_ends_it_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == "quire.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "quire.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert quire.__main__.main() == 130
+
+
+def test_nothing_is_imported_before_that_is_seen_to() -> None:
+    code = "import sys, quire.__main__; print(*(name for name in sys.modules if name.startswith('quire')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["quire", "quire.__main__"]
+    assert set(quire.__all__) == set(quire._LAZY) | {"__version__"}
+
+
+def test_python_m_quire_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["quire", "--version"])
+    assert quire.__main__.main() == 0
+    assert capsys.readouterr().out == f"quire {quire.__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,11 @@ from quire.cli.main import main
 from quire.cli.options import CommandParser
 from quire.cli.remote import RemoteTalker
 from quire.errors import ConfigError, RemoteError, ServerError
+from quire.router.address import Address
 from quire.router.app import create_app as create_router
 from quire.router.config import RouterConfig
 from quire.router.run import make_site
-from quire.router.upstream import Address, Upstream, UpstreamError
+from quire.router.upstream import Upstream, UpstreamError
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.joining import RouterHost, url_for

@@ -1,6 +1,7 @@
 """Quire: LLM inference in which the same request gives the same tokens. docs/reading.md says where to begin reading.
 
-What a user imports. `LLM` and `AsyncLLM` bring torch, so they are loaded when they are first asked for.
+What a user imports. All of it is loaded when it is first asked for: `LLM` and `AsyncLLM` bring torch, and every process
+of a server and every command begins here.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from quire.config import EngineConfig
-from quire.core.sampling_params import SamplingParams
-from quire.core.structured_outputs import StructuredOutputsParams
-from quire.errors import QuireError, RequestError
-
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
+    from quire.config import EngineConfig
+    from quire.core.sampling_params import SamplingParams
+    from quire.core.structured_outputs import StructuredOutputsParams
     from quire.engine.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestMetrics, RequestOutput
+    from quire.errors import QuireError, RequestError
     from quire.llm import LLM
 
     __version__: str
@@ -32,6 +32,11 @@ _LAZY = {
     "EmbeddingOutput": "quire.engine.outputs",
     "RequestMetrics": "quire.engine.outputs",
     "Logprob": "quire.engine.outputs",
+    "EngineConfig": "quire.config",
+    "SamplingParams": "quire.core.sampling_params",
+    "StructuredOutputsParams": "quire.core.structured_outputs",
+    "QuireError": "quire.errors",
+    "RequestError": "quire.errors",
 }
 
 __all__ = [
@@ -58,7 +63,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version  # takes a while to import, and every process of a server starts here
+        from importlib.metadata import version  # takes a while to import
 
         return version("quire")
     if name in _LAZY:

@@ -14,10 +14,8 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from typing import Protocol, cast
 
-from quire.cli.options import CommandParser
 from quire.errors import INVALID, ConfigError, QuireError, RequestError
 from quire.other_options import OTHER_COMMANDS
 
@@ -129,7 +127,9 @@ def _dispatch(arguments: list[str]) -> int:
         return 0 if arguments else USAGE
     name, rest = arguments[0], arguments[1:]
     if name == "--version":
-        print(f"quire {version('quire')}")
+        from quire import __version__
+
+        print(f"quire {__version__}")
         return 0
     name = ALIASES.get(name, name)
     if name in OTHER_COMMANDS and name not in COMMANDS:
@@ -141,6 +141,8 @@ def _dispatch(arguments: list[str]) -> int:
     module = SUBCOMMANDS.get((name, rest[0] if rest else ""))
     if module:
         name, rest = f"{name} {rest[0]}", rest[1:]
+    from quire.cli.options import CommandParser  # not for --help
+
     command = cast(Command, importlib.import_module(f"quire.cli.{module or name}"))
     parser = CommandParser(prog=f"quire {name}", description=command.__doc__ or "")
     command.add_arguments(parser)

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_type_hints
 from quire.config import option, unknown_option
 from quire.errors import ConfigError
 from quire.kv.directory import masked
-from quire.router.upstream import Address
+from quire.router.address import Address
 from quire.server.config import (
     KEY_OPTIONS,
     ServerConfig,

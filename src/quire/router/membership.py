@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 from quire.errors import ConfigError
 from quire.kv.directory.base import DirectoryError
 from quire.log import event
+from quire.router.address import Address
 from quire.router.config import DNS, MAX_SERVERS, RouterConfig
 from quire.router.servers import Role, Servers
-from quire.router.upstream import Address
 from quire.server.service_registry import SCHEMES, ServiceRegistry
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ from quire.fleet.knowledge import Knowledge
 from quire.fleet.load import Load, common_rate
 from quire.fleet.prompt import CHUNK_BYTES, Prompt
 from quire.log import event
-from quire.router.upstream import Address, Upstream, UpstreamError
+from quire.router.address import Address
+from quire.router.upstream import Upstream, UpstreamError
 from quire.typed_json import BAD_JSON
 
 logger = logging.getLogger(__name__)
