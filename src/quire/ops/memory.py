@@ -185,7 +185,7 @@ def give_back() -> None:
 
 
 def _madvise(address: int, size: int, advice: int) -> None:
-    """Advice to the system, which may not know it: then nothing changes."""
+    """Advice to Linux, which may not know it: then nothing changes. Elsewhere the numbers mean something else."""
     function = getattr(ctypes.CDLL(None), "madvise", None)
-    if function is not None:
+    if function is not None and sys.platform == "linux":
         function(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(advice))
