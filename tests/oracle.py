@@ -14,8 +14,9 @@ import torch
 import transformers
 
 from quire.models.model import Model
+from quire.models.quantize import quantize_folder
 from quire.models.registry import load_model
-from quire.ops import RaggedBatch
+from quire.ops import Quantization, RaggedBatch
 
 torch.set_num_threads(1)  # for matrices this small, a second thread only waits
 transformers.utils.logging.disable_progress_bar()
@@ -373,3 +374,18 @@ def assert_parity(folder: Path, prompt: Sequence[int], rtol: float = 0.0) -> Non
     torch.testing.assert_close(chunked_logits(model, prompt, 37), expected, rtol=rtol, atol=1e-4)
     output = greedy(model, prompt, 64)
     assert output == reference_choices(reference, prompt, output)
+
+
+def assert_errs_no_more(folder: Path, prompt: Sequence[int], factor: float) -> None:
+    """A checkpoint in bf16 is as near to exact logits as with transformers, or `factor` times as far at most."""
+    exact = reference_logits(load_reference(folder), prompt)
+    theirs = reference_logits(load_reference(folder, torch.bfloat16), prompt)
+    ours = chunked_logits(load_model(folder, "bfloat16"), prompt, 37)
+    assert (ours - exact).square().mean().sqrt() < factor * (theirs - exact).square().mean().sqrt()
+
+
+def assert_same_when_quantized(folder: Path, output: Path, prompt: Sequence[int]) -> None:
+    """A quantized copy gives the bits of the checkpoint that is quantized when it is loaded."""
+    quantize_folder(folder, output, Quantization("int4", 32))
+    here = load_model(folder, quantization="int4", group=32)
+    assert torch.equal(chunked_logits(load_model(output), prompt, 37), chunked_logits(here, prompt, 37))

@@ -25,17 +25,18 @@ from quire.layers.rotary import RopeConfig, RotaryEmbedding
 from quire.models.fields import Fields
 from quire.models.fp8 import restore
 from quire.models.layout import partly_turned
-from quire.models.quantize import quantize_folder
 from quire.models.random_checkpoint import write_checkpoint
 from quire.models.registry import load_model, read_config
-from quire.ops import Fp8Weight, Kernels, Mxfp4Weight, Product, Quantization
+from quire.ops import Fp8Weight, Kernels, Mxfp4Weight, Product
 from quire.ops.elementwise import rotate
 from tests import test_determinism as product
 from tests import test_triton_engine as triton
 from tests.oracle import (
     CLASSES,
     Driver,
+    assert_errs_no_more,
     assert_parity,
+    assert_same_when_quantized,
     chunked_logits,
     edit_json,
     greedy,
@@ -287,10 +288,7 @@ def test_a_half_precision_model_errs_no_more_than_transformers(architecture: str
         "exaone4": {"sliding_window": 20, "layer_types": MIXED},
     }.get(architecture, {})
     folder = save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **options)
-    exact = reference_logits(load_reference(folder), PROMPT)
-    theirs = reference_logits(load_reference(folder, torch.bfloat16), PROMPT)
-    ours = chunked_logits(load_model(folder, "bfloat16"), PROMPT, 37)
-    assert (ours - exact).square().mean().sqrt() < 1.1 * (theirs - exact).square().mean().sqrt()
+    assert_errs_no_more(folder, PROMPT, 1.1)
 
 
 def test_longrope_takes_the_factors_of_the_longest_context_that_was_asked_for(tmp_path: Path) -> None:
@@ -486,9 +484,7 @@ def test_fp8_weights_are_restored_before_they_are_laid_out(kind: str, tmp_path: 
 def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path / "model", architecture, **options)
-    quantize_folder(folder, tmp_path / "int4", Quantization("int4", 32))
-    here = load_model(folder, quantization="int4", group=32)
-    assert torch.equal(chunked_logits(load_model(tmp_path / "int4"), PROMPT, 37), chunked_logits(here, PROMPT, 37))
+    assert_same_when_quantized(folder, tmp_path / "int4", PROMPT)
 
 
 @pytest.mark.parametrize(

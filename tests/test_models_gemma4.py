@@ -18,12 +18,10 @@ from quire.engine.engine import Engine
 from quire.errors import ConfigError, ModelConfigError
 from quire.models.fields import Fields
 from quire.models.layer_groups import LayerGroup
-from quire.models.quantize import quantize_folder
 from quire.models.random_checkpoint import write_checkpoint
 from quire.models.registry import check_ranks, load_model, read_config
-from quire.ops import Quantization
 from tests import test_determinism as product
-from tests.oracle import chunked_logits, edit_json, random_prompt, save_checkpoint
+from tests.oracle import assert_same_when_quantized, chunked_logits, edit_json, random_prompt, save_checkpoint
 from tests.test_models_families import DETERMINED, EXPERTS_BESIDE, FAMILIES, GEMMA4, ORDER, SHARED_KV, each_alone
 
 PROMPT = random_prompt(90)
@@ -160,9 +158,7 @@ def test_a_table_of_per_layer_inputs_stays_a_mapped_file(tmp_path: Path) -> None
 def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path / "model", architecture, **options)
-    quantize_folder(folder, tmp_path / "int4", Quantization("int4", 32))
-    here = load_model(folder, quantization="int4", group=32)
-    assert torch.equal(chunked_logits(load_model(tmp_path / "int4"), PROMPT, 37), chunked_logits(here, PROMPT, 37))
+    assert_same_when_quantized(folder, tmp_path / "int4", PROMPT)
 
 
 @pytest.mark.parametrize("case", ["gemma4", "gemma4_text-shared"])

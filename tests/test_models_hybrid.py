@@ -17,7 +17,6 @@ from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, ModelConfigError
 from quire.models import registry
-from quire.models.quantize import quantize_folder
 from quire.models.random_checkpoint import write_checkpoint
 from quire.models.registry import load_model
 from quire.ops import Quantization, choose_kernels
@@ -25,12 +24,12 @@ from quire.ops.cpu import library
 from quire.ops.experts import LoopedExperts
 from quire.ops.linear import Product
 from tests.oracle import (
+    assert_errs_no_more,
     assert_parity,
+    assert_same_when_quantized,
     chunked_logits,
     edit_json,
-    load_reference,
     random_prompt,
-    reference_logits,
     save_checkpoint,
 )
 from tests.recurrent_engines import (
@@ -165,10 +164,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
 def test_a_half_precision_model_errs_no_more_than_transformers(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **options)
-    exact = reference_logits(load_reference(folder), PROMPT)
-    theirs = reference_logits(load_reference(folder, torch.bfloat16), PROMPT)
-    ours = chunked_logits(load_model(folder, "bfloat16"), PROMPT, 37)
-    assert (ours - exact).square().mean().sqrt() < 1.1 * (theirs - exact).square().mean().sqrt()
+    assert_errs_no_more(folder, PROMPT, 1.1)
 
 
 @pytest.mark.parametrize(
@@ -177,9 +173,7 @@ def test_a_half_precision_model_errs_no_more_than_transformers(case: str, tmp_pa
 def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path / "model", architecture, **options)
-    quantize_folder(folder, tmp_path / "int4", Quantization("int4", 32))
-    here = load_model(folder, quantization="int4", group=32)
-    assert torch.equal(chunked_logits(load_model(tmp_path / "int4"), PROMPT, 37), chunked_logits(here, PROMPT, 37))
+    assert_same_when_quantized(folder, tmp_path / "int4", PROMPT)
 
 
 @pytest.mark.parametrize("case", ["lfm2-biases", "kimi_linear", "lfm2_moe", "granite-h", "nemotron_h-latent"])

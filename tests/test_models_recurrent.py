@@ -13,19 +13,17 @@ from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, ModelConfigError, TensorShapeError
-from quire.models.quantize import quantize_folder
 from quire.models.random_checkpoint import write_checkpoint
 from quire.models.registry import load_model
-from quire.ops import Quantization
 from quire.ops.cpu import library
 from tests import test_determinism as product
 from tests.oracle import (
+    assert_errs_no_more,
     assert_parity,
+    assert_same_when_quantized,
     chunked_logits,
     edit_json,
-    load_reference,
     random_prompt,
-    reference_logits,
     save_checkpoint,
 )
 from tests.recurrent_engines import (
@@ -72,10 +70,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
 @pytest.mark.parametrize("architecture", ["qwen3_5_text", "qwen3_next"])
 def test_a_half_precision_model_errs_no_more_than_transformers(architecture: str, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16)
-    exact = reference_logits(load_reference(folder), PROMPT)
-    theirs = reference_logits(load_reference(folder, torch.bfloat16), PROMPT)
-    ours = chunked_logits(load_model(folder, "bfloat16"), PROMPT, 37)
-    assert (ours - exact).square().mean().sqrt() < 1.1 * (theirs - exact).square().mean().sqrt()
+    assert_errs_no_more(folder, PROMPT, 1.1)
 
 
 def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
@@ -91,9 +86,7 @@ def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> N
 def test_a_quantized_folder_is_read_as_it_was_quantized(case: str, tmp_path: Path) -> None:
     architecture, options = FAMILIES[case]
     folder = save_checkpoint(tmp_path / "model", architecture, **options)
-    quantize_folder(folder, tmp_path / "int4", Quantization("int4", 32))
-    here = load_model(folder, quantization="int4", group=32)
-    assert torch.equal(chunked_logits(load_model(tmp_path / "int4"), PROMPT, 37), chunked_logits(here, PROMPT, 37))
+    assert_same_when_quantized(folder, tmp_path / "int4", PROMPT)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_5_text"])

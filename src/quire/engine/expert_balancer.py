@@ -64,9 +64,7 @@ class ExpertBalancer:
     def __init__(self, model: Model, prepared: Sequence[Prepared | None], interval: int) -> None:
         self._model, self._prepared, self._interval = model, prepared, interval
         self._ranks = model.ranks.size // model.stages
-        self._groups, self._experts = (
-            (routing.groups, routing.num_experts) if (routing := model.config.routing) else (1, 1)
-        )
+        self._experts = routing.num_experts if (routing := model.config.routing) else 1
         self._seen = self._loads()
         self._slots = dict.fromkeys(self._seen, first_slots(self._experts, model.expert_slots))  # by layer
         self._version = self._steps = 0
@@ -110,7 +108,7 @@ class ExpertBalancer:
     def _decided(self, layer: int, loads: Sequence[int]) -> ExpertMove | None:
         """The move of this layer's experts, if it is worth it."""
         before = self._slots[layer]
-        after = balance(loads, len(before), self._ranks, self._groups, before=before)
+        after = balance(loads, len(before), self._ranks, before=before)
         ratios = imbalance(loads, before, self._ranks), imbalance(loads, after, self._ranks)
         if ratios[1] > WORTH * ratios[0]:
             return None
