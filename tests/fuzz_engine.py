@@ -140,7 +140,7 @@ SWITCHES: dict[str, list[dict[str, Any]]] = {
 
 WITH_EXPERTS = ("experts", "latent", "sparse", "mxfp4", *RECURRENT)
 WITHOUT_TREES = ("sparse",)
-NO_DRAFTERS = ("mxfp4", *RECURRENT)
+NO_DRAFTERS = ("mxfp4", "shared keys", *RECURRENT)
 WITHOUT_STAGES = ("shared keys",)
 
 POOLS = (0, 0, 0, 2, 30)
@@ -559,6 +559,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("first", type=int, help="the seed")
     parser.add_argument("end", type=int, nargs="?", help="run all seeds below this one, too")
     given = parser.parse_args(arguments)
+    if given.end is not None and given.end <= given.first:
+        parser.error(f"the second number is {given.end}; allowed: above the first, which is {given.first}")
     failures = 0
     logging.disable(logging.ERROR)  # of steps that fail
     with tempfile.TemporaryDirectory() as folder, mock.patch("quire.child.spawn_beside", spawn_rank):
