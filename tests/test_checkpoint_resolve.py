@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.errors import CheckpointNotFoundError, ConfigError
+from quire.errors import INVALID, CheckpointNotFoundError, ConfigError, DownloadError
 from quire.models.checkpoint import resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -114,10 +114,13 @@ def test_what_the_hub_does_not_have_is_refused_with_what_was_tried(
     assert revision is None or repr(revision) in message
 
 
-def test_a_hub_that_does_not_answer_is_reported_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_reported_as_something_to_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with pytest.raises(CheckpointNotFoundError, match="downloading it failed"):
+    with pytest.raises(DownloadError, match="downloading it failed") as caught:
         resolve("org/name", endpoint="http://127.0.0.1:9", cache_dir=tmp_path)
+    assert not isinstance(caught.value, INVALID)
 
 
 def test_without_the_hub_what_its_cache_has_is_found_and_else_said_what_to_do(tmp_path: Path) -> None:
@@ -129,9 +132,7 @@ def test_without_the_hub_what_its_cache_has_is_found_and_else_said_what_to_do(tm
     nowhere = "http://127.0.0.1:9"
     folder = resolve("org/name", endpoint=nowhere, cache_dir=tmp_path, weights=False)
     assert folder == kept / "snapshots" / COMMIT
-    with pytest.raises(
-        CheckpointNotFoundError, match=r"has nothing of it.* the hub cannot be reached.* config.json here"
-    ):
+    with pytest.raises(DownloadError, match=r"has nothing of it.* the hub cannot be reached.* config.json here"):
         resolve("org/other", endpoint=nowhere, cache_dir=tmp_path, weights=False)
 
 

@@ -100,6 +100,10 @@ class TokenizerError(CheckpointError):
     """The tokenizer's files are missing or not valid."""
 
 
+class DownloadError(QuireError, OSError):
+    """A download has failed, though the hub may have the checkpoint: trying again may help."""
+
+
 INVALID = (ConfigError, CheckpointError)
 """What is wrong until somebody changes an option or the checkpoint: trying again does not help."""
 

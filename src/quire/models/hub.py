@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from quire.errors import CheckpointNotFoundError, ConfigError
+from quire.errors import CheckpointNotFoundError, ConfigError, DownloadError
 from quire.models.identify import hub_name_of, identify
 
 EMBEDDED_MODELS = {
@@ -49,6 +49,7 @@ def resolve(
 
     Raises:
         CheckpointNotFoundError: it is none of these; the message says what was tried.
+        DownloadError: the hub did not answer, or the download ended early.
         ConfigError: a revision of something that is not downloaded.
     """
     local = ASSETS / model if model in EMBEDDED_MODELS else _expanded(model)
@@ -80,7 +81,7 @@ def _expanded(model: str) -> Path:
 
 def _download(model: str, revision: str | None, endpoint: str | None, cache_dir: Path | None, weights: bool) -> Path:
     from huggingface_hub import constants, snapshot_download  # only here: folders need not pay for importing it
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     at = f" at revision {revision!r}" if revision else ""
     try:
@@ -95,7 +96,7 @@ def _download(model: str, revision: str | None, endpoint: str | None, cache_dir:
     except LocalEntryNotFoundError as error:
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{error.__cause__ or error}"[:200]
         needed = "a folder with its config.json" if not weights else "its folder"
-        raise CheckpointNotFoundError(
+        raise DownloadError(
             f"no checkpoint {model!r}: there is no folder {Path(model).absolute()}, the hub's cache "
             f"({cache_dir or constants.HF_HUB_CACHE}) has nothing of it, and downloading it{at} failed, "
             f"since the hub cannot be reached ({' '.join(offline.split())}). "
@@ -103,7 +104,8 @@ def _download(model: str, revision: str | None, endpoint: str | None, cache_dir:
         ) from error
     except Exception as error:  # whatever the hub, the network or the disk did, the checkpoint is not here
         reason = " ".join(str(error).split())[:300]
-        raise CheckpointNotFoundError(
+        unknown = isinstance(error, RepositoryNotFoundError | RevisionNotFoundError)
+        raise (CheckpointNotFoundError if unknown else DownloadError)(
             f"no checkpoint {model!r}: there is no folder {Path(model).absolute()}, and downloading it{at} "
             f"failed ({type(error).__name__}: {reason}). Check the name, the network, and for a gated model "
             "that you are logged in (hf auth login)."
