@@ -28,6 +28,7 @@ NAMES = (
     "ablation",
     "profile_step",
     "growth",
+    "amx_counts",
     "quality",
     "ranks",
     "scheduler",

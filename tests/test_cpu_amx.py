@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import amx_counts
 
 from quire.errors import ConfigError
 from quire.ops import Kernels, KVCache, store_kv
@@ -39,12 +40,13 @@ class InTiles(CpuKernels):
     def __init__(self) -> None:
         Kernels.__init__(self)
         self.name = "amx"
-        self._lib = Library("amx", {name: what for module in self.MODULES for name, what in module.PROTOTYPES.items()})
+        prototypes = {name: what for module in self.MODULES for name, what in module.PROTOTYPES.items()}
+        self.lib = self._lib = Library("amx", prototypes | amx_counts.PROTOTYPES)
         self._scratch, self._workspace, self._weights = Scratch(), Scratch(), WeightMemory()
 
 
 @pytest.fixture(scope="module")
-def tiles() -> Iterator[CpuKernels]:
+def tiles() -> Iterator[InTiles]:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler (g++) to build the emulation with")
@@ -80,8 +82,8 @@ def emulation(compiler: str, isa: str) -> Path:
     """A library of what uses tile registers, for any machine: they are emulated."""
     script = runpy.run_path(str(ROOT / "scripts" / "compile_kernels.py"), run_name="options")
     names = ("attention", "experts", "group", "latent", "library", "linear", "pack", "route", "rows", "team")
-    flags = [*script["OPTIONS"], *INSTRUCTION_SETS[isa].options, "-O1", "-DQUIRE_EMULATE_AMX", "-Werror", "-shared"]
-    return compiled("lib_amx", [KERNELS / f"{name}.cpp" for name in names], flags, compiler)
+    flags = [*script["OPTIONS"], *INSTRUCTION_SETS[isa].options, "-O1", *amx_counts.WATCHING, "-Werror", "-shared"]
+    return compiled("lib_amx", [*(KERNELS / f"{name}.cpp" for name in names), amx_counts.COUNTER], flags, compiler)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -191,6 +193,37 @@ def test_experts_and_heads_have_the_bits_of_their_products_one_by_one(
             assert torch.equal(grouped(x, *routes), looped(x, *routes)), (tokens, top_k)
         each = x.view(tokens, 1, HIDDEN).expand(-1, EXPERTS, -1)
         assert torch.equal(tiles.heads(layer[0])(each), LoopedHeads(layer[0])(each))
+
+
+FORMS = {"bf16": None, "int8": Quantization("int8"), "int4": Quantization("int4", 128)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_128_rows_take_the_fewest_tile_products_and_a_load_each(tiles: InTiles, form: str) -> None:
+    shape = 128, 1024, 64
+    counts = amx_counts.count(tiles.lib, amx_counts.product(tiles, FORMS[form], *shape))
+    assert counts.products == amx_counts.least_products(FORMS[form], *shape)
+    assert counts.loads == counts.products
+    assert counts.stores == {"bf16": 1 / 32, "int8": 1 / 4, "int4": 1 / 2}[form] * counts.products
+
+
+@pytest.mark.parametrize("form, inputs", [("bf16", 1024), ("bf16", 5120), ("int8", 2048), ("int4", 2048)])
+def test_many_rows_do_not_come_from_beyond_the_second_level_cache_for_each_panel(
+    tiles: InTiles, form: str, inputs: int
+) -> None:
+    rows, outputs = 512, 256
+    call = amx_counts.product(tiles, FORMS[form], rows, inputs, outputs)
+    for caches in (amx_counts.ALONE, amx_counts.SHARED):
+        counts = amx_counts.count(tiles.lib, call, caches)
+        assert 64 * counts.from_beyond <= 16 * 16 * counts.products, "bytes a cycle; 32 and more if they did"
+        assert 64 * (counts.from_second + counts.to_second) <= 1.1 * 64 * 16 * counts.products
+
+
+def test_a_decoded_tokens_keys_are_multiplied_where_they_lie(tiles: InTiles) -> None:
+    counts = amx_counts.count(tiles.lib, amx_counts.attended(tiles, 1, 1, 128, 1))
+    keys, values = 128 // 16 * 4, 4 * 128 // 16
+    assert counts.products == keys + values
+    assert counts.stores == 128 // 16 + 128 // 16
 
 
 # -- attention ------------------------------------------------------------------------------------------------------

@@ -70,6 +70,19 @@ constexpr bool TILES = true;
 #else
 constexpr bool TILES = false;  // nothing below is used
 #endif
+#define EMULATED [[maybe_unused]] static __attribute__((noinline))
+
+// An instruction that is being emulated, and the memory of a load or store: nothing, unless somebody counts them (see
+// benchmarks/amx_counts.cpp).
+struct Watched {
+    enum Kind { LOAD, STORE, PRODUCT };
+#if defined(QUIRE_WATCH_TILES)
+    explicit Watched(Kind kind, const void* at = nullptr, int64_t stride = 0, int rows = 0, int bytes = 0);
+    ~Watched();
+#else
+    explicit Watched(Kind, const void* = nullptr, int64_t = 0, int = 0, int = 0) {}
+#endif
+};
 
 // A thread's registers.
 struct Tiles {
@@ -90,7 +103,7 @@ inline Tiles& tiles() {
     return all;
 }
 
-INLINE void configure_tiles(const TileShapes& shapes) {
+EMULATED void configure_tiles(const TileShapes& shapes) {
     tiles().configured = true;
     tiles().require(shapes.palette == 1 && shapes.start_row == 0);
     for (int t = 0; t < 8; t++) {
@@ -101,23 +114,25 @@ INLINE void configure_tiles(const TileShapes& shapes) {
     tiles().shapes = shapes;
 }
 
-INLINE void release_tiles() { tiles().configured = false; }
+EMULATED void release_tiles() { tiles().configured = false; }
 
 template <int TILE>
-INLINE void zero_tile() {
+EMULATED void zero_tile() {
     tiles().require(tiles().rows(TILE) > 0);
     tiles().clear(TILE);
 }
 
 template <int TILE>
-INLINE void load_tile(const void* from, int64_t stride) {
+EMULATED void load_tile(const void* from, int64_t stride) {
+    const Watched load(Watched::LOAD, from, stride, tiles().rows(TILE), 4 * tiles().words(TILE));
     zero_tile<TILE>();
     for (int row = 0; row < tiles().rows(TILE); row++)
         std::memcpy(tiles().data[TILE][row], (const char*)from + row * stride, 4 * tiles().words(TILE));
 }
 
 template <int TILE>
-INLINE void store_tile(void* to, int64_t stride) {
+EMULATED void store_tile(void* to, int64_t stride) {
+    const Watched store(Watched::STORE, to, stride, tiles().rows(TILE), 4 * tiles().words(TILE));
     tiles().require(tiles().rows(TILE) > 0);
     for (int row = 0; row < tiles().rows(TILE); row++)
         std::memcpy((char*)to + row * stride, tiles().data[TILE][row], 4 * tiles().words(TILE));
@@ -139,7 +154,8 @@ INLINE float widened(uint16_t x) { return flushed(bits_of<float>((uint32_t)x << 
 // First and second numbers of the pairs are summed apart, in ascending order and from zero; then c takes both sums'
 // sum. Every step is rounded to fp32.
 template <int C, int A, int B>
-void multiply_pairs() {
+EMULATED void multiply_pairs() {
+    const Watched product(Watched::PRODUCT);
     require_product<C, A, B>();
     Tiles& t = tiles();
     uint16_t a[TILE_ROWS][32], b[TILE_ROWS][32];
@@ -160,7 +176,8 @@ void multiply_pairs() {
 }
 
 template <int C, int A, int B>
-void multiply_quads() {
+EMULATED void multiply_quads() {
+    const Watched product(Watched::PRODUCT);
     require_product<C, A, B>();
     Tiles& t = tiles();
     int8_t a[TILE_ROWS][64], b[TILE_ROWS][64];

@@ -40,6 +40,7 @@ struct Scratch {
     using lane = typename L::lane;
     Packed<L> tile;
     lane* q;           // [states, depth]: of the heads that take turns, all rows
+    lane* on_side;     // in tiles, the same of few rows: of each head [depth, rows]
     float* scores;     // [m, KEY_TILE]
     lane* weights;     // [m, KEY_TILE / NUMBERS]: of the values
     float* out;        // [states, dims]
@@ -64,6 +65,7 @@ struct Scratch {
         take(tile.value_scales, KEY_TILE);
         take(tile.apart, LANES * kv.row_bytes());
         take(q, states * tile.depth);
+        take(on_side, IN_TILES<L> ? states * tile.depth : 0);
         take(scores, m * KEY_TILE);
         take(weights, m * KEY_TILE / L::NUMBERS);
         take(out, states * tile.dims);
@@ -116,8 +118,9 @@ struct Item {
     }
 
     void configure() const {
-        if constexpr (IN_TILES<L>) configure_attention(rows());
+        if constexpr (IN_TILES<L>) is_few() ? configure_few(rows()) : configure_attention(rows());
     }
+    bool is_few() const { return rows() <= FEW_ROWS; }
 
     // What a few rows read, in the order of `run`: many hide the reading anyway, and a tree's own tiles lie anywhere.
     Ahead::Part reads() const {
@@ -138,6 +141,7 @@ struct Item {
         for (int64_t t = 0; t < tokens; t++) {
             Item one{step, scratch, span, row + t, 1, branches[t], branches[t] + 1, head, heads, layer, sinks};
             one.configure();
+            one.lay_on_side(state + t * group);
             for (int64_t tile = std::max(first, first_seen(one.position) / KEY_TILE); tile * KEY_TILE < one.end; tile++)
                 one.attend(one.source(h, tile), state + t * group, none);
         }
@@ -162,6 +166,15 @@ struct Item {
             scratch.total[state + r] = f32x16{sinks ? 1.0f : 0.0f};
         }
         std::memset(scratch.out + state * scratch.tile.dims, 0, rows() * scratch.tile.dims * sizeof(float));
+        lay_on_side(state);
+    }
+
+    // The queries of few rows, for their scores.
+    void lay_on_side(int64_t state) {
+        const int64_t depth = scratch.tile.depth, count = rows();
+        typename L::lane* to = scratch.on_side + state * depth;
+        for (int64_t d = 0; IN_TILES<L> && is_few() && d < depth; d++)
+            for (int64_t r = 0; r < count; r++) *to++ = scratch.q[(state + r) * depth + d];
     }
 
     void finish(int64_t h, int64_t state, T* out) {
@@ -184,7 +197,8 @@ struct Item {
         }
         const int64_t tile = source.start / KEY_TILE;
         const Groups seen = groups(tile, 0, rows());
-        for (int64_t first = 0; first < GROUPS; first += VECTORS) {
+        if (IN_TILES<L> && is_few()) score_on_side(source, state, ahead, seen);
+        for (int64_t first = 0; first < GROUPS && !(IN_TILES<L> && is_few()); first += VECTORS) {
             const int64_t end = std::min(first + VECTORS, seen.end);
             pack_keys<L, S>(source, ahead, std::max(first, seen.first), end, scratch.tile);
             multiply_keys(tile, state, first);
@@ -196,7 +210,42 @@ struct Item {
         multiply_values(tile, state);
     }
 
-    // The same for at most R rows.
+    // Scores of few rows, in tiles, two groups of keys at a time: in place, or written out as they would lie.
+    void score_on_side(const TileSource& source, int64_t state, Ahead& ahead, Groups seen) {
+        if constexpr (IN_TILES<L>) {
+            const Packed<L>& p = scratch.tile;
+            const int64_t row = p.depth * sizeof(typename L::lane), size = step.kv.row_bytes();
+            const bool in_place = std::is_same_v<S, bf16> && row == size;
+            for (int64_t g = seen.first; g < seen.end; g += 2) {
+                const int64_t count = std::min<int64_t>(2, seen.end - g);
+                const char *keys[2], *next[2];
+                for (int64_t i = 0; i < count; i++) {
+                    const int64_t position = source.start + (g + i) * LANES;
+                    typename L::lane* apart = p.keys + (g + i) * p.panel;
+                    next[i] = ahead.next();
+                    if constexpr (is_code<S>) {
+                        source.scales(position, KEYS, p.key_scales + (g + i) * LANES);
+                        source.scales(position, VALUES, p.value_scales + (g + i) * LANES);
+                    }
+                    keys[i] = source.group(position, KEYS, in_place ? (char*)apart : p.apart);
+                    if (in_place) continue;
+                    for (int64_t r = 0; r < LANES; r++)
+                        pack_query<L>((const S*)(keys[i] + r * size), step.kv.head_dim, p.depth, apart + r * p.depth);
+                    keys[i] = (const char*)apart;
+                }
+                alignas(64) f32x16 scores[2][LANES];
+                const typename L::lane* q = scratch.on_side + state * p.depth;
+                const auto score = count == 2 ? quire::score_on_side<2> : quire::score_on_side<1>;
+                score(keys, row, next, LANES * size, q, p.depth, rows(), (float*)scores);
+                for (int64_t i = 0; i < count; i++) {
+                    transpose(scores[i]);
+                    for (int64_t r = 0; r < rows(); r++) store(scratch.scores + r * KEY_TILE + (g + i) * LANES, scores[i][r]);
+                }
+            }
+        }
+    }
+
+    // `attend` for at most R rows.
     template <int R>
     void attend_few(const TileSource& source, int64_t state, Ahead& ahead) {
         const int64_t tile = source.start / KEY_TILE, stride = step.kv.row_bytes();

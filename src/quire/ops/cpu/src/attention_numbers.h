@@ -388,7 +388,11 @@ INLINE float largest_of(f32x16 v) {
 // 2^x for x <= 0, to about 2 ulp: x = n + f, and a polynomial in f (fitted for the least relative error, 1 at 0).
 // 0 below -125; a NaN stays.
 INLINE f32x16 exp2_of_negative(f32x16 x) {
+#if defined(__AVX512F__)
+    f32x16 bounded = x;  // what is below is masked out
+#else
     f32x16 bounded = max(x, splat(-126.0f));
+#endif
     f32x16 n = bounded + 12582912.0f - 12582912.0f;  // 1.5 * 2^23: rounds to an integer
     f32x16 f = bounded - n, p = splat(0x1.5bba0ep-10f);
     p = fma(p, f, splat(0x1.3cea88p-7f));

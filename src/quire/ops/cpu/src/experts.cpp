@@ -138,11 +138,12 @@ struct Room {
         gate_up = rows + round_up(turns * std::max(e.hidden * number, e.out * 4), 64);
         active = gate_up + round_up(turns * inputs_of(e.activation) * e.inner.own * number, 64);
         scratch = active + round_up(turns * e.inner.own * number, 64);
-        // A group has at least one row: what is rounded up for its sake counts at every row.
+        // A group has at least one row: what is rounded up for its sake counts at every row. In tiles, its rows may be filled
+        // up with one for each 16.
         int64_t most = 0;
         for (int64_t i = 0; i < (e.slots ? e.slots->own : e.count); i++)
             most = std::max({most, scratch_bytes(*e.gate_up[i], 1), scratch_bytes(*e.down[i], 1)});
-        bytes = scratch + turns * most;
+        bytes = scratch + (turns + turns / 16) * most;
     }
 };
 

@@ -121,7 +121,7 @@ int64_t starts_a_row(const Weight& w) { return w.format == INT4 ? w.in / w.group
 bool has_tiles(const Weight& w) { return TILES && (w.format == DENSE_BF16 || w.format == INT8 || w.format == INT4); }
 
 int64_t words_a_row(const Weight& w) {
-    if (has_tiles(w)) return tiled_row_words(w);  // more than those below
+    if (has_tiles(w)) return tiled_row_bytes(w) / 4;  // at least those below
     switch (w.format) {
         case INT8:
         case INT4: return round_up(w.in, 4) / 4;
@@ -129,6 +129,9 @@ int64_t words_a_row(const Weight& w) {
         default: return w.in;
     }
 }
+
+// Rows that there is room for in the layout.
+int64_t places(const Weight& w, int64_t rows) { return has_tiles(w) && rows ? RowTiles(rows).places() : rows; }
 
 // Where results go: `stride` numbers from one row to the next.
 template <class Out>
@@ -255,8 +258,9 @@ bool ready(const Weight& w, int32_t dtype, int64_t rows) {
 
 Activations lay_out(const Weight& w, int32_t dtype, int64_t rows, void* scratch) {
     uint32_t* words = (uint32_t*)scratch;
-    float* scales = (float*)(words + round_up(rows * words_a_row(w), 16));
-    return {words, scales, (int32_t*)scales + round_up(rows * blocks_a_row(w), 16), PAIRS && dtype == BF16};
+    float* scales = (float*)(words + round_up(places(w, rows) * words_a_row(w), 16));
+    int32_t* starts = (int32_t*)scales + round_up(places(w, rows) * blocks_a_row(w), 16);
+    return {words, scales, starts, PAIRS && dtype == BF16};
 }
 
 // A panel stays in the cache for all blocks of rows; where there are few panels for many threads, it is shared out.
@@ -289,8 +293,8 @@ void fetch_begin(const Weight& w, int64_t panel) {
 
 // Bytes that activations are laid out in.
 int64_t layout_bytes(const Weight& w, int64_t rows) {
-    const int64_t scales = round_up(rows * blocks_a_row(w), 16);
-    return 4 * (round_up(rows * words_a_row(w), 16) + scales + rows * starts_a_row(w));
+    const int64_t scales = round_up(places(w, rows) * blocks_a_row(w), 16);
+    return 4 * (round_up(places(w, rows) * words_a_row(w), 16) + scales + rows * starts_a_row(w));
 }
 
 // Few activations each thread lays out for itself: that takes less time than getting what others have laid out from their
@@ -345,92 +349,133 @@ bool ready_for_tiles(const Weight& w, int64_t rows) {
 }
 
 template <class T>
-void prepare_tiled_row(const Weight& w, const T* x, int64_t row, const Activations& to) {
-    const int64_t bytes = w.format == DENSE_BF16 ? 2 * w.in : w.in;
-    char* at = (char*)(to.words + row * tiled_row_words(w));
-    const T* from = x + row * w.in;
-    if (bytes % TILE_BYTES) std::memset(at + bytes / TILE_BYTES * TILE_BYTES, 0, TILE_BYTES);
-    if (w.format != DENSE_BF16)
-        for (int64_t b = 0, first = 0; first < w.in; b++, first += BLOCK)
-            quantize(from + first, std::min(BLOCK, w.in - first), (uint32_t*)(at + first), 1,
-                     to.scales + row * blocks_a_row(w) + b, Grouping(w), nullptr);
-    else
-        for (int64_t j = 0; j < w.in; j += LANES) store_some((bf16*)at + j, load_some(from + j, w.in - j), w.in - j);
+void prepare_tiled_row(const Weight& w, const T* x, int64_t row, const RowTiles& tiles, const Activations& to) {
+    const int64_t tile = row / tiles.height;
+    char* const at = (char*)to.words + tiles.begin(tile) * tiled_row_bytes(w) + row % tiles.height * TILE_BYTES;
+    const T* const from = x + row * w.in;
+    if (w.format == DENSE_BF16) {
+        for (int64_t j = 0; j < w.in; j += 2 * LANES) {
+            bf16 line[2 * LANES] = {};
+            const int64_t count = std::min<int64_t>(w.in - j, 2 * LANES);
+            if constexpr (std::is_same_v<T, bf16>)
+                std::memcpy(line, from + j, count * sizeof(bf16));
+            else
+                for (int64_t i = 0; i < count; i += LANES) store(line + i, load_some(from + j + i, count - i));
+            std::memcpy(at + in_tile(2 * j, tiles.height), line, sizeof line);
+        }
+        return;
+    }
+    for (int64_t first = 0; first < w.in; first += BLOCK) {
+        const int64_t count = std::min(BLOCK, w.in - first);
+        alignas(64) char codes[BLOCK];
+        if (count % TILE_BYTES) std::memset(codes, 0, sizeof codes);
+        float* scale = to.scales + row * blocks_a_row(w) + first / BLOCK;
+        quantize(from + first, count, (uint32_t*)codes, 1, scale, Grouping(w), nullptr);
+        for (int64_t i = 0; i < count; i += TILE_BYTES)
+            std::memcpy(at + in_tile(first + i, tiles.height), codes + i, TILE_BYTES);
+    }
 }
 
-// Some rows of activations that meet a panel in tiles: blocks of two tiles of rows each; the last block may have one.
+// Some rows of activations that meet panels in tiles: blocks of two tiles of rows each; the last block may have one.
 struct TiledRows {
     const Weight& w;
     const Activations& input;
     const RowTiles& tiles;
 
+    int64_t blocks() const { return (tiles.count + 1) / 2; }
     bool has_two(int64_t block) const { return 2 * block + 1 < tiles.count; }
+    int64_t first_row(int64_t block) const { return tiles.begin(2 * block); }
+    int64_t rows_of(int64_t block) const { return std::min(tiles.rows, first_row(block + 1)) - first_row(block); }
 
     template <int COUNT>
     TileBlock<COUNT> block(int64_t index) const {
-        TileBlock<COUNT> x{{}, {}, tiled_row_words(w) * 4, (int)tiles.height};
+        TileBlock<COUNT> x{{}, {}, tiles.height};
         for (int t = 0; t < COUNT; t++) {
-            x.rows[t] = (const char*)input.words + tiles.begin(2 * index + t) * x.stride;
-            x.scales[t] = input.scales + tiles.begin(2 * index + t) * blocks_a_row(w);
+            const int64_t row = tiles.begin(2 * index + t);
+            x.rows[t] = (const char*)input.words + row * tiled_row_bytes(w);
+            x.scales[t] = input.scales + row * blocks_a_row(w);
         }
         return x;
     }
 };
 
-// Adds what bytes begin .. end - 1 of a block's activations bring; `codes` are int4's, unpacked.
+// Adds what bytes begin .. end - 1 of a block's activations bring; `part` is what the first of them meet, int4 unpacked.
 template <int COUNT>
-void add_part(const TiledRows& rows, int64_t block, int64_t panel, const char* codes, int64_t begin, int64_t end,
-              TileSums<COUNT, f32x16>& sums) {
-    const Weight& w = rows.w;
+void add_part(const TiledRows& rows, int64_t block, int64_t panel, const char* part, int64_t begin, int64_t end,
+              const Soon& soon, TileSums<COUNT, f32x16>& sums) {
     const TileBlock<COUNT> x = rows.block<COUNT>(block);
-    switch (w.format) {
-        case DENSE_BF16: return add_part_bf16(w, panel_data(w, panel), begin, end, x, sums);
-        case INT8: return add_part_int8(panel_data(w, panel), begin, end, x, blocks_a_row(w), sums);
-        default: return add_part_int4(w, panel, codes, begin, end, x, sums);
-    }
+    if (rows.w.format == DENSE_BF16) return add_part_bf16(rows.w, part, begin, end, x, soon, sums);
+    add_part_codes(rows.w, panel, part, begin, end, x, soon, sums);
 }
 
 template <int COUNT, class Out>
 void store_block(const TiledRows& rows, int64_t block, int64_t panel, TileSums<COUNT, f32x16>& sums, Results<Out> to) {
     const RowTiles& tiles = rows.tiles;
-    if (rows.w.format == INT8) scale_outputs<COUNT>(rows.w, panel, (int)tiles.height, sums);
+    if (rows.w.format == INT8) scale_outputs<COUNT>(rows.w, panel, tiles.height, sums);
     for (int t = 0; t < COUNT; t++) {
-        const int64_t tile = 2 * block + t, shared = tiles.shared(tile);
-        store_rows(rows.w, panel, sums[t] + shared, int(tiles.height - shared), tile * tiles.height, to);
+        const int64_t tile = 2 * block + t;
+        store_rows(rows.w, panel, sums[t], (int)tiles.rows_of(tile), tiles.begin(tile), to);
     }
 }
 
-// A panel times the blocks first .. last - 1, at most a STRIP.
+// Blocks of rows whose activations stay in the cache while panels come by.
+struct TileStrip {
+    int64_t first, last;  // blocks
+    int64_t count() const { return last - first; }
+};
+
+// A strip times the panels first .. last - 1, a part of each in turns. Sums wait [panel][block].
 template <class Out>
-void times_strip(const TiledRows& rows, int64_t panel, int64_t first, int64_t last, Results<Out> to) {
+void times_strip(const TiledRows& rows, TileStrip strip, int64_t first, int64_t last, Results<Out> to) {
     const Weight& w = rows.w;
-    alignas(64) TileSums<2, f32x16> sums[STRIP];
-    alignas(64) char codes[PART * PANEL];
-    std::memset(sums, 0, (last - first) * sizeof sums[0]);
-    const int64_t bytes = w.format == DENSE_BF16 ? round_up(2 * w.in, TILE_BYTES) : w.in;
-    const int64_t part = std::min(bytes, part_bytes(w, last - first));
-    for (int64_t begin = 0; begin < bytes; begin += part) {
-        const int64_t end = std::min(bytes, begin + part);
-        if (w.format == INT4) unpack_int4(panel_data(w, panel) + begin * PANEL / 2, end - begin, codes);
-        for (int64_t b = first; b < last; b++)
-            if (rows.has_two(b))
-                add_part<2>(rows, b, panel, codes, begin, end, sums[b - first]);
-            else
-                add_part<1>(rows, b, panel, codes, begin, end, (TileSums<1, f32x16>&)sums[b - first]);
-    }
-    for (int64_t b = first; b < last; b++)
-        if (rows.has_two(b))
-            store_block<2>(rows, b, panel, sums[b - first], to);
-        else
-            store_block<1>(rows, b, panel, (TileSums<1, f32x16>&)sums[b - first], to);
+    alignas(64) TileSums<2, f32x16> waiting[WAITING];
+    alignas(64) char codes[UNPACKED * PANEL];
+    const bool once = strip.count() == 1, packed = w.format == INT4;
+    const int64_t bytes = w.format == DENSE_BF16 ? tiled_row_bytes(w) : w.in, each = packed ? STEP / 2 : STEP;
+    const int64_t size = std::min(bytes, part_bytes(w, strip.count()));
+    auto of_block = [&](int64_t b, auto work) __attribute__((always_inline)) {
+        rows.has_two(b) ? work(std::integral_constant<int, 2>{}) : work(std::integral_constant<int, 1>{});
+    };
+    auto sums_of = [&](int64_t panel, int64_t b, auto count) -> TileSums<decltype(count)::value, f32x16>& {
+        return (TileSums<decltype(count)::value, f32x16>&)waiting[(panel - first) * strip.count() + b - strip.first];
+    };
+    auto multiply_part = [&](int64_t panel, int64_t begin, int64_t end) {
+        const char *data = panel_data(w, panel), *part = data + begin / TILE_BYTES * each;
+        if (packed) unpack_int4(part, end - begin, codes);
+        const bool turns = last - first > 1, back = turns && panel + 1 == last;  // to the next part of the first panel
+        const char* soon = once ? data + AHEAD : panel_data(w, back ? first : panel + 1) + (back ? size / TILE_BYTES * each : 0);
+        for (int64_t b = strip.first; b < strip.last; b++) {
+            const int64_t share = once && packed ? 0 : each / TILE_BYTES, i = b - strip.first;
+            const int64_t from = i * share / strip.count(), behind = (i + 1) * share / strip.count();
+            const Soon ahead{soon, each, from * TILE_BYTES, behind * TILE_BYTES, once};
+            if (end == bytes) fetch_results(panel, rows.rows_of(b), rows.first_row(b), to);
+            of_block(b, [&](auto count) {
+                add_part<count>(rows, b, panel, packed ? codes : part, begin, end, ahead, sums_of(panel, b, count));
+            });
+        }
+    };
+    for (int64_t begin = 0; begin < bytes; begin += size)
+        for (int64_t panel = first; panel < last; panel++) multiply_part(panel, begin, std::min(bytes, begin + size));
+    for (int64_t panel = first; panel < last; panel++)
+        for (int64_t b = strip.first; b < strip.last; b++)
+            of_block(b, [&](auto count) { store_block<count>(rows, b, panel, sums_of(panel, b, count), to); });
 }
 
+// A strip times all of the panels first .. last - 1.
 template <class Out>
-void times_tiled_blocks(const Weight& w, int64_t panel, const Activations& x, const RowTiles& tiles, int64_t first,
-                        int64_t last, Results<Out> to) {
-    const TiledRows rows{w, x, tiles};
-    for (int64_t b = first; b < last; b += STRIP) times_strip(rows, panel, b, std::min(last, b + STRIP), to);
+void times_panels(const TiledRows& rows, TileStrip strip, int64_t first, int64_t last, Results<Out> to) {
+    const int64_t at_once = strip.count() * block_bytes(rows.w) <= HELD ? 1 : WAITING / strip.count();
+    for (; first < last; first += at_once) times_strip(rows, strip, first, std::min(last, first + at_once), to);
 }
+
+// All rows in strips of nearly equal size, `least` of them if there are so many blocks.
+struct TileStrips {
+    int64_t blocks, count;
+    TileStrips(const TiledRows& rows, int64_t least)
+        : blocks(rows.blocks()),
+          count(std::max(std::min(least, blocks), (blocks + strip_blocks(rows.w) - 1) / strip_blocks(rows.w))) {}
+    TileStrip operator[](int64_t i) const { return {i * blocks / count, (i + 1) * blocks / count}; }
+};
 
 constexpr int64_t TILED_ROWS = 8;  // that a thread prepares, at least
 
@@ -440,16 +485,18 @@ void tiled_linear(const Weight& w, const T* x, int64_t rows, Out* y, void* scrat
     Activations input = lay_out(w, BF16, rows, scratch);
     const bool is_ready = ready_for_tiles<T>(w, rows);
     if (is_ready) input.words = (uint32_t*)x;
-    const int64_t blocks = (tiles.count + 1) / 2, parts = parts_of_panel(w, blocks);
+    const TiledRows tiled{w, input, tiles};
+    const TileStrips strips(tiled, parts_of_panel(w, tiled.blocks()));
     const TileShapes shapes = tile_shapes(w, tiles.height);
     Before preparation(is_ready ? 0 : rows, TILED_ROWS);
-    parallel(panels(w) * parts, {}, threads(), [&](int64_t begin, int64_t end, int) {
-        preparation.finish([&](int64_t row) { prepare_tiled_row(w, x, row, input); });
+    parallel(strips.count * panels(w), {}, threads(), [&](int64_t begin, int64_t end, int) {
+        preparation.finish([&](int64_t row) { prepare_tiled_row(w, x, row, tiles, input); });
         configure_tiles(shapes);
-        for (int64_t item = begin; item < end; item++) {
-            const int64_t panel = item / parts, part = item % parts;
-            const int64_t first = part * blocks / parts, last = (part + 1) * blocks / parts;
-            times_tiled_blocks(w, panel, input, tiles, first, last, Results<Out>{y, w.out});
+        for (int64_t item = begin; item < end;) {
+            const int64_t strip = item / panels(w), panel = item % panels(w);
+            const int64_t count = std::min(end - item, panels(w) - panel);
+            times_panels(tiled, strips[strip], panel, panel + count, Results<Out>{y, w.out});
+            item += count;
         }
         release_tiles();
     });
@@ -479,7 +526,7 @@ void prepare_all(const Task& t, const T* x) {
     if constexpr (TILES)
         if (in_tiles(w, t.rows)) {
             for (int64_t row = 0; row < t.rows && !ready_for_tiles<T>(w, t.rows); row++)
-                prepare_tiled_row(w, x, row, to);
+                prepare_tiled_row(w, x, row, RowTiles(t.rows), to);
             return;
         }
     const Blocks blocks(w, t.rows);
@@ -496,9 +543,10 @@ void multiply_panels(const Task& t, int64_t first, int64_t last, const char* nex
         if (in_tiles(w, t.rows)) {
             const RowTiles tiles(t.rows);
             if (ready_for_tiles<T>(w, t.rows)) input.words = (uint32_t*)x;
+            const TiledRows tiled{w, input, tiles};
+            const TileStrips strips(tiled, 1);
             configure_tiles(tile_shapes(w, tiles.height));
-            for (int64_t panel = first; panel < last; panel++)
-                times_tiled_blocks(w, panel, input, tiles, 0, (tiles.count + 1) / 2, to);
+            for (int64_t i = 0; i < strips.count; i++) times_panels(tiled, strips[i], first, last, to);
             return release_tiles();
         }
     const Blocks blocks(w, t.rows);

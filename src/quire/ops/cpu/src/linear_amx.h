@@ -1,13 +1,14 @@
 // Panels of a weight times rows in tile registers (see amx.h): bf16, int8 and int4, for linear.cpp.
 //
-// Rows of activations lie one after the other: bf16 as they are, quantized ones as signed bytes, zeros up to a whole
-// number of tiles of 64 bytes. Two tiles of rows at a time meet the two halves of a panel's outputs: four tiles of
-// sums. What a row's sum is made of, and in which order, does not depend on the other rows of its tile. In bf16 the
-// sum of each 32 inputs is made apart and then added, so the bits are not those of other instruction sets; those of
+// Rows of activations are cut into tiles, and lie as tile registers take them: bf16 as they are, quantized ones as signed
+// bytes, zeros up to a whole number of 64 bytes. Two tiles of rows at a time meet the two halves of a panel's outputs: four
+// tiles of sums. What a row's sum is made of, and in which order, does not depend on the other rows of its tile. In bf16
+// the sum of each 32 inputs is made apart and then added, so the bits are not those of other instruction sets; those of
 // quantized products are.
 //
-// Many rows are multiplied in strips, a part of the panel at a time: it stays in the first-level cache while the strip's
-// rows come by, and int4 is unpacked once for all of them. Sums wait in memory meanwhile, which does not change bits.
+// Many rows are multiplied in strips whose activations stay in the second-level cache while panels come by, for which int4
+// is unpacked once. Where rows are long, panels take turns, a part of each; sums wait in memory meanwhile, which does not
+// change bits. benchmarks/amx_counts.py counts what comes from which cache.
 #pragma once
 
 #include <algorithm>
@@ -20,45 +21,54 @@ namespace quire {
 
 constexpr int64_t STEP = 2 * TILE_ROWS * TILE_BYTES;  // bytes of a panel that 64 bytes of activations meet
 
-// Rows cut into tiles of one height, as few as there can be. The last one begins early enough to be whole; the rows
-// that it shares with the one before it are the latter's.
+// Rows cut into tiles of one height, as few as there can be. What the last one has behind the last row is computed, and
+// looked at by no one.
 struct RowTiles {
     int64_t rows, count, height;
     explicit RowTiles(int64_t rows)
         : rows(rows), count((rows + TILE_ROWS - 1) / TILE_ROWS), height((rows + count - 1) / count) {}
-    int64_t begin(int64_t tile) const { return std::min(tile * height, rows - height); }
-    int64_t shared(int64_t tile) const { return tile * height - begin(tile); }
+    int64_t begin(int64_t tile) const { return tile * height; }
+    int64_t rows_of(int64_t tile) const { return std::min(height, rows - begin(tile)); }
+    int64_t places() const { return count * height; }
 };
 
-// One or two neighbouring tiles of rows: their activations, `stride` bytes a row, and their scales [row][BLOCK].
+// Bytes of a row's activations.
+inline int64_t tiled_row_bytes(const Weight& w) {
+    return round_up(w.format == DENSE_BF16 ? 2 * w.in : w.in, TILE_BYTES);
+}
+
+// Where byte `at` of a tile's first row lies: 64 bytes of a row are followed by those of the next one.
+INLINE int64_t in_tile(int64_t at, int64_t height) { return at / TILE_BYTES * TILE_BYTES * height + at % TILE_BYTES; }
+
+// One or two neighbouring tiles of rows: their activations, and their scales [row][BLOCK].
 template <int COUNT>
 struct TileBlock {
     const char* rows[COUNT];
     const float* scales[COUNT];
-    int64_t stride;
-    int height;
+    int64_t height;
 };
 
 // Their sums [row tile][row][half of the outputs].
 template <int COUNT, class V>
 using TileSums = V[COUNT][TILE_ROWS][2];
 
-// Words from one row to the next. It is an odd number of lines, so that a tile's rows share no set of the cache.
-inline int64_t tiled_row_words(const Weight& w) {
-    const int64_t bytes = round_up(w.format == DENSE_BF16 ? 2 * w.in : w.in, TILE_BYTES);
-    return (bytes / TILE_BYTES % 2 ? bytes : bytes + TILE_BYTES) / 4;
+// Blocks of a strip, at most; bytes of activations that it keeps in the second-level cache, a quarter of that, since two
+// threads may share it; panels that take turns at a strip that has more, a part of each; and the sums that wait meanwhile,
+// of a block and a panel each.
+constexpr int64_t STRIP = 8, HELD = 1 << 19, PANELS_AT_ONCE = 8, WAITING = 32;
+
+// Bytes of a row's activations that a part of a panel meets: those of a strip's rows are HELD. Smaller parts would stay in
+// the first-level cache, but the sums would come and go for each: by count, that is more. int4 is unpacked in smaller ones;
+// where there is but one block, nothing else is there to be used again.
+constexpr int64_t PART = HELD / (WAITING / PANELS_AT_ONCE * 2 * TILE_ROWS), UNPACKED = 1024;
+inline int64_t part_bytes(const Weight& w, int64_t blocks) {
+    if (w.format == INT4) return blocks > 1 ? UNPACKED : BLOCK;
+    return blocks > 1 ? PART : std::numeric_limits<int64_t>::max();
 }
 
-// Blocks of rows in a strip: their sums, 4 KB each, stay in the second-level cache.
-constexpr int64_t STRIP = 8;
-
-// Bytes of activations that a part of a panel meets: 32 KB of the panel.
-constexpr int64_t PART = 1024;
-
-// Of a panel that meets one block, the part that it is read in: nothing is there to be used again.
-inline int64_t part_bytes(const Weight& w, int64_t blocks) {
-    if (blocks > 1) return PART;
-    return w.format == INT4 ? BLOCK : std::numeric_limits<int64_t>::max();
+inline int64_t block_bytes(const Weight& w) { return 2 * TILE_ROWS * tiled_row_bytes(w); }
+inline int64_t strip_blocks(const Weight& w) {
+    return std::clamp(HELD / block_bytes(w), WAITING / PANELS_AT_ONCE, STRIP);
 }
 
 // Bytes of activations that are multiplied at a time: a tile's, or those of a group that is smaller.
@@ -68,69 +78,104 @@ inline int64_t depth(const Weight& w) {
 
 inline TileShapes tile_shapes(const Weight& w, int64_t height) { return product_shapes((int)height, (int)depth(w)); }
 
+// What is read soon, and asked for while activations are multiplied: of the `each` bytes for 64 bytes of them, those from
+// `first` to `last`, so that a strip's blocks share the rest. Where there is but one block, `at` is of the panel itself,
+// which memory sends all the time.
+struct Soon {
+    const char* at;
+    int64_t each, first, last;
+    bool once;
+
+    void fetch(int64_t byte) const {
+        for (const char *p = at + byte / TILE_BYTES * each + first, *end = p + last - first; p < end; p += TILE_BYTES)
+            once ? __builtin_prefetch(p) : __builtin_prefetch(p, 0, 2);
+    }
+};
+
 // Adds the products of what lies at `panel` with the activations from byte `at` of each row.
 template <bool QUADS, int COUNT>
 INLINE void add_products(const char* panel, const TileBlock<COUNT>& x, int64_t at) {
     load_tile<half_tile(0)>(panel, 2 * TILE_BYTES);
     load_tile<half_tile(1)>(panel + TILE_BYTES, 2 * TILE_BYTES);
-    add_tile<QUADS, 0>(x.rows[0] + at, x.stride);
-    if constexpr (COUNT == 2) add_tile<QUADS, 1>(x.rows[1] + at, x.stride);
+    add_tile<QUADS, 0>(x.rows[0] + in_tile(at, x.height), TILE_BYTES);
+    if constexpr (COUNT == 2) add_tile<QUADS, 1>(x.rows[1] + in_tile(at, x.height), TILE_BYTES);
 }
 
-INLINE void fetch_step(const char* panel) {
-    for (int64_t line = 0; line < STEP; line += 2 * TILE_BYTES) fetch(panel + line);
-}
-
-// Bytes begin .. end - 1 of bf16 activations. Where a panel ends within a tile, zeros complete it.
+// Bytes begin .. end - 1 of bf16 activations, of which the first meet what lies at `part`. Where a panel ends within a
+// tile, zeros complete it.
 template <int COUNT>
-void add_part_bf16(const Weight& w, const char* panel, int64_t begin, int64_t end, const TileBlock<COUNT>& x,
-                   TileSums<COUNT, f32x16>& sums) {
+void add_part_bf16(const Weight& w, const char* part, int64_t begin, int64_t end, const TileBlock<COUNT>& x,
+                   const Soon& soon, TileSums<COUNT, f32x16>& sums) {
     const int64_t whole = std::min(end, w.in / 32 * TILE_BYTES);
-    load_sums<COUNT>(sums, 2 * TILE_BYTES);
+    if (begin)
+        load_sums<COUNT>(sums, 2 * TILE_BYTES);
+    else
+        zero_sums<COUNT>();
     for (int64_t at = begin; at < whole; at += TILE_BYTES) {
-        fetch_step(panel + at * PANEL);
-        add_products<false>(panel + at * PANEL, x, at);
+        soon.fetch(at);
+        add_products<false>(part + (at - begin) * PANEL, x, at);
     }
     if (whole < end) {
         alignas(64) char last[STEP] = {};
-        std::memcpy(last, panel + whole * PANEL, (w.in % 32 + 1) / 2 * 4 * PANEL);
+        std::memcpy(last, part + (whole - begin) * PANEL, (w.in % 32 + 1) / 2 * 4 * PANEL);
         add_products<false>(last, x, whole);
     }
     store_sums<COUNT>(sums, 2 * TILE_BYTES);
 }
 
-// sums += dots times the scales of their rows in a BLOCK.
-template <int COUNT, class V>
-INLINE void add_scaled(const TileSums<COUNT, V>& dots, const TileBlock<COUNT>& x, int64_t blocks, int64_t block,
-                       TileSums<COUNT, f32x16>& sums) {
-    for (int t = 0; t < COUNT; t++)
-        for (int r = 0; r < x.height; r++)
-            for (int h = 0; h < 2; h++)
-                sums[t][r][h] = fma(converted<f32x16>(dots[t][r][h]),
-                                    splat(x.scales[t][r * blocks + block]), sums[t][r][h]);
+// sums += the dot products of a BLOCK's groups, each times its outputs' scales (null: there is one group, and they come
+// last), and all times the row's scale. At the first BLOCK, sums begin with zeros.
+template <int COUNT>
+INLINE void add_scaled(TileSums<COUNT, i32x16>* dots, int64_t groups, const f16* outputs, const TileBlock<COUNT>& x,
+                       int64_t blocks, int64_t block, TileSums<COUNT, f32x16>& sums) {
+    f32x16 factor[BLOCK / 32][2];
+    for (int64_t i = 0; outputs && i < 2 * groups; i++) factor[i / 2][i % 2] = load(outputs + i * LANES);
+    auto each = [&](auto count) __attribute__((always_inline)) {
+        for (int t = 0; t < COUNT; t++)
+            for (int64_t r = 0; r < x.height; r++) {
+                const f32x16 scale = splat(x.scales[t][r * blocks + block]);
+                for (int h = 0; h < 2; h++) {
+                    f32x16 value = {};
+                    for (int64_t g = 0; g < count; g++)
+                        value = fma(converted<f32x16>(dots[g][t][r][h]), factor[g][h], value);
+                    if (!outputs) value = converted<f32x16>(dots[0][t][r][h]);
+                    sums[t][r][h] = fma(value, scale, block ? sums[t][r][h] : f32x16{});
+                }
+            }
+    };
+    if (!outputs) return each(std::integral_constant<int64_t, 0>{});
+    groups == 2 ? each(std::integral_constant<int64_t, 2>{}) : each(groups);
 }
 
-// Inputs begin .. end - 1, which begin with a BLOCK.
+// Inputs begin .. end - 1 of quantized activations, which begin with a BLOCK, and of which the first meet the codes at
+// `part`: the dot products of each group (int8: BLOCK) are taken out, and scaled.
 template <int COUNT>
-void add_part_int8(const char* panel, int64_t begin, int64_t end, const TileBlock<COUNT>& x, int64_t blocks,
-                   TileSums<COUNT, f32x16>& sums) {
-    alignas(64) TileSums<COUNT, i32x16> dots;
-    for (int64_t first = begin; first < end; first += BLOCK) {
-        zero_sums<COUNT>();
-        for (int64_t at = first; at < std::min(end, first + BLOCK); at += TILE_BYTES) {
-            fetch_step(panel + at * PANEL);
-            add_products<true>(panel + at * PANEL, x, at);
+void add_part_codes(const Weight& w, int64_t index, const char* part, int64_t begin, int64_t end,
+                    const TileBlock<COUNT>& x, const Soon& soon, TileSums<COUNT, f32x16>& sums) {
+    alignas(64) TileSums<COUNT, i32x16> dots[BLOCK / 32];
+    const bool grouped = w.format == INT4;
+    const int64_t group = grouped ? w.group : BLOCK, step = depth(w), blocks = blocks_a_row(w);
+    for (int64_t start = begin; start < end; start += BLOCK) {
+        const int64_t stop = std::min(end, start + BLOCK);
+        int64_t groups = 0;
+        for (int64_t first = start; first < stop; first += group) {
+            zero_sums<COUNT>();
+            for (int64_t at = first; at < std::min(stop, first + group); at += step) {
+                soon.fetch(at);
+                add_products<true>(part + (at - begin) * PANEL, x, at);
+            }
+            store_sums<COUNT>(dots[groups++], 2 * TILE_BYTES);
         }
-        store_sums<COUNT>(dots, 2 * TILE_BYTES);
-        add_scaled(dots, x, blocks, first / BLOCK, sums);
+        const f16* scales = grouped ? (const f16*)w.scales + (index * w.in + start) / group * PANEL : nullptr;
+        add_scaled<COUNT>(dots, groups, scales, x, blocks, start / BLOCK, sums);
     }
 }
 
 template <int COUNT>
-void scale_outputs(const Weight& w, int64_t index, int height, TileSums<COUNT, f32x16>& sums) {
+void scale_outputs(const Weight& w, int64_t index, int64_t height, TileSums<COUNT, f32x16>& sums) {
     const float* scales = (const float*)w.scales + index * PANEL;
     for (int t = 0; t < COUNT; t++)
-        for (int r = 0; r < height; r++)
+        for (int64_t r = 0; r < height; r++)
             for (int h = 0; h < 2; h++) sums[t][r][h] *= load(scales + h * LANES);
 }
 
@@ -144,32 +189,6 @@ INLINE void unpack_int4(const char* packed, int64_t inputs, char* to) {
             std::memcpy(to + j * 256 + h * TILE_BYTES, &low, sizeof low);
             std::memcpy(to + j * 256 + 128 + h * TILE_BYTES, &high, sizeof high);
         }
-    }
-}
-
-// Inputs begin .. end - 1, which begin with a BLOCK, and whose codes are unpacked: each group's dot products are taken out
-// and scaled, and then those of each BLOCK together.
-template <int COUNT>
-void add_part_int4(const Weight& w, int64_t index, const char* codes, int64_t begin, int64_t end,
-                   const TileBlock<COUNT>& x, TileSums<COUNT, f32x16>& sums) {
-    alignas(64) TileSums<COUNT, i32x16> dots;
-    const int64_t groups = w.in / w.group, step = depth(w), blocks = blocks_a_row(w);
-    for (int64_t start = begin; start < end; start += BLOCK) {
-        TileSums<COUNT, f32x16> block = {};
-        for (int64_t first = start; first < std::min(end, start + BLOCK); first += w.group) {
-            zero_sums<COUNT>();
-            for (int64_t at = first; at < first + w.group; at += step)
-                add_products<true>(codes + (at - begin) * PANEL, x, at);
-            store_sums<COUNT>(dots, 2 * TILE_BYTES);
-            const f16* scales = (const f16*)w.scales + (index * groups + first / w.group) * PANEL;
-            const f32x16 outputs[] = {load(scales), load(scales + LANES)};
-            for (int t = 0; t < COUNT; t++)
-                for (int r = 0; r < x.height; r++)
-                    for (int h = 0; h < 2; h++)
-                        block[t][r][h] =
-                            fma(converted<f32x16>(dots[t][r][h]), outputs[h], block[t][r][h]);
-        }
-        add_scaled(block, x, blocks, start / BLOCK, sums);
     }
 }
 
