@@ -83,7 +83,7 @@ class Engine:
             min_chunk=LEAST,
             target_itl_ms=None if target is None else target * 1000,
         )[0]
-        self.clock, self.between = 1.0, 0.0
+        self.clock, self.between, self.loading = 1.0, 0.0, 0.0
         self.flying: list[StepPlan] = []
         self.steps: list[tuple[int, float]] = []
         self.number = 0
@@ -117,7 +117,9 @@ class Engine:
         chunk = sum(len(span.tokens) for span in plan.spans if len(span.tokens) > 1)
         if chunk and any(len(span.tokens) == 1 for span in plan.spans):
             self.steps.append((chunk, seconds))
-        self.scheduler.commit(plan, StepResult(plan.number, spans, seconds, self.clock), self.clock)
+        seconds += self.loading
+        result = StepResult(plan.number, spans, seconds, self.clock, loading=self.loading)
+        self.scheduler.commit(plan, result, self.clock)
         self.clock += seconds + self.between
 
     def prompt(self, prompt: list[int]) -> list[tuple[int, float]]:
@@ -206,6 +208,20 @@ def test_a_machine_that_becomes_slower_is_learned_within_a_few_steps() -> None:
     steps = engine.prompt(engine.text(4000))
     assert steps[0][1] < 2 * TARGET
     assert late(steps[6:]) <= 0.015
+    engine.machine = Machine()
+    steps = engine.prompt(engine.text(4000))
+    assert statistics.median(seconds for _, seconds in steps[30:50]) > 0.7 * TARGET, "one that becomes faster, later"
+
+
+def test_what_loads_took_says_nothing_of_decodes_and_prompts() -> None:
+    chunks = []
+    for loading in (0.0, 0.05):
+        engine = Engine(Machine(noise=0.0))
+        engine.loading = loading
+        engine.decodes()
+        engine.step(10)
+        chunks.append([tokens for tokens, _ in engine.prompt(engine.text(1000))])
+    assert chunks[0] == chunks[1]
 
 
 def test_a_step_that_is_late_for_another_reason_does_not_slow_prompts_down_for_long() -> None:
