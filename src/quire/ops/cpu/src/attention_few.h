@@ -13,6 +13,13 @@ constexpr int64_t FEW_ROWS = 8;
 template <class L>
 constexpr bool FEW_APART = WIDTH == 64 && !IN_TILES<L>;
 
+// Whether a tile's keys, or values, are one run of memory that takes longer to read than to multiply: read from begin to
+// end, a run comes faster. Codes, and numbers that do not meet in pairs, take longer to multiply. Does not change bits.
+template <class L, class S>
+bool tiles_in_runs(const KvCache& kv) {
+    return L::NUMBERS == 2 && !is_code<S> && kv.block_size >= KEY_TILE;
+}
+
 // Groups of 16 rows of the cache: where each begins, and how far apart its rows are. Meanwhile those at `next`, which are
 // needed later, are asked for: see `Ahead`.
 struct RowGroups {
@@ -115,11 +122,10 @@ void add_columns(const RowGroups& values, int64_t groups, int64_t column, int64_
         }
 }
 
-// The same for all groups, and for all numbers of a row.
-template <class L, class S, int R>
+// The same for all groups, G at a time, and for all numbers of a row.
+template <class L, class S, int R, int G>
 void score_keys(const RowGroups& keys, int64_t groups, int64_t size, const typename L::lane* q, int64_t depth, int64_t n,
                 float* scores) {
-    constexpr int G = R < 8 ? 2 : 1;
     int64_t g = 0;
     auto from = [&] { return RowGroups{keys.at + g, keys.next + g, keys.stride}; };
     auto all = [&](auto whole) {

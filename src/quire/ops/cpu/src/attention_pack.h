@@ -128,9 +128,10 @@ class Ahead {
         int64_t first, end, head, heads;
     };
     static constexpr int64_t MOST = 8;  // parts
-    static constexpr int64_t LEAD = 12288;  // bytes, which the first-level cache holds beside the work
+    // Bytes, which the first-level cache holds beside the work: where 16 rows lie by themselves, and where a tile is a run.
+    static constexpr int64_t LEAD = 12288, LEAD_IN_RUNS = 8192;
 
-    Ahead(const KvCache& kv, int64_t layer) : kv_(kv), layer_(layer) {}
+    Ahead(const KvCache& kv, int64_t layer, bool in_runs = false) : kv_(kv), layer_(layer), in_runs_(in_runs) {}
 
     void add(const Part& part) {
         if (part.heads && part.first < part.end) parts_[count_++] = part;
@@ -141,7 +142,8 @@ class Ahead {
         if (!count_) return;
         begin_tile(parts_[0].first / KEY_TILE * KEY_TILE);
         const int64_t bytes = LANES * kv_.row_bytes();
-        for (int64_t ahead = 0; ahead < LEAD; ahead += bytes) {
+        const int64_t lead = in_runs_ ? LEAD_IN_RUNS : LEAD;
+        for (int64_t ahead = 0; ahead < lead; ahead += bytes) {
             const char* at = next();
             for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line);
         }
@@ -174,6 +176,7 @@ class Ahead {
 
     const KvCache& kv_;
     const int64_t layer_;
+    const bool in_runs_;
     Part parts_[MOST];
     int64_t count_ = 0, part_ = 0, tile_ = 0, first_ = 0, end_ = 0, head_ = 0, position_ = 0, which_ = KEYS;
 };
