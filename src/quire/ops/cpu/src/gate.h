@@ -12,7 +12,7 @@ enum Activation : int32_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2, RELU2 =
 // How many inputs each output has: a gate and what it multiplies, or what is squared.
 INLINE int64_t inputs_of(int32_t activation) { return activation == RELU2 ? 1 : 2; }
 
-// What the sigmoid is taken of, by which an activation multiplies its input. GELU's is that of `gelu_tanh_mul` in
+// What the sigmoid is taken of, by which an activation multiplies its input. GELU's is that of `_gelu_tanh` in
 // elementwise.py.
 template <Activation ACTIVATION>
 INLINE f32x16 sigmoid_input(f32x16 g) {
