@@ -291,6 +291,11 @@ def test_a_busy_replica_gets_less_and_one_without_a_pulse_nothing(links: list[En
     assert [placed(placement, links, number, [number] * 20) for number in range(6)] == [2] * 6
 
 
+def test_requests_that_wait_for_their_first_tokens_count_as_much_as_those_that_decode(links: list[EngineLink]) -> None:
+    placement, prompt = Placement(links, KEY, alone=True), list(range(32))
+    assert {placed(placement, links, number, prompt) for number in range(8)} == {0, 1, 2}  # not all where it is cached
+
+
 def test_several_http_processes_send_prompts_that_begin_alike_to_the_same_replica(links: list[EngineLink]) -> None:
     several = [Placement(links, KEY, alone=False) for _ in range(3)]
     homes = []

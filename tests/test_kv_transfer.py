@@ -20,9 +20,9 @@ from quire.kv import importer, wire
 from quire.kv.transport import TRANSPORTS, installed
 from quire.kv.transport.base import Link, Range
 from tests.http_tools import wait_until
-from tests.test_kv_prefill import BLOCK, Outcome, Prefill, alone, decoder, key, options, peer, prompt, rest, run
+from tests.test_kv_prefill import BLOCK, Outcome, Prefill, alone, decoder, options, peer, prompt, rest, run
 
-__all__ = ["key", "options"]  # fixtures
+__all__ = ["options"]  # a fixture
 
 
 def each(*quick: str) -> list[Any]:

@@ -53,7 +53,7 @@ def prompts() -> list[list[int]]:
     return [*own, [*head, 5, 6, 7], [*head, 9], [*head[:33], 11, 12], head, [7] * 20]
 
 
-def request(index: int, id: int, **changes: Any) -> Request:
+def request(index: int, id: int, max_tokens: int = MAX_TOKENS, **changes: Any) -> Request:
     """Sixteen requests, no two of which are sampled in the same way."""
     filters = [
         {"temperature": 0.0},
@@ -71,7 +71,7 @@ def request(index: int, id: int, **changes: Any) -> Request:
         id,
         prompts()[index],
         given,
-        max_tokens=MAX_TOKENS,
+        max_tokens=max_tokens,
         choice=index % 2,
         stop_token_ids=frozenset(range(3, 40)) if index in (6, 10) else frozenset(),
         bad_words=[[41], [42, 43]] if index in (7, 9) else None,
@@ -508,8 +508,8 @@ def test_a_request_of_which_nothing_was_proposed_is_tried_again(plain, monkeypat
     asked: list[int] = []
     proposer = Recorded(outcomes, lambda coming, count: asked.append(count) or Drafts([]))  # type: ignore[func-returns-value]
     engine = Engine(config(folder, options, 4, adaptive=True), proposer=proposer)
-    one = request(8, 8)
-    one.max_tokens, one.draft_state = 60, DraftState(first=Average(value=0.0, weight=1e9))
+    one = request(8, 8, max_tokens=60)
+    one.draft_state = DraftState(first=Average(value=0.0, weight=1e9))
     engine.add(one)
     while not engine.idle:
         engine.step()

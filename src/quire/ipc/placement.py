@@ -77,7 +77,7 @@ class Placement:
             held=held * _block_size(link),
             queued=load.queued,
             waiting=load.waiting,
-            running=load.running + max(0, others),
+            running=load.waiting + load.running + max(0, others),
             recent=load.recent(now),
         )
 
