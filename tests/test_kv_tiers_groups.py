@@ -12,6 +12,7 @@ import torch
 from quire.config import EngineConfig
 from quire.core import holders, sources
 from quire.core.block_hash import part_name
+from quire.core.cost import Costs
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from tests.http_tools import wait_until
@@ -36,6 +37,12 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 QUICK = ("some windows", "states")
 LENGTHS = (15, 33, 64, 65, 130, 150)
+
+
+@pytest.fixture(autouse=True)
+def loads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow this machine was at the last ones: so it does not decide what is tested."""
+    monkeypatch.setattr(Costs, "prefers_load", lambda *_: True)
 
 
 @pytest.fixture(scope="module")
