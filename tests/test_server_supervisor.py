@@ -188,24 +188,15 @@ async def test_loading_is_shown_with_phase_and_percentage(folder: Path) -> None:
         assert server.screen.phases[0] == ("listening", 0)
 
 
-async def test_an_engine_that_cannot_start_ends_the_server_with_its_message(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "error"), [("fail", ServerError), ("invalid", ConfigError)])
+async def test_an_engine_that_cannot_start_ends_the_server_with_its_message_and_as_an_invalid_option_if_it_is_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, error: type[Exception]
 ) -> None:
     monkeypatch.setattr(replica_module, "LAST_WORDS_SECONDS", DEADLINE)
-    async with running(folder, fault="fail:the pool is too small; raise kv_cache_memory") as server:
-        with pytest.raises(ServerError, match=r"^the pool is too small; raise kv_cache_memory$"):
+    async with running(folder, fault=f"{kind}:the pool is too small; raise kv_cache_memory") as server:
+        with pytest.raises(error, match=r"^the pool is too small; raise kv_cache_memory$"):
             await server.code()
         assert server.screen.is_closed
-    assert not private_folders(folder)
-
-
-async def test_an_engine_whose_options_are_not_valid_ends_the_server_as_invalid_options_do(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replica_module, "LAST_WORDS_SECONDS", DEADLINE)
-    async with running(folder, fault="invalid:no checkpoint x") as server:
-        with pytest.raises(ConfigError, match=r"^no checkpoint x$"):
-            await server.code()
     assert not private_folders(folder)
 
 

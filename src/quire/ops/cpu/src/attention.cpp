@@ -40,7 +40,7 @@ struct Scratch {
     using lane = typename L::lane;
     Packed<L> tile;
     lane* q;           // [states, depth]: of the heads that take turns, all rows
-    lane* on_side;     // in tiles, the same of few rows: of each head [depth, rows]
+    lane* transposed_q;  // in tiles, the same of few rows: of each head [depth, rows]
     float* scores;     // [m, KEY_TILE]
     lane* weights;     // [m, KEY_TILE / NUMBERS]: of the values
     float* out;        // [states, dims]
@@ -65,7 +65,7 @@ struct Scratch {
         take(tile.value_scales, KEY_TILE);
         take(tile.apart, LANES * kv.row_bytes());
         take(q, states * tile.depth);
-        take(on_side, IN_TILES<L> ? states * tile.depth : 0);
+        take(transposed_q, IN_TILES<L> ? states * tile.depth : 0);
         take(scores, m * KEY_TILE);
         take(weights, m * KEY_TILE / L::NUMBERS);
         take(out, states * tile.dims);
@@ -141,7 +141,7 @@ struct Item {
         for (int64_t t = 0; t < tokens; t++) {
             Item one{step, scratch, span, row + t, 1, branches[t], branches[t] + 1, head, heads, layer, sinks};
             one.configure();
-            one.lay_on_side(state + t * group);
+            one.transpose_queries(state + t * group);
             for (int64_t tile = std::max(first, first_seen(one.position) / KEY_TILE); tile * KEY_TILE < one.end; tile++)
                 one.attend(one.source(h, tile), state + t * group, none);
         }
@@ -166,13 +166,13 @@ struct Item {
             scratch.total[state + r] = f32x16{sinks ? 1.0f : 0.0f};
         }
         std::memset(scratch.out + state * scratch.tile.dims, 0, rows() * scratch.tile.dims * sizeof(float));
-        lay_on_side(state);
+        transpose_queries(state);
     }
 
-    // The queries of few rows, for their scores.
-    void lay_on_side(int64_t state) {
+    // The queries of few rows, for `score_transposed`.
+    void transpose_queries(int64_t state) {
         const int64_t depth = scratch.tile.depth, count = rows();
-        typename L::lane* to = scratch.on_side + state * depth;
+        typename L::lane* to = scratch.transposed_q + state * depth;
         for (int64_t d = 0; IN_TILES<L> && is_few() && d < depth; d++)
             for (int64_t r = 0; r < count; r++) *to++ = scratch.q[(state + r) * depth + d];
     }
@@ -197,7 +197,7 @@ struct Item {
         }
         const int64_t tile = source.start / KEY_TILE;
         const Groups seen = groups(tile, 0, rows());
-        if (IN_TILES<L> && is_few()) score_on_side(source, state, ahead, seen);
+        if (IN_TILES<L> && is_few()) score_transposed(source, state, ahead, seen);
         for (int64_t first = 0; first < GROUPS && !(IN_TILES<L> && is_few()); first += VECTORS) {
             const int64_t end = std::min(first + VECTORS, seen.end);
             pack_keys<L, S>(source, ahead, std::max(first, seen.first), end, scratch.tile);
@@ -211,7 +211,7 @@ struct Item {
     }
 
     // Scores of few rows, in tiles, two groups of keys at a time: in place, or written out as they would lie.
-    void score_on_side(const TileSource& source, int64_t state, Ahead& ahead, Groups seen) {
+    void score_transposed(const TileSource& source, int64_t state, Ahead& ahead, Groups seen) {
         if constexpr (IN_TILES<L>) {
             const Packed<L>& p = scratch.tile;
             const int64_t row = p.depth * sizeof(typename L::lane), size = step.kv.row_bytes();
@@ -234,8 +234,8 @@ struct Item {
                     keys[i] = (const char*)apart;
                 }
                 alignas(64) f32x16 scores[2][LANES];
-                const typename L::lane* q = scratch.on_side + state * p.depth;
-                const auto score = count == 2 ? quire::score_on_side<2> : quire::score_on_side<1>;
+                const typename L::lane* q = scratch.transposed_q + state * p.depth;
+                const auto score = count == 2 ? quire::score_transposed<2> : quire::score_transposed<1>;
                 score(keys, row, next, LANES * size, q, p.depth, rows(), (float*)scores);
                 for (int64_t i = 0; i < count; i++) {
                     transpose(scores[i]);

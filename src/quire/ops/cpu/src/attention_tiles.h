@@ -76,36 +76,37 @@ inline void shrink_rows(float* c, int64_t stride, const float* factor, int64_t r
 // A tile's rows are keys, 16 of them as they lie in the cache, and the rows of queries are its columns: so keys need not be
 // packed, which takes longer than all else for a decoded token. A score is the same sum of the same products.
 
-constexpr int on_side_scores(int group) { return sums_tile(1, group); }  // free where there is one tile of rows
-constexpr int ON_SIDE_QUERIES = row_tile(1);
+constexpr int transposed_scores(int group) { return sums_tile(1, group); }  // free where there is one tile of rows
+constexpr int TRANSPOSED_QUERIES = row_tile(1);
 
 // As `configure_attention`, for fewer rows than a tile has, with registers for their scores.
 inline void configure_few(int64_t rows) {
     TileShapes shapes = product_shapes((int)rows, TILE_BYTES);
-    for (const int tile : {ON_SIDE_QUERIES, on_side_scores(0), on_side_scores(1)}) shapes.set(tile, TILE_ROWS, 4 * (int)rows);
+    for (const int tile : {TRANSPOSED_QUERIES, transposed_scores(0), transposed_scores(1)})
+        shapes.set(tile, TILE_ROWS, 4 * (int)rows);
     configure_tiles(shapes);
 }
 
 // Scores [G groups][16 keys][16] of `rows` queries. `q`: [depth][rows], `depth` a whole number of tiles. A group is 16 keys,
 // `stride` bytes apart; meanwhile `bytes` at its `next` are asked for.
 template <int G>
-void score_on_side(const char* const* keys, int64_t stride, const char* const* next, int64_t bytes,
-                          const uint32_t* q, int64_t depth, int64_t rows, float* scores) {
-    zero_tile<on_side_scores(0)>();
-    if constexpr (G == 2) zero_tile<on_side_scores(1)>();
+void score_transposed(const char* const* keys, int64_t stride, const char* const* next, int64_t bytes,
+                      const uint32_t* q, int64_t depth, int64_t rows, float* scores) {
+    zero_tile<transposed_scores(0)>();
+    if constexpr (G == 2) zero_tile<transposed_scores(1)>();
     for (int64_t d = 0; d < depth; d += LANES) {
         for (int g = 0; g < G; g++)
             for (int64_t i = bytes * d / depth; i < bytes * (d + LANES) / depth; i += 64) __builtin_prefetch(next[g] + i);
-        load_tile<ON_SIDE_QUERIES>(q + d * rows, rows * 4);
+        load_tile<TRANSPOSED_QUERIES>(q + d * rows, rows * 4);
         load_tile<half_tile(0)>(keys[0] + d * 4, stride);
-        multiply_pairs<on_side_scores(0), half_tile(0), ON_SIDE_QUERIES>();
+        multiply_pairs<transposed_scores(0), half_tile(0), TRANSPOSED_QUERIES>();
         if constexpr (G == 2) {
             load_tile<half_tile(1)>(keys[1] + d * 4, stride);
-            multiply_pairs<on_side_scores(1), half_tile(1), ON_SIDE_QUERIES>();
+            multiply_pairs<transposed_scores(1), half_tile(1), TRANSPOSED_QUERIES>();
         }
     }
-    store_tile<on_side_scores(0)>(scores, TILE_BYTES);
-    if constexpr (G == 2) store_tile<on_side_scores(1)>(scores + TILE_ROWS * LANES, TILE_BYTES);
+    store_tile<transposed_scores(0)>(scores, TILE_BYTES);
+    if constexpr (G == 2) store_tile<transposed_scores(1)>(scores + TILE_ROWS * LANES, TILE_BYTES);
 }
 
 }  // namespace quire
