@@ -1,7 +1,8 @@
 """Stand-ins for a GPU, so that the way a step takes through one is tested without one.
 
 `DelayedDevice` computes at once, as a CPU does, but shows nothing of it until somebody waits; what it records, it runs
-again. `SpanKernels` are the plain-torch kernels behind the interface of those that read a step's spans on the device.
+again. Numbers are packed for it as for a GPU. `SpanKernels` are the plain-torch kernels behind the interface of those
+that read a step's spans on the device.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -22,13 +24,24 @@ from torch.overrides import TorchFunctionMode
 from quire.engine import engine, loading
 from quire.ops import HeadNorm, Kernels, KVCache, RaggedBatch
 from quire.ops.ragged import DeviceSpans, DeviceTrees, Trees
-from quire.runner.device import Device, Reached
+from quire.runner.device import CudaDevice, Device, Reached
 
 UNREAD = 77
 """Fills what is downloaded until somebody has waited for it."""
 
 
-class DelayedDevice(Device):
+class Unpinned(CudaDevice):
+    """Packs and sends numbers as a GPU's device does, in plain memory."""
+
+    def __init__(self) -> None:
+        Device.__init__(self)
+
+    def _staging(self, size: int) -> tuple[Tensor, NDArray[np.uint8]]:
+        host = np.empty(size, np.uint8)
+        return torch.from_numpy(host), host
+
+
+class DelayedDevice(Unpinned):
     """A device that works by itself, as far as its caller can tell.
 
     Args:
@@ -41,7 +54,7 @@ class DelayedDevice(Device):
         peaks: measurements of `peak`.
     """
 
-    asynchronous = True
+    describe, release = Device.describe, Device.release
 
     def __init__(self, memory: int = 2**30, most_graphs: int = 1000) -> None:
         super().__init__()

@@ -22,6 +22,7 @@ from quire.engine.engine import Engine
 from quire.errors import ConfigError, DeviceError
 from quire.ops.kv_cache import on_device
 from quire.runner.device import CudaDevice, Device, check_cuda
+from tests.devices import Unpinned
 from tests.oracle import save_checkpoint
 
 
@@ -148,17 +149,6 @@ def test_a_refusal_is_a_configuration_error():
 # -- moving numbers ----------------------------------------------------------------------------------------
 
 
-class Unpinned(CudaDevice):
-    """Packs and unpacks as a GPU's device does, in plain memory."""
-
-    def __init__(self) -> None:
-        Device.__init__(self)
-
-    def _staging(self, size: int) -> Any:
-        staged = torch.empty(size, dtype=torch.uint8)
-        return staged, staged.numpy()
-
-
 @pytest.mark.parametrize("device", [Device(), Unpinned()], ids=["cpu", "packed"])
 def test_arrays_arrive_as_they_are_and_may_change_after(device):
     arrays = [
@@ -168,6 +158,7 @@ def test_arrays_arrive_as_they_are_and_may_change_after(device):
         np.array([True, False, True]),
         np.array([2**62, -1], np.int64),
         np.arange(12, dtype=np.float64)[::2],
+        np.ones(3, [("a", np.int8), ("b", np.float32)])["b"],  # a column of a table
     ]
     wanted = [torch.from_numpy(array.copy()) for array in arrays]
     sent = device.upload(*arrays)

@@ -11,6 +11,7 @@ import sys
 import time
 import weakref
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.gpu import bound, clocks, engines, parity, parity_rows, plan, sweep_products, table, unwaited, workloads
-from benchmarks.gpu.__main__ import CHECKS, begin, failed, install, main
+from benchmarks.gpu.__main__ import CHECKS, begin, failed, install, main, output, steps_left, write
 from benchmarks.gpu.determinism import PRODUCT
 from benchmarks.gpu.engines import bench
 from benchmarks.gpu.job import Job
@@ -263,6 +264,16 @@ def test_a_difference_is_seen_against_its_own_row() -> None:
     assert not parity.difference(found, wanted) <= 1e9
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
+def test_checks_on_a_gpu_are_in_the_data_type_of_their_name(name: str, tmp_path: Path) -> None:
+    """A rehearsal takes fp16 in place of bf16, which the interpreter does not multiply."""
+    rigs = [parity.Rig(Job("", "cpu", rehearse, None, tmp_path, tmp_path, 0.0), name) for rehearse in (False, True)]
+    assert [str(rig.dtype) for rig in rigs] == [
+        {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}[name],
+        {"bf16": "torch.float16", "fp16": "torch.float16", "fp32": "torch.float32"}[name],
+    ]
+
+
 def test_a_kernel_that_errs_fails_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonKernels, "activate", lambda self, x, how: Kernels().activate(x, how) * 1.01)
     job = Job("parity rows fp16", "cpu", True, None, tmp_path, tmp_path / "records", time.monotonic() + 100)
@@ -334,6 +345,39 @@ def test_half_a_line_of_a_lost_process_does_no_harm(tmp_path: Path) -> None:
         '{"kind": "check", "ok": true}\n{"kind": "che{"kind": "check", "ok": false}\n{"kind": "figure"}\n{"k'
     )
     assert run.records() == [{"kind": "check", "ok": True}, {"kind": "figure"}]
+
+
+def test_processes_that_record_side_by_side_do_not_cut_each_others_lines(tmp_path: Path) -> None:
+    """However long a line is: the end of a log is some thousand characters."""
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(40):
+            pool.submit(append, tmp_path / NAME, {"kind": "section", "tail": "\n" * 20000, "number": number})
+    assert sorted(record["number"] for record in read(tmp_path / NAME)) == list(range(40))
+
+
+def test_records_are_kept_where_no_table_can_be_made_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gpu.__main__.KEPT", tmp_path / "kept")
+    append(tmp_path / NAME, {"kind": "figure"})
+    write(tmp_path, read(tmp_path / NAME), keep=True)
+    assert read(tmp_path / "kept" / NAME) == [{"kind": "figure"}]
+    assert "the tables cannot be made" in (tmp_path / "gpu.md").read_text()
+
+
+def test_sections_that_were_cut_off_are_left_for_the_next_time() -> None:
+    ends = {"device": "done", "A 0.6B": "failed", "A 14B": "out of time"}
+    records = [{"kind": "section", "section": name, "status": status} for name, status in ends.items()]
+    assert steps_left(plan.chosen(["A", "C"], quick=False), records) == 2
+
+
+def test_a_program_that_never_ends_or_says_nothing_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert output("print(5)", {}) == "5"
+    assert output("import os; os._exit(3)", {}) is None
+    assert capsys.readouterr().err == "ended with 3\n"
+    monkeypatch.setattr("benchmarks.gpu.__main__.START_SECONDS", 0.01)
+    assert output("import time; time.sleep(60)", {}) is None
+    assert "not done after 0.01 s" in capsys.readouterr().err
 
 
 def test_without_a_gpu_there_is_one_clear_error(capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,14 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import zipfile
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.plan import KINDS, TOTAL_SECONDS, chosen
-from benchmarks.gpu.records import NAME, append, read, whole
+from benchmarks.gpu.plan import KINDS, TOTAL_SECONDS, Section, chosen
+from benchmarks.gpu.records import ENDED, NAME, append, read, whole
 from benchmarks.gpu.run import ROOT, Run
 from benchmarks.gpu.table import BEGIN, END, report, with_section
 
@@ -41,6 +42,8 @@ torch.zeros(1, device="cuda")
 triton.runtime.driver.active.utils  # compiled at its first use
 print(torch.cuda.get_device_name())
 """
+START_SECONDS = 150.0
+"""In which a process has imported torch and found the device, or never will: a driver may hang."""
 REHEARSED = "import torch, triton; print('no GPU')"
 IMPORTS = "import quire.llm, quire.engine.engine, quire.models.random_checkpoint"
 """What must run before anything else can."""
@@ -83,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         records = run.everything(steps)
     write(out, records, keep=not args.rehearse)
     print(f"\n{text_of(records)}\n\n{time.monotonic() - began:.0f} s in all; {file}", flush=True)
+    if undone := steps_left(steps, records):
+        print(f"{undone} sections are left: the same command again goes on with them", flush=True)
     return int(failed(records))
 
 
@@ -104,9 +109,15 @@ def _refuse(text: str) -> int:
 
 def output(program: str, environment: dict[str, str]) -> str | None:
     """What a program prints; None where it fails, and the last line of what it says is printed."""
-    done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-c", program]
+    try:
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS)
+    except subprocess.TimeoutExpired:
+        print(f"not done after {START_SECONDS:g} s: {program.strip().splitlines()[-1]}", file=sys.stderr)
+        return None
     if done.returncode:
-        print(done.stderr.strip().splitlines()[-1], file=sys.stderr)
+        said = done.stderr.strip() or f"ended with {done.returncode}"
+        print(said.splitlines()[-1], file=sys.stderr)
         return None
     return done.stdout.strip()
 
@@ -155,18 +166,28 @@ def failed(records: Sequence[dict[str, Any]]) -> bool:
     return any(wrong) or any(record["status"] != "done" for record in ended)
 
 
+def steps_left(steps: Sequence[Sequence[Section]], records: Sequence[dict[str, Any]]) -> int:
+    """How many sections would run if the same command was given again."""
+    ended = {one["section"] for one in records if one["kind"] == "section" and one["status"] in ENDED}
+    return sum(section.name not in ended for step in steps for section in step)
+
+
 def text_of(records: Sequence[dict[str, Any]]) -> str:
-    return report(records, date.today().isoformat())
+    """The tables; where they cannot be made, why: nothing that was measured may be lost for it."""
+    try:
+        return report(records, date.today().isoformat())
+    except Exception:
+        return f"the tables cannot be made of these records:\n\n{traceback.format_exc()}"
 
 
 def write(folder: Path, records: Sequence[dict[str, Any]], keep: bool) -> None:
     """The section of gpu.md: between its markers where the file is there; `keep`: also a copy of the records."""
-    page = folder / "gpu.md"
-    before = page.read_text("utf-8") if page.exists() else f"{BEGIN}\n{END}\n"
-    page.write_text(with_section(before, text_of(records)), "utf-8")
     if keep and folder.resolve() != KEPT.resolve():
         KEPT.mkdir(parents=True, exist_ok=True)
         shutil.copy(folder / NAME, KEPT / NAME)
+    page = folder / "gpu.md"
+    before = page.read_text("utf-8") if page.exists() else f"{BEGIN}\n{END}\n"
+    page.write_text(with_section(before, text_of(records)), "utf-8")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from quire.ops import Fp8Weight, Kernels, RaggedBatch
 from quire.ops.ragged import DeviceSpans, DeviceTrees, Trees
 from quire.ops.triton.kernels import TritonKernels
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Rig:
@@ -33,7 +33,7 @@ class Rig:
 
     def __init__(self, job: Job, name: str) -> None:
         self.job, self.name = job, name
-        self.dtype = torch.float16 if job.rehearse else DTYPES[name]
+        self.dtype = torch.float16 if job.rehearse and name == "bf16" else DTYPES[name]
         self.kernels = TritonKernels(job.device, deterministic=False)
         self.deterministic = TritonKernels(job.device, deterministic=True)
         self.reference = Kernels()

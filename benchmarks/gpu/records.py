@@ -9,13 +9,19 @@ from typing import Any
 
 NAME = "records.jsonl"
 
+ENDED = ("done", "failed")
+"""How a section ends that is not run again; others were cut off."""
+
 Record = dict[str, Any]
 
 
 def append(file: Path, record: Record) -> None:
-    """Add one; it is the system's when this returns, whatever becomes of the process."""
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(record) + "\n")
+    """Add one; it is the system's when this returns, whatever becomes of the process.
+
+    Written at once, so that what others add meanwhile stands before it or after it.
+    """
+    with file.open("ab", buffering=0) as lines:
+        lines.write(json.dumps(record).encode() + b"\n")
 
 
 def read(file: Path) -> list[Record]:
@@ -38,5 +44,5 @@ def whole(records: Iterable[Record], key: str) -> list[Record]:
     begins = [index for index, record in enumerate(found) if record["kind"] == "run"]
     if not begins or found[begins[-1]]["key"] != key:
         return []
-    ended = {one["section"] for one in found if one["kind"] == "section" and one["status"] in ("done", "failed")}
+    ended = {one["section"] for one in found if one["kind"] == "section" and one["status"] in ENDED}
     return [one for one in found if one.get("section") in ended and one["kind"] != "run"]

@@ -113,7 +113,7 @@ def _beside(job: Job, how: str, weight: Weight, x: torch.Tensor) -> dict[str, fl
     if how == "fp8":
         codes, scales = x.to(torch.float8_e4m3fn), [torch.ones(n, 1, device=job.device) for n in (len(x), shape[0])]
         rest = {"scale_a": scales[0], "scale_b": scales[1].t(), "out_dtype": torch.bfloat16}
-        with contextlib.suppress(RuntimeError):  # another compute capability, or a rehearsal
+        with contextlib.suppress(RuntimeError, ValueError):  # another compute capability, or a rehearsal
             found["torch, both in fp8"] = seconds_with(
                 lambda one: torch._scaled_mm(codes, one.t(), **rest), torch.float8_e4m3fn
             )

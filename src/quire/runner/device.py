@@ -150,7 +150,7 @@ class CudaDevice(Device):
             host[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         sent = staged.to(self.torch, non_blocking=True)
         return [
-            sent[place : place + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+            sent[place : place + array.nbytes].view(_dtype_of(array)).view(array.shape)
             for array, place in zip(arrays, places, strict=False)
         ]
 
@@ -215,6 +215,11 @@ class CudaDevice(Device):
         self._last_time += self._last.elapsed_time(event) / 1000
         self._last = event
         return self._last_time
+
+
+def _dtype_of(array: NDArray[Any]) -> torch.dtype:
+    """torch's; `from_numpy` takes no array whose elements lie apart by a part of one, as a table's columns may."""
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 
 @contextmanager
