@@ -97,3 +97,20 @@ def tell(start: bytes) -> None:
     os.close(writing)
     os.dup2(reading, 0)
     sys.stdin = open(0)  # noqa: SIM115  # until the process ends
+
+
+def in_a_fork(call: Callable[[], object]) -> str:
+    """What a fork of this process returns from the call, or raises."""
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        try:
+            told = repr(call())
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+        os.write(writing, told.encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as answer:
+        told = answer.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return told

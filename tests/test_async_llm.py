@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 
 import pytest
 
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
-from quire.errors import EngineClosedError, PromptTooLongError, RequestError
+from quire.errors import ConcurrentUseError, EngineClosedError, PromptTooLongError, RequestError
 from quire.models.hub import resolve
+from tests.forks import in_a_fork
 
 LONG = SamplingParams(max_tokens=1500, ignore_eos=True, seed=1)
 
@@ -189,6 +192,49 @@ async def test_closing_while_a_prompt_is_tokenized_ends_its_caller(llm, monkeypa
     await asyncio.to_thread(llm.close)
     with pytest.raises(EngineClosedError):
         await asyncio.wait_for(task, 60)
+
+
+def test_a_second_event_loop_is_refused_while_requests_of_the_first_run(llm):
+    """Outputs grow on one loop; readers on another one would not be woken."""
+    params, begun, go_on = SamplingParams(max_tokens=20, ignore_eos=True, seed=1), threading.Event(), threading.Event()
+
+    async def first() -> str:
+        outputs = llm.generate("def f(", params)
+        await anext(outputs)
+        begun.set()
+        await asyncio.to_thread(go_on.wait, 60)
+        return (await everything(outputs))[-1].outputs[0].text
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        running = thread.submit(asyncio.run, first())
+        assert begun.wait(60)
+        with pytest.raises(ConcurrentUseError, match="run_coroutine_threadsafe"):
+            asyncio.run(collect(llm, "x", params))
+        go_on.set()
+        expected = running.result(60)
+    assert asyncio.run(collect(llm, "def f(", params)) == (expected, expected), "one after the other"
+
+
+def test_requests_whose_loop_was_closed_under_them_are_ended_when_another_is_used(llm):
+    loop = asyncio.new_event_loop()
+    left = llm.generate("x", LONG)
+    loop.run_until_complete(anext(left))
+    loop.close()
+
+    async def use() -> None:
+        assert (await collect(llm, "y", SamplingParams(max_tokens=3, seed=1)))[1]
+        await drained(llm)
+
+    asyncio.run(use())
+
+
+def test_a_fork_of_the_process_is_told_that_the_engine_is_not_its_own(llm):
+    short = SamplingParams(max_tokens=3, seed=1)
+    expected = asyncio.run(collect(llm, "def f(", short))
+    told = in_a_fork(lambda: asyncio.run(collect(llm, "def f(", short)))
+    assert told.startswith("EngineClosedError: this engine belongs to process")
+    assert in_a_fork(llm.close) == "None"
+    assert asyncio.run(collect(llm, "def f(", short)) == expected
 
 
 def test_a_program_may_end_while_a_step_runs():

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import inspect
 import math
+import os
 import re
 import shutil
 import signal
@@ -31,9 +32,11 @@ from quire.errors import (
     PromptTooLongError,
     SamplingParamsError,
     TokenOutOfRangeError,
+    UnknownTemplateVariableError,
 )
 from quire.models.checkpoint import resolve
 from quire.ops.cpu.kernels import CpuKernels
+from tests.forks import in_a_fork
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
@@ -317,6 +320,18 @@ def test_threads_may_use_it_one_after_the_other(llm):
     assert outputs[0].request_id == request and outputs[0].outputs[0].token_ids == expected.outputs[0].token_ids
 
 
+def test_a_fork_of_the_process_is_told_that_the_engine_is_not_its_own(llm):
+    """It would wait for threads that it does not have, and write where the engine does."""
+    [expected] = llm.generate("def f(", GREEDY)
+    stream = llm.stream("class A", GREEDY)
+    next(stream)
+    for call in (lambda: llm.generate("x"), lambda: next(stream), lambda: llm.add_request("x"), llm.step):
+        told = in_a_fork(call)
+        assert told.startswith(f"EngineClosedError: this engine belongs to process {os.getpid()}") and "spawn" in told
+    assert in_a_fork(llm.close) == "None" and "closed" in in_a_fork(lambda: llm)
+    assert len(list(stream)) > 1 and llm.generate("def f(", GREEDY)[0].outputs == expected.outputs
+
+
 def test_an_abort_gives_back_what_there_was(llm):
     request = llm.add_request("def f(", SamplingParams(max_tokens=400, ignore_eos=True))
     for _ in range(5):
@@ -351,6 +366,47 @@ def test_chat_renders_the_models_own_template(llm):
 def test_what_is_wrong_with_a_chats_arguments_is_told(llm, given, message):
     with pytest.raises(RequestError, match=f"^{re.escape(message)}"):
         llm.chat([{"role": "user", "content": "x"}], **given)
+
+
+def test_vllms_names_of_arguments_are_taken_or_refused_by_name(llm):
+    messages = [{"role": "user", "content": "x"}]
+    [expected], [answer] = llm.generate("def f(", GREEDY), llm.chat(messages, GREEDY)
+    assert llm.generate("def f(", GREEDY, use_tqdm=False, lora_request=None)[0].outputs == expected.outputs
+    assert llm.chat(messages, GREEDY, chat_template_kwargs={}, use_tqdm=False)[0].outputs == answer.outputs
+    for call, message in (
+        (lambda: llm.generate("x", GREEDY, lora_request=object()), "^lora_request=.* LoRA"),
+        (
+            lambda: llm.generate("x", GREEDY, use_tqdm=True, progress=True),
+            "use_tqdm and progress are the same|progress",
+        ),
+        (lambda: llm.generate(prompt_token_ids=[[1]]), "^prompt_token_ids=.*pass them as prompts"),
+        (lambda: llm.chat(messages, chat_template="{{ x }}"), r"^chat_template=.*chat_template\.jinja"),
+        (lambda: llm.chat(messages, chat_template_kwargs=["x"]), "^chat_template_kwargs is a list"),
+        (lambda: llm.chat(messages, chat_template_kwargs={"a": 1}, a=2), "^a is given twice"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            call()
+    with pytest.raises(UnknownTemplateVariableError, match="'enable_thinking'"):
+        llm.chat(messages, chat_template_kwargs={"enable_thinking": False})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        llm.generate("x", nonsense=1)
+
+
+def test_a_chat_may_go_on_with_its_last_message(llm):
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "def f("}]
+    [output] = llm.chat(messages, GREEDY, continue_final_message=True)
+    whole = llm.tokenizer.decode(output.prompt_token_ids)
+    assert whole.endswith("assistant\ndef f(") and output.outputs[0].token_ids
+    assert (
+        llm.render_chat(messages, continue_final_message=True, add_generation_prompt=False) == output.prompt_token_ids
+    )
+    request = llm.add_chat(messages, GREEDY, continue_final_message=True)
+    outputs = {each.request_id: each for _ in range(200) if not llm.idle for each in llm.step()}
+    assert outputs[request].outputs[0].token_ids == output.outputs[0].token_ids
+    opened = llm.render_chat(messages[:1], add_generation_prompt=False)
+    assert llm.render_chat(messages[:1])[: len(opened)] == opened != llm.render_chat(messages[:1])
+    with pytest.raises(ChatTemplateError, match="set one of them to false"):
+        llm.chat(messages, continue_final_message=True, add_generation_prompt=True)
 
 
 def test_metrics_tell_where_the_time_went(llm):
@@ -434,6 +490,18 @@ def test_a_closed_engine_refuses_calls_and_frees_its_memory():
         llm.model  # noqa: B018
     with pytest.raises(EngineClosedError):
         llm.generate("x")
+
+
+def test_a_caller_who_interrupts_the_start_leaves_nothing_held(tmp_path):
+    def interrupt(phase, share):
+        if phase == "ready":
+            raise KeyboardInterrupt
+
+    options = {"threads": 1, "disk_kv_path": str(tmp_path), "host_kv_memory": "4MiB", "disk_kv_memory": "64MiB"}
+    with pytest.raises(KeyboardInterrupt):
+        LLM("demo", on_load=interrupt, **options)
+    with LLM("demo", **options) as llm:
+        assert any(note.startswith("disk tier: ") for note in llm.notes), "the folder is free again"
 
 
 def threads_of(llm: LLM) -> int:

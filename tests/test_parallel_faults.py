@@ -23,6 +23,7 @@ from quire.engine.engine import Engine
 from quire.errors import ConfigError, RankLostError
 from quire.runner.model_runner import STEP_FAILED, ModelRunner
 from quire.speculate.ngram import NgramProposer
+from tests.forks import in_a_fork
 from tests.oracle import save_checkpoint
 
 LONG = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
@@ -56,6 +57,15 @@ def test_a_rank_that_is_killed_ends_the_step_at_once_and_is_named(overlap: bool)
         with pytest.raises(RankLostError):
             llm.step()
     assert other.poll() == -signal.SIGKILL
+
+
+def test_the_end_of_a_fork_of_the_first_rank_ends_no_other() -> None:
+    with LLM("demo", tensor_parallel_size=2, threads=1) as llm:
+        [expected] = llm.generate([PROMPT], SamplingParams(max_tokens=3, temperature=0.0))
+        found = llm._engine._ranks
+        assert found is not None
+        assert in_a_fork(found.close) == "None"
+        assert llm.generate([PROMPT], SamplingParams(max_tokens=3, temperature=0.0))[0].outputs == expected.outputs
 
 
 def test_a_rank_that_hangs_is_given_up_after_the_deadline() -> None:

@@ -17,7 +17,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.frontend import Prompt
 from quire.engine.outputs import RequestOutput
 from quire.engine.streams import Streams
-from quire.errors import EngineClosedError, RequestError
+from quire.errors import ConcurrentUseError, EngineClosedError, RequestError
 from quire.llm import LocalEngine
 from quire.runner.start import OnLoad
 
@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 class AsyncLLM(LocalEngine):
     """An engine for many concurrent callers on an event loop; its steps run in a separate thread.
 
-    Create it anywhere; use it from one event loop at a time. Close it with `close()` or an `async with` block.
+    Create it anywhere; use it from one event loop at a time (a second one, in another thread, is refused with
+    ConcurrentUseError while requests of the first one run). Close it with `close()` or an `async with` block.
     Arguments and errors are those of `LLM`.
 
     Example:
@@ -46,6 +47,7 @@ class AsyncLLM(LocalEngine):
         self._streams = Streams()
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._entering = threading.Lock()
         self._thread = threading.Thread(target=self._drive, name="quire-engine", daemon=True)
         self._thread.start()
         # A thread that the interpreter's end breaks off inside a kernel aborts the process.
@@ -79,15 +81,17 @@ class AsyncLLM(LocalEngine):
         Raises:
             RequestError: the prompt or its parameters are invalid, or the id is in use.
             TimeoutError: the request did not finish in time and was aborted.
+            ConcurrentUseError: requests of another event loop run.
             EngineClosedError: the engine was closed, or failed, before the request finished.
         """
         self._check_running()
-        self._loop = asyncio.get_running_loop()
-        deadline = None if timeout is None else self._loop.time() + timeout
+        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         async with asyncio.timeout_at(deadline):
             prepared = await asyncio.to_thread(self._frontend.prepare, prompt, sampling_params)  # this may take long
-        self._check_running()  # it may have been closed meanwhile
-        output = self._frontend.submit(prepared, request_id)
+        with self._entering:
+            self._check_running()  # it may have been closed meanwhile
+            self._use(asyncio.get_running_loop())
+            output = self._frontend.submit(prepared, request_id)
         async with contextlib.aclosing(self._streams.follow(output, self._frontend, self._check_running)) as stream:
             while True:
                 async with asyncio.timeout_at(deadline):
@@ -101,11 +105,15 @@ class AsyncLLM(LocalEngine):
         self._frontend.abort(request_id)
 
     def close(self) -> None:
-        """Stop the engine and free the model. Running requests raise EngineClosedError."""
+        """Stop the engine and free the model. Running requests raise EngineClosedError. In a fork of the engine's
+        process this does nothing.
+        """
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self.close)
+        if self._is_fork:
+            return
         self._commands.put(None)
         self._thread.join()
         self._tell_loop(self._streams.wake_all)
@@ -114,6 +122,23 @@ class AsyncLLM(LocalEngine):
         self._check_open()
         if self._failure is not None:
             raise EngineClosedError(f"the engine failed ({self._failure!r}); create a new one") from self._failure
+
+    def _use(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have outputs grow on this loop from now on.
+
+        Raises:
+            ConcurrentUseError: those of another one still do, and its readers would not be woken from here.
+        """
+        before, self._loop = self._loop, loop
+        if before is loop or before is None or self._frontend.idle:
+            return
+        if not before.is_closed():
+            self._loop = before
+            raise ConcurrentUseError(
+                "AsyncLLM.generate was called on a second event loop while requests of another one run; call it on one "
+                "loop (asyncio.run_coroutine_threadsafe does so from other threads), or create an AsyncLLM for each"
+            )
+        self._frontend.abandon()  # its readers are gone, and so is who would have been told of the end
 
     def _drive(self) -> None:
         """The engine's thread, until it is closed. What stops it otherwise is told to everybody who waits."""

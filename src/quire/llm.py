@@ -6,15 +6,17 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 import msgspec
 
+from quire import calls
+from quire.calls import end_of_prompt, params_list, prompt_list, vllm_names
 from quire.config import EngineConfig, with_options, with_options_text
 from quire.core.pooling import PoolingParams
 from quire.core.request import Request, RequestUpdate
@@ -25,14 +27,7 @@ from quire.engine.interrupts import Interrupts
 from quire.engine.outputs import EmbeddingOutput, RequestOutput
 from quire.engine.stats import EngineStats
 from quire.engine.thread_guard import ThreadGuard
-from quire.errors import (
-    ChatTemplateError,
-    ConcurrentUseError,
-    ConfigError,
-    EngineClosedError,
-    RequestError,
-    SamplingParamsError,
-)
+from quire.errors import ChatTemplateError, ConcurrentUseError, ConfigError, EngineClosedError, RequestError
 from quire.models.checkpoint import resolve
 from quire.models.model import Model
 from quire.models.pooling import PoolingConfig
@@ -55,12 +50,12 @@ class LocalEngine:
     """An engine in this process with its frontend, and their properties: the base of `LLM` and `AsyncLLM`."""
 
     def __init__(self, model: str, preset: str | None, on_load: OnLoad | None, options: Mapping[str, Any]) -> None:
+        self._closed, self._process = False, os.getpid()
         self.config = EngineConfig.from_options({"model": model, **options}, preset)
         with _telling(self.config.model, on_load) as told:
-            self._engine = _load_engine(self.config, told)
+            self._engine, self.tokenizer = _load_engine(self.config, told)
         self.memory_plan: MemoryPlan = self._engine.memory_plan
         self.threads: int = self._engine.threads
-        self.tokenizer: Tokenizer | None = Tokenizer.load_if_present(self._engine.path, self.config.tool_format)
         lacking = NO_TOKENIZER if self.tokenizer is None else self.tokenizer.no_chats
         self.notes: tuple[str, ...] = (*self._engine.notes, *filter(None, (lacking,)))
         loaded = self._engine.model
@@ -75,7 +70,6 @@ class LocalEngine:
             compile=self._engine.grammars.compile,
             causal=loaded.causal,
         )
-        self._closed = False
 
     @property
     def default_params(self) -> SamplingParams:
@@ -103,29 +97,47 @@ class LocalEngine:
         return self.tokenizer
 
     def __repr__(self) -> str:
-        what = "closed" if self._closed else f"{self.model.num_parameters:,} parameters, {self.model.precision}"
+        what = (
+            "closed"
+            if self._closed or self._is_fork
+            else f"{self.model.num_parameters:,} parameters, {self.model.precision}"
+        )
         return f"<{type(self).__name__} {self.config.model!r}: {what}, context {self.max_model_len:,}>"
 
-    def render_chat(self, messages: Sequence[Message], **template_variables: Any) -> list[int]:
+    @vllm_names
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        **template_variables: Any,
+    ) -> list[int]:
         """Token ids of a chat, rendered with the model's chat template, ending where the assistant's reply begins.
 
         Args:
             messages: each with `role` and `content`, as in OpenAI's API.
+            add_generation_prompt, continue_final_message: see `LLM.chat`.
             template_variables: variables of the template, such as `enable_thinking`.
 
         Raises:
             ChatTemplateError: the checkpoint has no chat template, or it does not accept these messages or variables.
         """
-        return self._render(messages, template_variables).token_ids
+        end = end_of_prompt(add_generation_prompt, continue_final_message)
+        return self._render(messages, template_variables, end).token_ids
 
     def _render(
-        self, messages: Sequence[Message], template_variables: Mapping[str, Any], reply: ReplyRequest | None = None
+        self,
+        messages: Sequence[Message],
+        template_variables: Mapping[str, Any],
+        end: Mapping[str, bool],
+        reply: ReplyRequest | None = None,
     ) -> RenderedChat:
         if self.tokenizer is None:
             raise ChatTemplateError(
                 "this checkpoint has no tokenizer and so no chat template; use generate with token ids"
             )
-        chat = self.tokenizer.apply_chat_template(messages, reply=reply, variables=template_variables)
+        chat = self.tokenizer.apply_chat_template(messages, reply=reply, variables=template_variables, **end)
         for name, why in chat.loosened.items():
             logger.warning(
                 "arguments of the tool %s may be any JSON object, since %s; strict: true refuses such tools", name, why
@@ -138,7 +150,19 @@ class LocalEngine:
     def _abort(self, request: int, reason: str) -> list[RequestUpdate]:
         raise NotImplementedError
 
+    @property
+    def _is_fork(self) -> bool:
+        """Whether this is a copy in another process (`os.fork`), which lacks the engine's threads, and shares with the
+        engine itself what other processes see of it.
+        """
+        return os.getpid() != self._process
+
     def _check_open(self) -> None:
+        if self._is_fork:
+            raise EngineClosedError(
+                f"this engine belongs to process {self._process}, and does not run in a fork of it; create an engine "
+                "in this process, or start processes with multiprocessing's 'spawn'"
+            )
         if self._closed:
             raise EngineClosedError("this engine was closed; create a new one")
 
@@ -201,6 +225,7 @@ class LLM(LocalEngine):
 
     # -- whole batches -------------------------------------------------------------------------------------
 
+    @vllm_names
     @_one_thread
     def generate(
         self,
@@ -223,8 +248,8 @@ class LLM(LocalEngine):
             EngineClosedError: the engine was closed.
         """
         self._check_open()
-        many = _prompt_list(prompts)
-        prepared = self._frontend.prepare_all(many, _params_list(sampling_params, len(many)))
+        many = prompt_list(prompts)
+        prepared = self._frontend.prepare_all(many, params_list(sampling_params, len(many)))
         return _warn_of_errors(self._run_all(prepared, progress))
 
     def _run_all(self, prepared: list[Prepared], progress: bool) -> list[RequestOutput]:
@@ -240,6 +265,7 @@ class LLM(LocalEngine):
                 raise
         return outputs
 
+    @vllm_names
     @_one_thread
     def embed(
         self,
@@ -264,7 +290,7 @@ class LLM(LocalEngine):
             ModelConfigError: the checkpoint uses an unsupported kind of pooling.
         """
         self._check_open()
-        many, pooling = _prompt_list(prompts), PoolingConfig.read(self._engine.path)
+        many, pooling = prompt_list(prompts), PoolingConfig.read(self._engine.path)
         pooling.check_dimensions(dimensions)
         many = pooling.prompted(many, prompt_name)
         checked = self._frontend.prepare_all(many, [SamplingParams(max_tokens=0, speculate=False)] * len(many))
@@ -278,6 +304,7 @@ class LLM(LocalEngine):
             embeddings.append(EmbeddingOutput(output.prompt, output.prompt_token_ids, embedding, output.cached_tokens))
         return embeddings
 
+    @vllm_names
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -286,6 +313,8 @@ class LLM(LocalEngine):
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         progress: bool = False,
         **template_variables: Any,
     ) -> list[RequestOutput]:
@@ -300,6 +329,9 @@ class LLM(LocalEngine):
             tools: the functions that may be called, in OpenAI's format.
             tool_choice: "auto" (the default), "none", "required", or a function, in OpenAI's format.
             parallel_tool_calls: allow several calls in one reply.
+            add_generation_prompt: end the prompt with the beginning of the assistant's reply; None: unless
+                `continue_final_message`.
+            continue_final_message: continue the last message instead.
             progress: show a progress bar.
             template_variables: variables of the template, such as `enable_thinking`.
 
@@ -310,9 +342,10 @@ class LLM(LocalEngine):
         """
         one = not isinstance(messages, list | tuple) or not messages or isinstance(messages[0], Mapping)
         chats: Any = [messages] if one else messages
-        asked = _params_list(sampling_params, len(chats))
+        asked = params_list(sampling_params, len(chats))
         wanted = reply_request(tools, tool_choice, parallel_tool_calls)
-        return self._answer_chats(self._render_chats(chats, asked, wanted, template_variables), progress)
+        end = end_of_prompt(add_generation_prompt, continue_final_message)
+        return self._answer_chats(self._render_chats(chats, asked, wanted, template_variables, end), progress)
 
     def _render_chats(
         self,
@@ -320,13 +353,14 @@ class LLM(LocalEngine):
         params: Sequence[SamplingParams | None],
         wanted: ReplyRequest,
         template_variables: Mapping[str, Any],
+        end: Mapping[str, bool],
     ) -> list[tuple[RenderedChat, SamplingParams]]:
         """Each chat, and how its reply is sampled: in the form that the chat's tools and parameters ask for."""
         rendered = []
         for chat, given in zip(chats, params, strict=True):
             each = given or SamplingParams()
             reply = msgspec.structs.replace(wanted, structured=each.structured_outputs)
-            one = self._render(chat, template_variables, reply)
+            one = self._render(chat, template_variables, end, reply)
             rendered.append((one, msgspec.structs.replace(each, structured_outputs=one.structured)))
         return rendered
 
@@ -414,6 +448,7 @@ class LLM(LocalEngine):
         with self._interrupts.held():
             return self._frontend.submit(prepared, request_id).request_id
 
+    @vllm_names
     def add_chat(
         self,
         messages: Sequence[Message],
@@ -423,6 +458,8 @@ class LLM(LocalEngine):
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         **template_variables: Any,
     ) -> str:
         """Queue one chat, to be run by `step`. Arguments and errors are those of `chat`; the id is as in `add_request`.
@@ -430,7 +467,9 @@ class LLM(LocalEngine):
         `outputs[0].events` grows with the reply: reasoning, content and tool calls, in order.
         """
         wanted = reply_request(tools, tool_choice, parallel_tool_calls)
-        return self._add_chat(self._render_chats([messages], [sampling_params], wanted, template_variables), request_id)
+        end = end_of_prompt(add_generation_prompt, continue_final_message)
+        rendered = self._render_chats([messages], [sampling_params], wanted, template_variables, end)
+        return self._add_chat(rendered, request_id)
 
     @_one_thread
     def _add_chat(self, rendered: Sequence[tuple[RenderedChat, SamplingParams]], request_id: str | None) -> str:
@@ -474,9 +513,12 @@ class LLM(LocalEngine):
 
     @_one_thread
     def close(self) -> None:
-        """Free the model and its memory. Later calls that need them raise EngineClosedError."""
+        """Free the model and its memory. Later calls that need them raise EngineClosedError. In a fork of the engine's
+        process this does nothing.
+        """
         self._closed = True
-        self._engine.close()
+        if not self._is_fork:
+            self._engine.close()
 
     def _add(self, request: Request) -> None:
         self._engine.add(request)
@@ -508,8 +550,8 @@ def _telling(model: str, on_load: OnLoad | None) -> contextlib.AbstractContextMa
     return loading(model)
 
 
-def _load_engine(config: EngineConfig, on_load: OnLoad | None) -> Engine:
-    """The engine, with the checkpoint's tokenizer tried out while the weights are loaded.
+def _load_engine(config: EngineConfig, on_load: OnLoad | None) -> tuple[Engine, Tokenizer | None]:
+    """The engine, and the checkpoint's tokenizer, which is tried out while the weights are loaded.
 
     Raises:
         ConfigError: it is to compute prompts for others, and nobody would drive it between calls.
@@ -526,10 +568,10 @@ def _load_engine(config: EngineConfig, on_load: OnLoad | None) -> Engine:
         engine = Engine(dataclasses.replace(config, model=str(folder), revision=None), on_load)
         try:
             trial.check()
+            return engine, Tokenizer.load_if_present(engine.path, config.tool_format)
         except BaseException:
             engine.close()
             raise
-    return engine
 
 
 def _warn_of_errors(outputs: list[RequestOutput]) -> list[RequestOutput]:
@@ -549,7 +591,7 @@ def _warn_of_errors(outputs: list[RequestOutput]) -> list[RequestOutput]:
 def _levels_to_the_caller() -> int:
     """So many frames stand between a warning and the code that called `LLM`."""
     frame, levels = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
+    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, calls.__name__):
         frame, levels = frame.f_back, levels + 1
     return levels
 
@@ -560,41 +602,3 @@ def _progress_bar(total: int, shown: bool) -> contextlib.AbstractContextManager[
     from quire.progress import batch_progress  # rich takes a while to import, and most callers show nothing
 
     return batch_progress(total)
-
-
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list; a list of integers is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, list | tuple):
-        raise RequestError(
-            f"prompts is a {type(prompts).__name__}; it must be a string, a list of strings, a list of token ids, "
-            "or a list of such lists"
-        )
-    if prompts and all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompts):
-        return [prompts]
-    return list(prompts)
-
-
-def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
-    """One `SamplingParams` a prompt.
-
-    Raises:
-        RequestError: their number is not that of the prompts. SamplingParamsError: one is something else.
-    """
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, list | tuple):
-        raise SamplingParamsError(
-            f"sampling_params is a {type(params).__name__}; it must be SamplingParams, or a list of them"
-        )
-    if len(params) != count:
-        raise RequestError(
-            f"{count} prompts came with {len(params)} sampling_params; give one for all prompts, or one per prompt"
-        )
-    for index, each in enumerate(params):
-        if each is not None and not isinstance(each, SamplingParams):
-            raise SamplingParamsError(
-                f"sampling_params is a {type(each).__name__}; it must be SamplingParams or None"
-            ).at(index)
-    return list(params)

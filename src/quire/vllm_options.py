@@ -5,7 +5,7 @@ A leaf: anyone may import it. What vLLM and Quire name alike is not here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,6 +146,20 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "trust_remote_code": _off("Quire never runs code from a checkpoint"),
 }
 
+
+VLLM_ARGUMENTS: dict[str, VllmOption] = {
+    "use_tqdm": VllmOption(kind=bool, ours="progress"),
+    "chat_template": VLLM_OPTIONS["chat_template"],
+    "chat_template_content_format": VLLM_OPTIONS["chat_template_content_format"],
+    "lora_request": _only(object, why=_NO_LORA),
+    "mm_processor_kwargs": _only(Mapping[str, Any], {}, why="only text models are supported"),
+    "pooling_params": _only(object, why="the checkpoint says how it pools; see dimensions"),
+    "priority": _only(Sequence[int], why="set SamplingParams(priority=...), one for each prompt"),
+    "prompt_token_ids": _only(Sequence[int], why="prompts may be lists of token ids; pass them as prompts"),
+    "tokenization_kwargs": _only(Mapping[str, Any], {}, why="give token ids as prompts, tokenized in another way"),
+    "truncate_prompt_tokens": _only(int, why="shorten the prompts, or give token ids"),
+}
+"""The same for arguments of the methods of vLLM's `LLM`."""
 
 SPECULATIVE_OPTIONS: dict[str, VllmOption] = {"draft_tensor_parallel_size": _one()}
 """The same for the keys of `speculative_config`."""

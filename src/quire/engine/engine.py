@@ -167,7 +167,11 @@ class Engine:
         )
         for note in (*self.notes, *(f"{what}: {size}" for what, size in self.memory_plan.table())):
             logger.info("%s", note)
-        report("ready", 1.0)
+        try:
+            report("ready", 1.0)
+        except BaseException:
+            self.close()
+            raise
 
     def _start(
         self,

@@ -416,6 +416,12 @@ class Frontend:
         updates = [RequestUpdate(number, finish_reason=finish_reason, error=error) for number in self._by_request]
         return self.absorb(updates)
 
+    def abandon(self) -> None:
+        """Nobody reads open requests any more, nor hears what the engine says of them; it is to end them."""
+        for number in self._by_request:
+            self._abort(number, "abort")
+        self.end_all("abort")
+
     # -- out -----------------------------------------------------------------------------------------------
 
     @property

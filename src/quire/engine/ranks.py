@@ -87,7 +87,7 @@ class Ranks:
         self._out_of_memory = out_of_memory_kills()
         self._closing = threading.Event()
         hosts = _hosts(config)
-        self.close = weakref.finalize(self, _close, self._links, self._processes, self._closing, hosts)
+        self.close = weakref.finalize(self, _close, os.getpid(), self._links, self._processes, self._closing, hosts)
         try:
             self._start(config, path, device, matrix_bytes, report, hosts)
         except BaseException:
@@ -343,12 +343,15 @@ def _watch(
 
 
 def _close(
+    owner: int,
     links: Sequence[Link],
     processes: Sequence[subprocess.Popen[bytes] | RemoteRank],
     closing: threading.Event,
     hosts: Sequence[Hosts],
 ) -> None:
-    """Stop ranks, or kill them."""
+    """Stop ranks, or kill them; in a fork of the process that is their `owner`, which ends before it, nothing."""
+    if os.getpid() != owner:
+        return
     closing.set()
     for link in links:
         with contextlib.suppress(OSError):  # it has ended by itself
