@@ -1,4 +1,4 @@
-"""Placement of experts on ranks for an even load: DeepSeek's expert-parallel load balancer (EPLB,
+"""Placement of experts on ranks for an even load: the global policy of DeepSeek's expert-parallel load balancer (EPLB,
 https://github.com/deepseek-ai/EPLB, https://arxiv.org/abs/2412.19437, section 3.4).
 
 The busiest experts are replicated over several slots, which share their tokens. Then slots are packed onto ranks,
@@ -14,36 +14,24 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 
-def balance(
-    loads: Sequence[int], num_slots: int, ranks: int, groups: int = 1, nodes: int = 1, before: Sequence[int] = ()
-) -> tuple[int, ...]:
+def balance(loads: Sequence[int], num_slots: int, ranks: int, before: Sequence[int] = ()) -> tuple[int, ...]:
     """The expert in each slot; every rank has as many slots, one rank's after another's.
 
     Args:
         loads: recent tokens of each expert.
         num_slots: slots of all ranks together; at least one per expert.
-        groups: number of expert groups (`n_group`), of which a token uses a few; a group's experts stay on one node.
-        nodes: number of nodes; if it does not divide `groups`, both count as one.
         before: the expert in each slot now.
 
     Raises:
         ValueError: there are fewer slots than experts, or they cannot be divided evenly.
     """
-    if num_slots < len(loads) or num_slots % ranks or ranks % nodes:
-        raise ValueError(f"{num_slots} slots for {len(loads)} experts, {ranks} ranks, {nodes} nodes")
-    if nodes == 1 or groups % nodes or len(loads) % groups:
-        groups = nodes = 1
-    size = len(loads) // groups
-    of_groups = [sum(loads[group * size : (group + 1) * size]) for group in range(groups)]
-    packs: list[list[int]] = []
-    for own in _packed([Fraction(load) for load in of_groups], nodes):
-        experts = [group * size + expert for group in sorted(own) for expert in range(size)]
-        slots = _replicated(experts, loads, num_slots // nodes)
-        replicas = Counter(slots)
-        weights = [Fraction(loads[expert], replicas[expert]) for expert in slots]
-        packs += [[slots[index] for index in pack] for pack in _packed(weights, ranks // nodes)]
-    named = packs if nodes > 1 or not before else _named_as(packs, before)
-    return tuple(expert for pack in named for expert in sorted(pack))
+    if num_slots < len(loads) or num_slots % ranks:
+        raise ValueError(f"{num_slots} slots for {len(loads)} experts on {ranks} ranks")
+    slots = _replicated(loads, num_slots)
+    replicas = Counter(slots)
+    weights = [Fraction(loads[expert], replicas[expert]) for expert in slots]
+    packs = [[slots[index] for index in pack] for pack in _packed(weights, ranks)]
+    return tuple(expert for pack in (_named_as(packs, before) if before else packs) for expert in sorted(pack))
 
 
 def imbalance(loads: Sequence[int], slots: Sequence[int], ranks: int) -> float:
@@ -56,15 +44,15 @@ def imbalance(loads: Sequence[int], slots: Sequence[int], ranks: int) -> float:
     return float(max(sum(shares[rank * each : (rank + 1) * each]) for rank in range(ranks)) * ranks / total)
 
 
-def _replicated(experts: Sequence[int], loads: Sequence[int], num_slots: int) -> list[int]:
+def _replicated(loads: Sequence[int], num_slots: int) -> list[int]:
     """Give each expert a slot, then repeatedly one more to the expert with the highest load per slot."""
-    slots = [*experts]
-    busiest = [(-Fraction(loads[expert]), place, 1) for place, expert in enumerate(experts)]
+    slots = [*range(len(loads))]
+    busiest = [(-Fraction(load), expert, 1) for expert, load in enumerate(loads)]
     heapq.heapify(busiest)
     while len(slots) < num_slots:
-        _, place, replicas = busiest[0]
-        slots.append(experts[place])
-        heapq.heapreplace(busiest, (Fraction(-loads[experts[place]], replicas + 1), place, replicas + 1))
+        _, expert, replicas = busiest[0]
+        slots.append(expert)
+        heapq.heapreplace(busiest, (Fraction(-loads[expert], replicas + 1), expert, replicas + 1))
     return slots
 
 
