@@ -151,14 +151,14 @@ def test_with_overlap_a_step_is_through_while_the_next_but_one_is_still_computed
     executor = PipelineExecutor(cast(Any, runner), cast(Any, MagicMock()), True)
     pending = [executor.submit(StepPlan(number, [])) for number in range(3)]
     found: list[Any] = []
-    waiting = threading.Thread(target=lambda: found.append(pending[0].wait()), daemon=True)
+    waiting = threading.Thread(target=lambda: found.append(pending[0]()), daemon=True)
     waiting.start()
     for entering in runner.may_enter[:2]:
         entering.set()
     waiting.join(30.0)
     assert found == [0]
     runner.may_enter[2].set()
-    assert [each.wait() for each in pending[1:]] == [1, 2]
+    assert [each() for each in pending[1:]] == [1, 2]
     executor.close()
 
 

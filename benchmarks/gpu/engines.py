@@ -46,21 +46,18 @@ class Meter:
 
     def submit(self, plan: StepPlan) -> PendingResult:
         self.plans.append(plan)
-        return _Timed(self, self.inner.submit(plan))
+        pending = self.inner.submit(plan)
+
+        def wait() -> StepResult:
+            begin = time.perf_counter()
+            result = pending()
+            self.waited += time.perf_counter() - begin
+            return result
+
+        return wait
 
     def close(self) -> None:
         self.inner.close()
-
-
-class _Timed:
-    def __init__(self, meter: Meter, inner: PendingResult) -> None:
-        self._meter, self._inner = meter, inner
-
-    def wait(self) -> StepResult:
-        begin = time.perf_counter()
-        result = self._inner.wait()
-        self._meter.waited += time.perf_counter() - begin
-        return result
 
 
 @dataclass

@@ -482,7 +482,7 @@ class Engine:
 
     def _commit(self, plan: StepPlan, pending: PendingResult) -> None:
         begin = time.monotonic()
-        result = self._compute(pending.wait)
+        result = self._compute(pending)
         if self._timeline:
             self._timeline.waited(plan, begin, time.monotonic() - begin)
         stats, scheduler = self._stats, self.scheduler

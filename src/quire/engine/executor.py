@@ -1,4 +1,4 @@
-"""Where steps run. An executor takes plans in order, and returns a pending result for each."""
+"""Where steps run. An executor takes plans in order, and returns a function for each that waits for its result."""
 
 from __future__ import annotations
 
@@ -9,29 +9,25 @@ from typing import Protocol, TypeVar
 from quire.core.step import StepPlan, StepResult
 from quire.errors import DeviceLostError, StepFailedError
 from quire.runner.device import is_lost
-from quire.runner.model_runner import LaunchedStep, ModelRunner
+from quire.runner.model_runner import ModelRunner
 
 T = TypeVar("T")
 
 
-class PendingResult(Protocol):
-    """A step that was submitted."""
+PendingResult = Callable[[], StepResult]
+"""Waits until a submitted step has run, and returns its result.
 
-    def wait(self) -> StepResult:
-        """Its result, once it has run.
-
-        Raises:
-            StepFailedError: it failed. The runner refuses all later plans up to a gap in their numbers.
-            DeviceLostError: no more steps can run in this process.
-        """
-        ...
+Raises:
+    StepFailedError: it failed. The runner refuses all later plans up to a gap in their numbers.
+    DeviceLostError: no more steps can run in this process.
+"""
 
 
 class Executor(Protocol):
     """Runs steps: in this thread, in another one, or on other ranks."""
 
     def submit(self, plan: StepPlan) -> PendingResult:
-        """Start a step; raises what `PendingResult.wait` does."""
+        """Start a step; raises what a `PendingResult` does."""
         ...
 
     def close(self) -> None:
@@ -46,18 +42,11 @@ class InlineExecutor:
         self._runner = runner
 
     def submit(self, plan: StepPlan) -> PendingResult:
-        return _Launched(attempt(lambda: self._runner.launch(plan)))
+        step = attempt(lambda: self._runner.launch(plan))
+        return lambda: attempt(step.wait)
 
     def close(self) -> None:
         del self._runner
-
-
-class _Launched:
-    def __init__(self, step: LaunchedStep) -> None:
-        self._step = step
-
-    def wait(self) -> StepResult:
-        return attempt(self._step.wait)
 
 
 class RunnerThread:
@@ -69,9 +58,8 @@ class RunnerThread:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "quire-runner")
-        self._thread.submit(
-            int
-        )  # start it now: Ctrl-C may interrupt `submit`, and would lose a thread that is starting
+        # Start it now: Ctrl-C may interrupt `submit`, and would lose a thread that is starting.
+        self._thread.submit(int)
 
     def submit(self, call: Callable[[], T]) -> Callable[[], T]:
         """A function that waits for this call, and returns or raises as `attempt` does."""
@@ -90,16 +78,11 @@ class ThreadExecutor:
 
     def submit(self, plan: StepPlan) -> PendingResult:
         runner = self._runner
-        return _InThread(self._thread.submit(lambda: runner.launch(plan).wait()))
+        return self._thread.submit(lambda: runner.launch(plan).wait())
 
     def close(self) -> None:
         self._thread.close()
         del self._runner
-
-
-class _InThread:
-    def __init__(self, wait: Callable[[], StepResult]) -> None:
-        self.wait = wait
 
 
 def now(call: Callable[[], T]) -> Callable[[], T]:
@@ -109,7 +92,7 @@ def now(call: Callable[[], T]) -> Callable[[], T]:
 
 
 def attempt(call: Callable[[], T]) -> T:
-    """The result of the runner's `call`; its errors become those of `PendingResult.wait`."""
+    """The result of the runner's `call`; its errors become those of a `PendingResult`."""
     try:
         return call()
     except DeviceLostError:

@@ -117,9 +117,8 @@ def _compute(rank: int, runner: ModelRunner, link: Link, answers: Link | None, p
             if runner.device.asynchronous:  # the others wait for a step that this one has not begun
                 logger.exception("rank %d ends: a step failed", rank)
                 return 1
-            level = (
-                logging.DEBUG if failed else logging.WARNING
-            )  # plans that depend on the failed one may be on their way
+            # Plans that depend on the failed one may be on their way.
+            level = logging.DEBUG if failed else logging.WARNING
             logger.log(level, "rank %d: a step failed: %s: %s", rank, type(error).__name__, error, exc_info=True)
             failed = True
     return 0

@@ -249,10 +249,8 @@ class Ranks:
 
     def _ended(self, rank: int) -> tuple[str, bool]:
         """How a rank ended, in words, and whether it was killed from outside, so that no request is at fault."""
-        process, silent = (
-            self._processes[rank - 1],
-            f"has not answered for {self._timeout:g} seconds (collective_timeout_s)",
-        )
+        process = self._processes[rank - 1]
+        silent = f"has not answered for {self._timeout:g} seconds (collective_timeout_s)"
         if isinstance(process, RemoteRank):
             how, outside = process.how_it_ended(0.5) or (silent, False)
             return f"on {process.where} {how}", outside
@@ -378,12 +376,21 @@ class RankExecutor:
         plans = plan.of_replicas() if isinstance(plan, LockstepPlan) else [plan]
         try:
             self._ranks.send(*map(self._encoder.encode, plans))
-            return _Pending(self._own.submit(plans[0]), self._ranks, plan.number)
+            own = self._own.submit(plans[0])
         except RankLostError as error:
             raise self._ranks.explained(error.rank) from None
         except BaseException:  # Ctrl-C may come after the others got the plan
             self._ranks.give_up(plan.number)
             raise
+        return lambda: self._wait(own, plan.number)
+
+    def _wait(self, own: PendingResult, number: int) -> StepResult:
+        """The result of all replicas."""
+        try:
+            result = own()
+            return joined([result, *self._ranks.results(number)]) if self._ranks.computed else result
+        except RankLostError as error:
+            raise self._ranks.explained(error.rank) from None
 
     def close(self) -> None:
         try:
@@ -404,22 +411,30 @@ class PipelineExecutor:
         self._encoder = msgspec.msgpack.Encoder()
         self._newest = -1  # plan
         self._thread = RunnerThread() if overlap else None
-        self._flow: deque[_Pipelined] = deque(maxlen=runner.model.stages - 1)  # a newer step's slot is not theirs
+        self._later_slots = runner.model.stages - 1
+        # For each step in the pipeline, the slots after the one in which it entered; a newer step's slot is not theirs.
+        self._flow: deque[list[Callable[[], object]]] = deque(maxlen=self._later_slots)
 
     def submit(self, plan: StepPlan) -> PendingResult:
         self._newest, runner = plan.number, self._runner
-        step = self._slot(self._encoder.encode(plan), lambda: runner.launch(plan))
-        self._flow.append(_Pipelined(self, runner.model.stages, step))
-        return self._flow[-1]
+        entered = self._slot(self._encoder.encode(plan), lambda: runner.launch(plan))
+        later: list[Callable[[], object]] = []
+        self._flow.append(later)
+        return lambda: self._wait(entered, later)
+
+    def _wait(self, entered: Callable[[], PipelinedStep], later: list[Callable[[], object]]) -> StepResult:
+        """The result of a step that has passed through all stages: the slot in which it `entered`, and `later` ones."""
+        step = self._done(entered)
+        while len(later) < self._later_slots:
+            self._slot(b"", self._runner.drain)
+        for slot in later[: self._later_slots]:  # with overlap, those after them go on meanwhile
+            self._done(slot)
+        return attempt(step.wait)
 
     @property
     def busy(self) -> list[float]:
         """For each stage, the share of all slots' time in which it computed, instead of waiting for others."""
         return [seconds / self._runner.seconds for seconds in self._runner.busy] if self._runner.seconds else []
-
-    def drain(self) -> None:
-        """A slot without a plan."""
-        self._slot(b"", self._runner.drain)
 
     def _slot(self, message: bytes, call: Callable[[], T]) -> Callable[[], T]:
         """Advance all ranks; returns what waits for the first one's `call`."""
@@ -431,11 +446,11 @@ class PipelineExecutor:
         except BaseException:
             self._ranks.give_up(self._newest)
             raise
-        for step in self._flow:
-            step.slots.append(slot)
+        for later in self._flow:
+            later.append(slot)
         return slot
 
-    def done(self, slot: Callable[[], T]) -> T:
+    def _done(self, slot: Callable[[], T]) -> T:
         """A slot's result, once it has ended."""
         try:
             return slot()
@@ -449,35 +464,3 @@ class PipelineExecutor:
             del self._runner
         finally:
             self._ranks.close()
-
-
-class _Pipelined:
-    """A step in the pipeline: in the slot in which it `entered`, and the following ones.
-
-    Attributes:
-        slots: the slots submitted after that one.
-    """
-
-    def __init__(self, executor: PipelineExecutor, stages: int, entered: Callable[[], PipelinedStep]) -> None:
-        self._executor, self._stages, self._entered = executor, stages, entered
-        self.slots: list[Callable[[], object]] = []
-
-    def wait(self) -> StepResult:
-        step = self._executor.done(self._entered)
-        while len(self.slots) < self._stages - 1:
-            self._executor.drain()
-        for slot in self.slots[: self._stages - 1]:  # with overlap, later ones go on meanwhile
-            self._executor.done(slot)
-        return attempt(step.wait)
-
-
-class _Pending:
-    def __init__(self, own: PendingResult, ranks: Ranks, number: int) -> None:
-        self._own, self._ranks, self._number = own, ranks, number
-
-    def wait(self) -> StepResult:
-        try:
-            own = self._own.wait()
-            return joined([own, *self._ranks.results(self._number)]) if self._ranks.computed else own
-        except RankLostError as error:
-            raise self._ranks.explained(error.rank) from None
