@@ -19,6 +19,7 @@ import quire.kv.directory
 from quire.config import EngineConfig
 from quire.core import holders, sources
 from quire.core.cost import Costs
+from quire.core.orders import Lacks
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
@@ -437,7 +438,7 @@ def test_a_directory_that_is_lost_costs_no_request_and_is_told_all_again(
     store.lost.set()
     for node in (first, second):
         node.agent._renew = 0.0
-        node.agent.withdraw("nobody", [])  # wakes it
+        node.agent.order(Lacks("nobody", []))  # wakes it
     wait_until(lambda: not first.agent.ready and not second.agent.ready)
     more = prompt(100, 3)
     assert [second.ask(more), second.ask(TEXT, seed=1)] == alone(own(pool.options), [more, TEXT])
@@ -459,7 +460,7 @@ def test_what_is_known_is_read_on_while_the_directory_is_lost(pool: Pool, store:
     second.forget()
     store.lost.set()
     second.agent._renew = 0.0
-    second.agent.withdraw("nobody", [])
+    second.agent.order(Lacks("nobody", []))
     wait_until(lambda: not second.agent.ready)
     assert [second.ask(TEXT)] == alone(own(pool.options), [TEXT]) and second.loaded == 2 * BLOCKS
 
@@ -473,7 +474,7 @@ def test_a_directory_that_is_emptied_is_told_all_again_under_a_new_epoch(pool: P
         store.clear()
         store.blocks = kept  # as from an old snapshot
     first.agent._renew = 0.0
-    first.agent.withdraw("nobody", [])
+    first.agent.order(Lacks("nobody", []))
     wait_until(lambda: first.agent._node.epoch != epoch and len(store.holders()) == BLOCKS)
     second.agent._renew = 0.0
     assert [second.ask(TEXT)] == alone(own(pool.options), [TEXT]) and second.loaded == BLOCKS
@@ -648,7 +649,7 @@ def test_clocks_need_not_agree_and_redis_may_be_lost_and_come_back_empty(
         server.stop()
         for node in (first, second):
             node.agent._renew = 0.0
-            node.agent.withdraw("nobody", [])
+            node.agent.order(Lacks("nobody", []))
         wait_until(lambda: not first.agent.ready and not second.agent.ready)
         assert "cannot be reached" in first.agent.problem
         more = prompt(100, 3)

@@ -8,9 +8,8 @@ from collections import Counter
 import pytest
 
 from quire.core.cost import Costs
-from quire.core.exports import Gone, Have
 from quire.core.invariants import check
-from quire.core.orders import Prefill
+from quire.core.orders import Gone, Have, Prefill
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
 from quire.core.sources import PATIENCE, PEER

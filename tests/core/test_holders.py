@@ -11,7 +11,6 @@ import pytest
 
 from quire.core.block_hash import part_name
 from quire.core.chain import Chain
-from quire.core.exports import Gone, Have
 from quire.core.holders import (
     FRESH_SECONDS,
     KEPT_SECONDS,
@@ -24,7 +23,7 @@ from quire.core.holders import (
 )
 from quire.core.invariants import check
 from quire.core.kv_group import KVGroup
-from quire.core.orders import Ban, Lacks, Locate, Pull
+from quire.core.orders import Ban, Gone, Have, Lacks, Locate, Pull
 from quire.core.prefix_cache import Node, PrefixCache
 from quire.core.sources import PATIENCE, REMOTE, SlotFetch, Sources
 from quire.core.step import Span, StepPlan, StepResult

@@ -8,25 +8,13 @@ request computes them. So a chain can be read while its prompt is still being co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from quire.core.orders import Gone, Have
 
 if TYPE_CHECKING:
     from quire.core.kv_manager import KVManager
     from quire.core.sources import Sources
-
-
-class Have(NamedTuple):
-    """Blocks of an export, from its block `first` on, are in these slots, and stay there until they are released."""
-
-    number: int
-    first: int
-    slots: tuple[int, ...]
-
-
-class Gone(NamedTuple):
-    """No further blocks of an export will come."""
-
-    number: int
 
 
 class Export:

@@ -1,6 +1,7 @@
-"""Orders to the disk, to other engines, and to the directory of other nodes.
+"""Orders to the disk, to other engines, and to the directory of other nodes; and announcements to those that read here.
 
-They are collected in `Sources.orders`; the answers are methods of `Sources`.
+Orders are collected in `Sources.orders`, and answered by methods of `Sources`; `Exports.advance` returns announcements.
+Imported from anywhere; imports nothing above it.
 """
 
 from __future__ import annotations
@@ -78,6 +79,20 @@ class Forget(NamedTuple):
     """Remove a bad block from the disk's index."""
 
     hash: bytes
+
+
+class Have(NamedTuple):
+    """Blocks of an export, from its block `first` on, are in these slots, and stay there until they are released."""
+
+    number: int
+    first: int
+    slots: tuple[int, ...]
+
+
+class Gone(NamedTuple):
+    """No further blocks of an export will come."""
+
+    number: int
 
 
 Order = Write | Read | Prefill | Locate | Pull | Lacks | Ban | Forget

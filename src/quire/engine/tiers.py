@@ -16,17 +16,27 @@ from typing import TYPE_CHECKING, NamedTuple
 from blake3 import blake3
 
 from quire.config import EngineConfig
-from quire.core.exports import Have
 from quire.core.holders import Holders, Published
 from quire.core.kv_manager import KVManager
 from quire.core.lockstep import Lockstep
-from quire.core.orders import Ban, Forget, Lacks, Locate, Prefill, Pull, Read, Write
+from quire.core.orders import Ban, Forget, Have, Lacks, Locate, Prefill, Pull, Read, Write
 from quire.core.scheduler import Scheduler
 from quire.core.sources import DISK, HOST, PEER, REMOTE, Sources
 from quire.errors import ConfigError
-from quire.kv.disk import DiskTier, DiskTierError, Ended, open_folder
+from quire.kv.disk import DiskTier, DiskTierError, open_folder
 from quire.kv.host import HostTier
-from quire.kv.mailbox import STORE_NUMBERS, Dropped, Late, Located, Mailbox, Nodes, Progressed, Released, Wanted
+from quire.kv.mailbox import (
+    STORE_NUMBERS,
+    Dropped,
+    Ended,
+    Late,
+    Located,
+    Mailbox,
+    Nodes,
+    Progressed,
+    Released,
+    Wanted,
+)
 from quire.runner.memory_plan import format_size
 
 if TYPE_CHECKING:  # imported only if there are other engines
@@ -275,7 +285,7 @@ class KVTiers:
         for order in sources.orders:
             if isinstance(order, Prefill):
                 if self.importer is not None:
-                    self.importer.order(*order)
+                    self.importer.order(order)
             elif isinstance(order, Forget | Read | Write):
                 if self.disk is not None:
                     self._order_disk(self.disk, order)
@@ -296,16 +306,14 @@ class KVTiers:
         self, agent: DirectoryAgent | StoreAgent, nodes: NodeReaders | StoreAgent, order: Locate | Pull | Lacks | Ban
     ) -> None:
         match order:
-            case Locate(number, names, needed):
-                agent.locate(number, names, needed)
-            case Pull(number, blocks, node):
-                nodes.pull(number, blocks, agent.nodes.get(node))
-            case Lacks(node, hashes):
-                agent.withdraw(node, hashes)
+            case Locate() | Lacks():
+                agent.order(order)
+            case Pull():
+                nodes.pull(order, agent.nodes.get(order.node))
             case Ban(node, block_hash):
                 logger.error("KV node %s gave a block with other bytes: nothing more is read from it", node)
                 nodes.ban(node)
-                agent.withdraw(node, [block_hash])
+                agent.order(Lacks(node, [block_hash]))
 
     def _take_in(self, sources: Sources, kvs: Sequence[KVManager], news: object) -> None:
         exports = sources.exports

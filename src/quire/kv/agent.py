@@ -10,8 +10,10 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
+from quire.core.orders import Lacks, Locate
 from quire.errors import ConfigError, QuireError
 from quire.kv.directory.base import DirectoryError, Node
 from quire.kv.mailbox import Located, Mailbox
@@ -29,26 +31,11 @@ class Changed(NamedTuple):
     went: list[bytes]
 
 
-class Locate(NamedTuple):
-    """The engine asks who has blocks of a chain; see `core.orders.Locate`."""
-
-    number: int
-    names: list[bytes]
-    needed: list[bool]
-
-
-class Closed(Protocol):
-    """Something that can be closed."""
-
-    def close(self) -> None:
-        """Close the connection."""
-
-
 class Agent(ABC):
     """What agents have in common: the thread, how it handles failures, and how it ends.
 
     Args:
-        elsewhere: the connection to the service; owned by the agent from now on.
+        close: closes the connection to the service.
         what: what the service is, for messages. meanwhile: what happens while it does not answer.
         mailbox: the engine's.
 
@@ -57,8 +44,8 @@ class Agent(ABC):
         nodes: the nodes that have blocks for this engine, by name.
     """
 
-    def __init__(self, elsewhere: Closed, what: str, meanwhile: str, mailbox: Mailbox) -> None:
-        self._elsewhere, self._what, self._meanwhile, self._mailbox = elsewhere, what, meanwhile, mailbox
+    def __init__(self, close: Callable[[], None], what: str, meanwhile: str, mailbox: Mailbox) -> None:
+        self._close, self._what, self._meanwhile, self._mailbox = close, what, meanwhile, mailbox
         self.ready, self.problem = False, ""
         self.nodes: dict[str, Node] = {}
         self._lookups: list[Locate] = []
@@ -80,9 +67,9 @@ class Agent(ABC):
 
     # -- called by the engine -----------------------------------------------------------------------------------
 
-    def locate(self, number: int, names: list[bytes], needed: list[bool]) -> None:
-        """Ask who has blocks of a chain; the answer is a `Located`."""
-        self._outbox.post(Locate(number, names, needed))
+    def order(self, order: Locate | Lacks) -> None:
+        """Carry out one of the scheduler's orders; a `Locate` is answered by a `Located`."""
+        self._outbox.post(order)
 
     def close(self) -> None:
         """End the thread. May be called twice, since an agent can fill two roles in an engine."""
@@ -91,7 +78,7 @@ class Agent(ABC):
             self._outbox.post(None)
             self._thread.join()
             self._outbox.close()
-            self._elsewhere.close()
+            self._close()
 
     # -- implemented by each agent -----------------------------------------------------------------------------
 

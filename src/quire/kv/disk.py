@@ -25,7 +25,7 @@ from blake3 import blake3
 
 from quire.errors import QuireError
 from quire.kv.host import CHECK_BYTES, HostTier
-from quire.kv.mailbox import Mailbox
+from quire.kv.mailbox import Ended, Mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -47,24 +47,6 @@ class Place(NamedTuple):
 
     segment: int
     offset: int
-
-
-class Ended(NamedTuple):
-    """The end of a transfer: the write of a slot, or the read of that `number`. "gone": the other engine does not have
-    the rest of the blocks.
-
-    Attributes:
-        blocks: number of blocks that arrived.
-        moving: seconds of the total that the transfer took; for another engine's blocks, the rest is its computation.
-        engine: the other engine, for display.
-    """
-
-    kind: Literal["write", "read", "gone"]
-    number: int
-    blocks: int
-    seconds: float
-    moving: float = 0.0
-    engine: str = ""
 
 
 def open_folder(path: str) -> tuple[Path, bytes, int]:

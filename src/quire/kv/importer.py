@@ -24,12 +24,12 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from quire.core.orders import Prefill
 from quire.curve import Address, Curve
 from quire.errors import ConfigError, QuireError
 from quire.kv import wire
-from quire.kv.disk import Ended
 from quire.kv.host import HostTier
-from quire.kv.mailbox import Late, Mailbox, Progressed
+from quire.kv.mailbox import Ended, Late, Mailbox, Progressed
 from quire.kv.transport.base import Link, Range, TransferError, Transport
 from quire.ops.threads import step_aside
 
@@ -387,25 +387,14 @@ class Importer:
         """Blocks that engines told of when nobody waited for them any more."""
         return sum(each.unwanted for each in self.prefillers)
 
-    def order(
-        self,
-        number: int,
-        blocks: Sequence[tuple[int, bytes]],
-        tokens: list[int],
-        priority: int,
-        owner: str,
-        scope: str,
-        engine: str,
-    ) -> None:
-        """Order blocks to be computed and read into slots: by the engine named, or else by the least busy one. The
-        arguments are those of a `core.orders.Prefill`.
-        """
-        want = wire.Want(number, [name for _, name in blocks], tokens, priority, owner, scope)
-        slots = [slot for slot, _ in blocks]
-        for prefiller in sorted(self.prefillers, key=lambda each: (each.engine != engine, each.load)):
+    def order(self, order: Prefill) -> None:
+        """Order blocks to be computed and read into slots: by the engine named, or else by the least busy one."""
+        slots, names = [slot for slot, _ in order.blocks], [name for _, name in order.blocks]
+        want = wire.Want(order.number, names, order.tokens, order.priority, order.owner, order.scope)
+        for prefiller in sorted(self.prefillers, key=lambda each: (each.engine != order.engine, each.load)):
             if prefiller.order(want, slots):
                 return
-        self._mailbox.post(Ended("read", number, 0, 0.0))
+        self._mailbox.post(Ended("read", order.number, 0, 0.0))
 
     def drain(self) -> None:
         """Stop all reads that were ordered."""

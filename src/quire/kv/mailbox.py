@@ -7,7 +7,7 @@ import os
 import socket
 from collections import deque
 from select import select
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from quire.kv import wire
@@ -15,6 +15,24 @@ if TYPE_CHECKING:
 
 STORE_NUMBERS = 2**32
 """Exports with numbers from here on are for a store; those for other engines have lower ones."""
+
+
+class Ended(NamedTuple):
+    """The end of a transfer: the write of a slot, or the read of that `number`. "gone": the other engine does not have
+    the rest of the blocks.
+
+    Attributes:
+        blocks: number of blocks that arrived.
+        moving: seconds of the total that the transfer took; for another engine's blocks, the rest is its computation.
+        engine: the other engine, for display.
+    """
+
+    kind: Literal["write", "read", "gone"]
+    number: int
+    blocks: int
+    seconds: float
+    moving: float = 0.0
+    engine: str = ""
 
 
 class Progressed(NamedTuple):

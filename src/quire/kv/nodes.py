@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from quire.core.orders import Pull
 from quire.errors import ConfigError, QuireError
 from quire.kv import wire
 from quire.kv.directory.base import Node
-from quire.kv.disk import Ended
 from quire.kv.importer import LOOK_SECONDS, REST_SECONDS, Prefiller, Reading
-from quire.kv.mailbox import Mailbox
+from quire.kv.mailbox import Ended, Mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -78,18 +78,18 @@ class NodeReaders:
         self._banned: set[str] = set()
         self._closing: list[threading.Thread] = []
 
-    def pull(self, number: int, blocks: Sequence[tuple[int, bytes]], node: Node | None) -> None:
+    def pull(self, order: Pull, node: Node | None) -> None:
         """Order the reading of blocks into slots; `node` is None if it is no longer known."""
         if node is not None and node.name not in self._banned:
-            want = wire.Want(number, [name for _, name in blocks], [])
+            want = wire.Want(order.number, [name for _, name in order.blocks], [])
             try:
                 if node.name not in self.readers:
                     self.readers[node.name] = self._connect(node)
-                if self.readers[node.name].order(want, [slot for slot, _ in blocks]):
+                if self.readers[node.name].order(want, [slot for slot, _ in order.blocks]):
                     return
             except ConfigError as error:
                 logger.warning("KV node %s: %s", node.name, error)
-        self._mailbox.post(Ended("read", number, 0, 0.0))
+        self._mailbox.post(Ended("read", order.number, 0, 0.0))
 
     def ban(self, node: str) -> None:
         """Never ask this node for anything again."""

@@ -14,14 +14,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from quire.core.orders import Gone, Have, Lacks, Locate, Pull
 from quire.kv import wire
-from quire.kv.agent import Agent, Changed, Locate
+from quire.kv.agent import Agent, Changed
 from quire.kv.directory.base import Node
-from quire.kv.disk import Ended
 from quire.kv.host import CHECK_BYTES, HostTier
-from quire.kv.mailbox import STORE_NUMBERS, Dropped, Located, Mailbox, Nodes, Released, Wanted
+from quire.kv.mailbox import STORE_NUMBERS, Dropped, Ended, Located, Mailbox, Nodes, Released, Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -61,25 +61,6 @@ class BlockStore(Protocol):
         """Close the connection."""
 
 
-class _Pull(NamedTuple):
-    number: int
-    blocks: Sequence[tuple[int, bytes]]
-
-
-class _Have(NamedTuple):
-    number: int
-    first: int
-    slots: list[int]
-
-
-class _Gone(NamedTuple):
-    number: int
-
-
-class _Remove(NamedTuple):
-    hashes: list[bytes]
-
-
 class StoreAgent(Agent):
     """The engine's connection to a store, in the roles of `DirectoryAgent`, `NodeReaders` and `Exporter`.
 
@@ -97,19 +78,17 @@ class StoreAgent(Agent):
         ConfigError: the store can never be used as it is configured.
     """
 
-    steps = 0
-
     def __init__(
         self, store: BlockStore, where: str, tier: HostTier, mailbox: Mailbox, puts: bool = True, reads: bool = True
     ) -> None:
-        super().__init__(store, "KV store", "KV blocks are computed meanwhile", mailbox)
+        super().__init__(store.close, "KV store", "KV blocks are computed meanwhile", mailbox)
         self._store, self._where, self._tier = store, where, tier
         self._puts, self._reads = puts, reads
         self._bad = 0
         self._waiting: dict[bytes, None] = {}  # to be put
         self._putting: tuple[int, list[bytes]] | None = None  # requested from the engine: number, names
         self._told = 0  # number of these that are in slots
-        self._pulls: list[_Pull] = []
+        self._pulls: list[Pull] = []
         self._next = STORE_NUMBERS
         self._inbox = deque[Any]()
         self._start()
@@ -121,25 +100,21 @@ class StoreAgent(Agent):
         if self._puts:
             self._outbox.post(Changed(came, went))
 
-    def pull(self, number: int, blocks: Sequence[tuple[int, bytes]], node: Node | None) -> None:
+    def pull(self, order: Pull, node: Node | None) -> None:
         """Order blocks to be read into slots; answered by an `Ended`."""
-        self._outbox.post(_Pull(number, blocks if node is not None else ()))
+        self._outbox.post(order if node is not None else order._replace(blocks=()))
 
     def have(self, number: int, first: int, slots: Sequence[int]) -> None:
         """Blocks that were requested are in these slots until they are released."""
-        self._outbox.post(_Have(number, first, list(slots)))
+        self._outbox.post(Have(number, first, tuple(slots)))
 
     def gone(self, number: int) -> None:
         """No further blocks of this request will come."""
-        self._outbox.post(_Gone(number))
+        self._outbox.post(Gone(number))
 
     def all_gone(self) -> None:
         """No further blocks of any request will come."""
-        self._outbox.post(_Gone(-1))
-
-    def withdraw(self, node: str, hashes: Sequence[bytes]) -> None:
-        """The store does not have blocks that it appeared to have, or has them with wrong bytes."""
-        self._outbox.post(_Remove(list(hashes)))
+        self._outbox.post(Gone(-1))
 
     def ban(self, node: str) -> None:
         """A block was bad. Others may be good, so the store stays in use until there are too many."""
@@ -148,10 +123,6 @@ class StoreAgent(Agent):
 
     def keep(self, nodes: frozenset[str]) -> None:
         """See `NodeReaders`; the store is the only node."""
-
-    def told(self) -> dict[str, Any]:
-        """See `Exporter`; other engines cannot read here."""
-        return {}
 
     def drain(self) -> None:
         """Stop all reads that were ordered."""
@@ -197,13 +168,13 @@ class StoreAgent(Agent):
                         self._waiting.pop(each, None)
                 case Locate():
                     self._lookups.append(news)
-                case _Pull():
+                case Pull():
                     self._pulls.append(news)
-                case _Have():
+                case Have():
                     self._put(news)
-                case _Gone(number):
+                case Gone(number):
                     self._ended(number)
-                case _Remove(hashes) if self.ready:
+                case Lacks(_, hashes) if self.ready:
                     self._store.remove(hashes)
                 case threading.Event():
                     self._give_up_pulls()
@@ -222,7 +193,7 @@ class StoreAgent(Agent):
             self._putting, self._told = (self._next, missing), 0
             self._mailbox.post(Wanted(self._next, wire.Want(self._next, missing, [])))
 
-    def _put(self, news: _Have) -> None:
+    def _put(self, news: Have) -> None:
         """Put blocks, which are in slots until they are released. A put that fails is not retried."""
         if self._putting is None or self._putting[0] != news.number:
             self._mailbox.post(Dropped(news.number))
@@ -244,7 +215,7 @@ class StoreAgent(Agent):
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def _read(self, pull: _Pull) -> None:
+    def _read(self, pull: Pull) -> None:
         """Read a chain up to the first block that the store does not have."""
         begin, count = time.monotonic(), 0
         try:

@@ -10,12 +10,12 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
-from typing import NamedTuple
 
+from quire.core.orders import Lacks, Locate
 from quire.errors import QuireError
-from quire.kv.agent import Agent, Changed, Locate
+from quire.kv.agent import Agent, Changed
 from quire.kv.directory.base import Directory, Node
 from quire.kv.mailbox import Located, Mailbox, Nodes
 
@@ -33,11 +33,6 @@ the engine."""
 
 BATCH = 512
 """Most blocks per call, which then delays lookups by about 2 ms."""
-
-
-class _Withdraw(NamedTuple):
-    node: str
-    hashes: list[bytes]
 
 
 class DirectoryAgent(Agent):
@@ -63,12 +58,12 @@ class DirectoryAgent(Agent):
         self, directory: Directory, name: str, address: str, mailbox: Mailbox, lease: float = LEASE_SECONDS
     ) -> None:
         meanwhile = "KV blocks of nodes that are known are read on, and others are computed"
-        super().__init__(directory, "KV directory", meanwhile, mailbox)
+        super().__init__(directory.close, "KV directory", meanwhile, mailbox)
         self._directory, self._lease = directory, lease
         self._node = Node(name, secrets.token_hex(8), address)
         self._held: set[bytes] = set()
         self._changed: dict[bytes, bool] = {}  # not published yet: whether this node has the block
-        self._stale: list[_Withdraw] = []
+        self._stale: list[Lacks] = []
         self._renew = self._refresh = self._tell_at = 0.0
         self._looks = False  # it will check for changes soon, and need not be woken
         self._looking = threading.Lock()
@@ -82,10 +77,6 @@ class DirectoryAgent(Agent):
             tell = self._outbox.leave if self._looks else self._outbox.post
             self._looks = True
             tell(Changed(came, went))
-
-    def withdraw(self, node: str, hashes: Sequence[bytes]) -> None:
-        """A node does not have blocks that it published; withdraw them."""
-        self._outbox.post(_Withdraw(node, list(hashes)))
 
     # -- in the thread ----------------------------------------------------------------------------------------
 
@@ -173,7 +164,7 @@ class DirectoryAgent(Agent):
                     self._mark(went, False)
                 case Locate():
                     self._lookups.append(news)
-                case _Withdraw():
+                case Lacks():
                     self._stale.append(news)
 
     def _mark(self, blocks: Iterable[bytes], held: bool) -> None:
