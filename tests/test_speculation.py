@@ -74,7 +74,7 @@ def request(index: int, id: int, max_tokens: int = MAX_TOKENS, **changes: Any) -
         max_tokens=max_tokens,
         choice=index % 2,
         stop_token_ids=frozenset(range(3, 40)) if index in (6, 10) else frozenset(),
-        bad_words=[[41], [42, 43]] if index in (7, 9) else None,
+        bad_words=[[41], [42, 43]] if index in (7, 9) else [],
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from quire.core.block_hash import part_name
 from quire.core.holders import REPLICAS
@@ -35,6 +36,7 @@ MOST_FETCHES = 8
 """After this many incomplete fetches before its admission, a request's missing blocks are computed."""
 
 
+@dataclass(eq=False)
 class Fetch:
     """Blocks of one chain being loaded into the pool.
 
@@ -53,24 +55,19 @@ class Fetch:
     """
 
     order, source, engine = (-math.inf, 0, 0), HOST, ""
-    request: Request | None = None
 
-    def __init__(
-        self,
-        parent: Node | None,
-        scope: str,
-        hashes: list[bytes],
-        keys: list[bytes],
-        moves: list[Move],
-        places: list[int],
-        size: float,
-        brings: int,
-        promised: list[int],
-    ) -> None:
-        self.parent, self.scope, self.hashes, self.keys = parent, scope, hashes, keys
-        self.moves, self.places, self.size, self.brings, self.promised = moves, places, size, brings, promised
-        self.num_published = 0
-        self.new: set[bytes] = set()
+    parent: Node | None
+    scope: str
+    hashes: list[bytes]
+    keys: list[bytes]
+    moves: list[Move]
+    places: list[int]
+    size: float
+    brings: int
+    promised: list[int]
+    num_published: int = 0
+    new: set[bytes] = field(default_factory=set)
+    request: Request | None = None
 
     @property
     def complete(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import NamedTuple
 
 from quire.core.draft_length import DraftState
@@ -125,6 +125,7 @@ class RequestUpdate:
     pooled: list[float] | None = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One sequence in the engine. Each of the `n` choices of a user's request is one.
 
@@ -160,108 +161,61 @@ class Request:
         reasoning: limit on its reply's reasoning, if any.
     """
 
-    __slots__ = (
-        "awaits",
-        "bad_words",
-        "choice",
-        "copies",
-        "draft_state",
-        "hashes",
-        "high_water",
-        "id",
-        "keys",
-        "known_to_runner",
-        "last_step",
-        "marks",
-        "max_tokens",
-        "num_cached",
-        "num_committed",
-        "num_computed",
-        "num_fetches",
-        "num_in_flight",
-        "num_passed",
-        "num_pending",
-        "num_positions",
-        "num_prompt",
-        "num_published",
-        "num_scored",
-        "num_sent",
-        "num_unverified_tokens",
-        "order",
-        "owner",
-        "params",
-        "pooled",
-        "pooling",
-        "reasoning",
-        "scope",
-        "stats",
-        "status",
-        "stop_token_ids",
-        "tables",
-        "tip",
-        "tokens",
-    )
+    id: int
+    prompt_token_ids: InitVar[list[int]]
+    params: SamplingParams
+    _: KW_ONLY
+    max_tokens: int
+    choice: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_words: list[list[int]] = field(default_factory=list)
+    scope: str = ""
+    owner: str = ""
+    arrived: InitVar[float] = 0.0
+    output_token_ids: InitVar[Sequence[int]] = ()
+    num_scored: int = 0
+    awaits: Event | None = None
+    pooling: PoolingParams | None = None
+    reasoning: ReasoningBudget | None = None
 
-    def __init__(
-        self,
-        id: int,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        max_tokens: int,
-        choice: int = 0,
-        stop_token_ids: frozenset[int] = frozenset(),
-        bad_words: list[list[int]] | None = None,
-        scope: str = "",
-        owner: str = "",
-        arrived: float = 0.0,
-        output_token_ids: Sequence[int] = (),
-        num_scored: int = 0,
-        awaits: Event | None = None,
-        pooling: PoolingParams | None = None,
-        reasoning: ReasoningBudget | None = None,
-    ) -> None:
-        self.id = id
-        self.params = params
-        self.choice = choice
-        self.max_tokens = max_tokens
-        self.stop_token_ids = stop_token_ids
-        self.bad_words = bad_words or []
-        self.scope = scope
-        self.owner = owner
-        self.order = (0, 0, id)
-        self.awaits: Event | None = awaits
-        self.status = Status.WAITING
+    order: tuple[int, int, int] = field(init=False)
+    status: Status = field(default=Status.WAITING, init=False)
+    stats: RequestStats = field(init=False)
+    draft_state: DraftState = field(init=False)
+    known_to_runner: bool = field(default=False, init=False)
+
+    tokens: list[int] = field(init=False)
+    keys: array[int] = field(init=False)
+    hashes: list[bytes] = field(default_factory=list, init=False)
+    num_prompt: int = field(init=False)
+    num_positions: int = field(init=False)
+    num_computed: int = field(default=0, init=False)
+    num_pending: int = field(default=0, init=False)
+    num_unverified_tokens: int = field(default=0, init=False)
+    num_cached: int = field(default=0, init=False)
+    num_fetches: int = field(default=0, init=False)
+    high_water: int = field(default=0, init=False)
+    pooled: list[float] = field(default_factory=list, init=False)
+
+    tables: list[list[int]] = field(default_factory=list, init=False)
+    copies: list[tuple[int, int, int, int]] = field(default_factory=list, init=False)
+    num_sent: int = field(default=0, init=False)
+    num_committed: int = field(default=0, init=False)
+    num_published: int = field(default=0, init=False)
+    num_passed: list[int] = field(default_factory=list, init=False)
+    marks: frozenset[int] = field(default=frozenset(), init=False)
+    tip: Node | None = field(default=None, init=False)
+    num_in_flight: int = field(default=0, init=False)
+    last_step: int = field(default=-1, init=False)
+
+    def __post_init__(self, prompt_token_ids: list[int], arrived: float, output_token_ids: Sequence[int]) -> None:
+        self.order = (0, 0, self.id)
         self.stats = RequestStats(arrived)
-
+        self.draft_state = DraftState(drafting_enabled=self.params.speculate)
         self.tokens = [*prompt_token_ids, *output_token_ids]
-        self.num_prompt = len(prompt_token_ids)
-        self.num_positions = self.num_prompt + max(0, max_tokens - 1)
         self.keys = array("q", self.tokens)
-        self.hashes: list[bytes] = []
-        self.num_computed = 0
-        self.num_pending = 0
-        self.num_unverified_tokens = 0
-        self.num_cached = 0
-        self.high_water = 0
-        self.num_scored = num_scored
-        self.num_fetches = 0
-        self.pooling = pooling
-        self.reasoning = reasoning
-        self.pooled: list[float] = []
-        self.known_to_runner = False
-        self.draft_state = DraftState(drafting_enabled=params.speculate)
-
-        self.tables: list[list[int]] = []
-        self.num_sent = 0
-        self.copies: list[tuple[int, int, int, int]] = []
-        self.num_committed = 0
-        self.num_published = 0
-        self.num_passed: list[int] = []
-        self.marks: frozenset[int] = frozenset()
-        self.tip: Node | None = None
-        self.num_in_flight = 0
-        self.last_step = -1
+        self.num_prompt = len(prompt_token_ids)
+        self.num_positions = self.num_prompt + max(0, self.max_tokens - 1)
 
     @property
     def num_remaining(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire.core.chain import Chain, Part
@@ -41,6 +42,7 @@ to compute them, but at least `LEAST_PATIENCE`: this bounds the cost of choosing
 COMPUTED_TIMES, LEAST_PATIENCE = 2.0, 0.05
 
 
+@dataclass(eq=False)
 class SlotFetch:
     """Blocks of one chain being read into the host tier; see `Fetch`.
 
@@ -48,8 +50,10 @@ class SlotFetch:
         source: `DISK`, `PEER` or `REMOTE`.
         hashes: of the chain, including blocks that are in the tier already.
         filling: slots being filled. wanted: names of their blocks. sizes: of these, in blocks of the first group.
-            pinned: slots of blocks that are in the tier already.
+        pinned: slots of blocks that are in the tier already.
         brings: number of blocks of which at least one part is read.
+        begin: when it began.
+        num_filled: number of slots that have been filled, the first ones.
         patience: seconds without progress that requests wait. deadline: when they stop waiting.
         late: the deadline has passed.
         request: the request that it was begun for.
@@ -58,26 +62,26 @@ class SlotFetch:
     """
 
     order, num_published = (-math.inf, 0, 0), 0
-    request: Request | None = None
-    node = engine = ""
 
-    def __init__(
-        self,
-        source: str,
-        hashes: list[bytes],
-        filling: list[int],
-        wanted: list[bytes],
-        sizes: list[float],
-        pinned: list[int],
-        brings: int,
-        now: float,
-    ) -> None:
-        self.source, self.hashes, self.filling, self.wanted = source, hashes, filling, wanted
-        self.sizes, self.pinned = sizes, pinned
-        self.brings, self.num_filled = brings, 0
-        self.begin, self.patience = now, PATIENCE[source]
-        self.deadline = now + self.patience
-        self.late = False
+    source: str
+    hashes: list[bytes]
+    filling: list[int]
+    wanted: list[bytes]
+    sizes: list[float]
+    pinned: list[int]
+    brings: int
+    begin: float
+    num_filled: int = 0
+    patience: float = field(init=False)
+    deadline: float = field(init=False)
+    late: bool = False
+    request: Request | None = None
+    node: str = ""
+    engine: str = ""
+
+    def __post_init__(self) -> None:
+        self.patience = PATIENCE[self.source]
+        self.deadline = self.begin + self.patience
 
     @property
     def complete(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 from quire.core.cost import Costs
 from quire.core.latency import LatencyTarget
@@ -13,34 +14,34 @@ LOOKUP_TOKENS = 2**17
 does not grow with the queue. Hashing this many takes a few tens of milliseconds."""
 
 
+@dataclass(slots=True)
 class PendingStep:
     """The step being built: tokens chosen for each request, and what is left of the budget.
 
     Attributes:
+        budget: tokens that may still be chosen. withheld: the part of it that prompts may not use.
         spare: the time that prompts and loads may still take, counted in tokens at a prompt's beginning.
         costs: estimates for that; None if their time is not limited.
         work: what prompts may still have of the latency target's work; `least` tokens they may have in any case.
         target: None if there is none, or nothing decodes.
+        lookup: prompt tokens that may still be looked up in the prefix cache.
+        partial_before, partial: partial prefills before this step, and those that remain after it.
+        tuned: no request has more than one token besides drafts, and some may be drafted.
     """
 
-    __slots__ = (
-        *("budget", "chosen", "costs", "least", "lookup", "num_decodes", "partial", "partial_before", "spare"),
-        *("target", "tuned", "withheld", "work"),
-    )
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.spare = math.inf
-        self.costs: Costs | None = None
-        self.work, self.least = math.inf, 0
-        self.target: LatencyTarget | None = None
-        self.withheld = 0  # part of the budget that prompts may not use
-        self.lookup = LOOKUP_TOKENS  # prompt tokens that may still be looked up
-        self.chosen: dict[Request, int] = {}
-        self.num_decodes = 0
-        self.partial: list[Request] = []  # partial prefills that remain after this step
-        self.partial_before: list[Request] = []  # partial prefills before it
-        self.tuned = False  # no request has more than one token beside drafts, and some may be drafted
+    budget: int
+    withheld: int = 0
+    spare: float = math.inf
+    costs: Costs | None = None
+    work: float = math.inf
+    least: int = 0
+    target: LatencyTarget | None = None
+    lookup: int = LOOKUP_TOKENS
+    chosen: dict[Request, int] = field(default_factory=dict)
+    num_decodes: int = 0
+    partial_before: list[Request] = field(default_factory=list)
+    partial: list[Request] = field(default_factory=list)
+    tuned: bool = False
 
     def choose(self, request: Request, count: int) -> None:
         chosen = self.chosen.get(request, 0)
@@ -94,6 +95,7 @@ class PendingStep:
         self.budget += self.chosen.pop(request, 0)
 
 
+@dataclass(slots=True)
 class StepInFlight:
     """A step in flight: its requests, each with its number of preemptions at planning time.
 
@@ -102,10 +104,8 @@ class StepInFlight:
         tuned: see `PendingStep`.
     """
 
-    __slots__ = ("num_decodes", "number", "requests", "tuned", "work")
-
-    def __init__(self, number: int, tuned: bool) -> None:
-        self.number = number
-        self.requests: list[tuple[Request, int]] = []
-        self.num_decodes, self.work = 0, 0.0
-        self.tuned = tuned
+    number: int
+    tuned: bool
+    requests: list[tuple[Request, int]] = field(default_factory=list)
+    num_decodes: int = 0
+    work: float = 0.0
