@@ -346,7 +346,7 @@ def slot_of(engine: Engine, index: int) -> int:
     """Where a block of the prompts' head lies."""
     request = Request(99, prompts(2)[1], params(0), max_tokens=1)
     engine.scheduler.kv.match(request)
-    return engine.scheduler.kv.fetches.tier.find(request.hashes)[index]
+    return engine.scheduler.kv.fetches.tier.kept[request.hashes[index]]
 
 
 def host_of(engine: Engine) -> HostTier:

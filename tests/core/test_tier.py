@@ -27,14 +27,13 @@ def kept(tier: Tier) -> set[int]:
     return {int.from_bytes(name, "big") for name in tier.kept}
 
 
-def test_a_block_is_found_once_it_is_filled_and_a_chain_up_to_its_first_gap():
+def test_a_block_is_found_once_it_is_filled():
     tier = Tier(4)
     slot = tier.take(named(1))
-    assert tier.find([named(1)]) == [] and tier.counts["filling"] == 1
+    assert tier.slot(named(1)) is None and tier.counts["filling"] == 1
     tier.filled(slot)
     [third] = filled(tier, 3)
-    assert tier.find([named(1), named(2), named(3)]) == [slot]
-    assert tier.find([named(3)]) == [third]
+    assert [tier.slot(named(number)) for number in (1, 2, 3)] == [slot, None, third]
 
 
 def test_the_least_recently_used_block_gives_way_and_none_that_is_read_or_on_its_way():
@@ -47,7 +46,7 @@ def test_the_least_recently_used_block_gives_way_and_none_that_is_read_or_on_its
     assert tier.take(named(3)) is None  # here already: that is a use
     filled(tier, 5)
     assert kept(tier) == {1, 3, 5}
-    for slot in tier.find([named(1)]) + tier.find([named(3)]):
+    for slot in (tier.kept[named(1)], tier.kept[named(3)]):
         tier.pin(slot)
     assert tier.take(named(6)) == tier.take(named(7)) or tier.counts["filling"] == 1
     assert tier.take(named(8)) is None and second in range(3)
@@ -69,7 +68,7 @@ def test_what_is_withdrawn_while_it_is_read_is_not_found_and_not_given_away_befo
     tier.pin(slot)
     tier.withdraw(slot)
     tier.withdraw(slot)  # both found out
-    assert tier.find([named(1)]) == [] and tier.counts["quarantined"] == 1
+    assert tier.slot(named(1)) is None and tier.counts["quarantined"] == 1
     tier.unpin(slot)
     assert tier.take(named(2)) is None
     tier.unpin(slot)
@@ -87,7 +86,7 @@ def test_a_slot_in_quarantine_is_given_away_once_it_is_released():
 
 def test_a_tier_without_slots_keeps_nothing():
     tier = Tier()
-    assert tier.take(named(1)) is None and tier.find([named(1)]) == []
+    assert tier.take(named(1)) is None and tier.slot(named(1)) is None
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -383,14 +383,15 @@ class KVManager:
             reached = 1 + max(part.place for part in parts)
             brings = reached - first if len(self.groups) == 1 and not self._windowed else 0
         handle, found = Handle(STEP, step), list(chain.found(end))
-        self._retain(found)
+        for _, number, block in found:
+            self.groups[number].retain(block)
         there = Counter(number for place, number, _ in found if place >= first)
         lacking = [own - there[number] for number, own in enumerate(needed)]
         if self.lacks(lacking):
             for _, number, block in found:
                 self.groups[number].release(block)
             return None
-        slots = [tier.find([part.name])[0] for part in parts]
+        slots = [tier.kept[part.name] for part in parts]
         for slot in slots:
             tier.pin(slot)
         moves = [
@@ -427,10 +428,6 @@ class KVManager:
                 return parts[:index]
             taken[part.group] += 1
         return parts
-
-    def _retain(self, found: Iterable[tuple[int, int, int]]) -> None:
-        for _, number, block in found:
-            self.groups[number].retain(block)
 
     def loaded(self, plan: StepPlan, result: StepResult) -> list[Fetch]:
         """A plan has committed: publish what it loaded in the prefix cache. Returns the fetches that have ended."""

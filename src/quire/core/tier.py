@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 
@@ -61,21 +61,11 @@ class Tier:
 
     @property
     def kept(self) -> dict[bytes, int]:
-        """The slots of all blocks that are kept; for invariant checks."""
+        """The slots of all blocks that are kept, by name."""
         return self._kept
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._kept
-
-    def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Slots of a chain's first blocks, up to the first one that is not kept."""
-        slots: list[int] = []
-        for block_hash in hashes:
-            slot = self._kept.get(block_hash)
-            if slot is None:
-                break
-            slots.append(slot)
-        return slots
 
     def group(self, slot: int) -> int:
         """The group that a slot is for."""
