@@ -89,7 +89,7 @@ def test_a_lost_rank_is_waited_for_by_nobody() -> None:
                 waiting.result(20)
         assert groups[0].lost == 1
         with pytest.raises(RankLostError, match="start again together"):
-            groups[1].begin_anew(3)
+            groups[1].resume(3)
 
 
 # -- products ------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def test_ranks_that_sampled_other_tokens_are_found_out() -> None:
         assert all(isinstance(e, RanksDisagreeError) for e in all_of(groups, lambda group: group.check(group.rank)))
 
 
-def test_where_one_gives_up_all_do_until_they_begin_anew() -> None:
+def test_where_one_gives_up_all_do_until_they_resume() -> None:
     with ranks(3) as groups:
 
         def step(group: SharedGroup, number: int) -> None:
@@ -146,7 +146,7 @@ def test_where_one_gives_up_all_do_until_they_begin_anew() -> None:
             given_up = all_of(groups, lambda group, n=number: step(group, n - 3))  # type: ignore[misc]
             assert all(isinstance(e, StepGivenUpError) for e in given_up)
             assert all(isinstance(e, StepGivenUpError) for e in all_of(groups, lambda group: group.check(3)))
-            assert all_of(groups, lambda group, n=number: group.begin_anew(n)) == [None] * 3  # type: ignore[misc]
+            assert all_of(groups, lambda group, n=number: group.resume(n)) == [None] * 3  # type: ignore[misc]
             assert all_of(groups, lambda group: group.check(4)) == [None] * 3
 
 
@@ -154,8 +154,8 @@ def test_who_begins_anew_with_a_plan_that_was_given_up_too_is_told_and_waited_fo
     def begin(group: SharedGroup) -> None:
         if group.rank == 0:
             with pytest.raises(StepGivenUpError):
-                group.begin_anew(3)
-        group.begin_anew(4)
+                group.resume(3)
+        group.resume(4)
         group.check(1)
 
     with ranks(2) as groups:
@@ -173,7 +173,7 @@ def test_what_a_rank_left_out_is_not_taken_for_what_comes_later() -> None:
                 with pytest.raises(StepGivenUpError):
                     group.all_gather(torch.full((1, 1), -1), ONE_EACH)
                 group.give_up(7)
-            group.begin_anew(8)
+            group.resume(8)
             return group.all_gather(torch.full((1, 1), group.rank), ONE_EACH).tolist()[0]
 
         assert all_of(groups, go_on) == [[0, 1, 2]] * 3

@@ -85,7 +85,7 @@ def test_steps_that_are_given_up_on_any_machine_are_given_up_on_all() -> None:
             sums = []
             for step, (culprit, gathers) in enumerate(plan):
                 try:
-                    group.begin_anew(2 * step + 1)
+                    group.resume(2 * step + 1)
                     for number in range(3):
                         if group.rank == culprit and number == gathers:
                             group.give_up(2 * step + 1)
@@ -93,7 +93,7 @@ def test_steps_that_are_given_up_on_any_machine_are_given_up_on_all() -> None:
                     group.check(step)
                 except StepGivenUpError:
                     pass
-                group.begin_anew(2 * step + 2)
+                group.resume(2 * step + 2)
                 found = group.all_gather(torch.full((1, 1), 10 * step + group.rank), one_each)
                 sums.append(int(found.sum()))
                 with contextlib.suppress(StepGivenUpError):  # who is through may begin anew already

@@ -1,1 +1,1 @@
-"""Ranks: the processes that compute one model together, what each has of it, and how they gather what others have."""
+"""Ranks: the processes that compute one model together, how it is sharded among them, and their collectives."""

@@ -1,9 +1,9 @@
-"""The ranks of a group, and what they do together.
+"""Groups of ranks, their collectives, and how weights are sharded.
 
-Every product is split by its outputs, and where the next one needs whole rows, they are gathered: no number is ever
-added across ranks, so the bits are those of one rank. Where bits need not be the same for any number of ranks, every
-other product is split by its inputs instead, and what ranks have of the result is added: two collectives a layer in
-place of four.
+Every product is column-parallel (split by its outputs), and where the next one needs whole rows, they are gathered: no
+sum ever crosses ranks, so the bits are those of one rank. If bits may depend on the number of ranks
+(`deterministic=False`), every other product is row-parallel (split by its inputs) instead, and its partial results are
+summed: two collectives a layer instead of four (Megatron-LM, https://arxiv.org/abs/1909.08053).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Protocol
 import torch
 
 PANEL = 32
-"""Columns that kernels compute together: a share is made of such, where there are enough of them."""
+"""Columns that kernels compute together: shares are multiples of this, if there are enough columns."""
 
 
 class Group(Protocol):
-    """What the ranks of a model do together. All of them do the same, in the same order.
+    """A rank's membership in a group. All ranks call the same collectives in the same order.
 
     Attributes:
-        rank, size: which one this is, of how many.
-        address: of the group for kernels that gather by themselves; None: there is none.
-        shared_bytes: of the memory that all ranks of a machine share.
-        counts: gathers so far, and bytes that this rank received in them; None: it is not known.
-        reduced: sums of all ranks so far, and bytes of what was summed.
+        rank, size: this rank, and the number of ranks.
+        address: the group's address for kernels that gather themselves; None if they cannot.
+        shared_bytes: size of the memory that the ranks of a machine share.
+        counts: number of gathers so far, and bytes that this rank received in them; None if unknown.
+        reduced: number of all-reduces so far, and bytes that were summed.
         lost: the rank that was lost, if any.
 
-    Each of the methods below that waits for others raises:
-        StepGivenUpError: a rank could not go on with the step.
-        RanksDisagreeError: another rank does something else.
+    Each method that waits for other ranks raises:
+        StepGivenUpError: a rank could not continue the step.
+        RanksDisagreeError: another rank called something else.
         RankLostError: a rank died, or did not answer in time; nothing can be computed any more.
     """
 
@@ -51,48 +51,47 @@ class Group(Protocol):
     def lost(self) -> int | None: ...
 
     def all_gather(self, x: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
-        """The columns of all ranks, [rows, width], from this rank's own, x [rows, own]; `parts`: those of each."""
+        """Gather the columns of all ranks, [rows, width], given this rank's, x [rows, own]; `parts`: each rank's."""
         ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, [rows, columns], in fp32 and in the order of the ranks, rounded once."""
+        """Sum all ranks' x, [rows, columns], in fp32 and in the order of the ranks, rounded once."""
         ...
 
     def exchange(self, own: Sequence[torch.Tensor], word: int = 0) -> list[torch.Tensor]:
-        """What every rank brings, as bytes; the next collective but one overwrites them.
+        """All-gather bytes of any size; returns each rank's, until the next collective but one overwrites them.
 
         Args:
-            own: what this one brings, side by side: others need not know how much.
-            word: what all must agree on.
+            own: this rank's tensors, which are concatenated; other ranks need not know their size.
+            word: a number that must be the same on all ranks.
         """
         ...
 
     def check(self, digest: int) -> None:
-        """Tell that this rank has computed its step; `digest`: of the tokens, the same on all ranks."""
+        """Complete a step: check that all ranks have sampled the same tokens, given this rank's digest of them."""
         ...
 
     def give_up(self, number: int) -> None:
-        """This rank does not compute the plan of this number, so no other can; nor those before it that have not ended.
-
-        All must begin anew afterwards, with a later one.
+        """Give up the plan with this number, and unfinished ones before it, on all ranks. They `resume` with a later
+        one.
         """
         ...
 
     def lose(self, rank: int) -> None:
-        """A rank is gone: no other one waits for it. May be called by any thread."""
+        """Record that a rank is gone, so that no other waits for it. May be called by any thread."""
         ...
 
     def ended(self, outcome: int) -> None:
-        """Raises what the outcome of a kernel's collective says, if it was not done."""
+        """Raise the error of a kernel's collective, unless its outcome is success."""
         ...
 
-    def begin_anew(self, number: int) -> None:
-        """Go on with the plan of this number, whatever was given up before; returns when all ranks do."""
+    def resume(self, number: int) -> None:
+        """Continue with the plan with this number after others were given up; returns when all ranks do."""
         ...
 
 
 class OneRank:
-    """A model that one process computes alone; or a rank's place, of which nothing is asked but its share."""
+    """The group of a model that one process computes; or just a rank number, to compute its share."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
@@ -122,16 +121,19 @@ class OneRank:
     def ended(self, outcome: int) -> None:
         return
 
-    def begin_anew(self, number: int) -> None:
+    def resume(self, number: int) -> None:
         return
 
 
 class Split(Enum):
     """How a product is split among ranks.
 
-    NONE: it is not, every rank computes it. OUTPUTS: each has its own outputs, and they stay where they are. INPUTS:
-    its inputs lie split, as such outputs do; they are gathered, and so are its outputs. (Or each rank has the weights
-    of its own inputs, and the outputs are added.) VOCABULARY: its outputs are gathered.
+    Attributes:
+        NONE: it is replicated: every rank computes all of it.
+        OUTPUTS: column-parallel; each rank keeps its own outputs.
+        INPUTS: takes inputs that are split like such outputs; they are gathered, and so are its outputs. (With
+            `deterministic=False` it is row-parallel: each rank has the weights of its inputs, and outputs are summed.)
+        VOCABULARY: column-parallel; the outputs are gathered.
     """
 
     NONE = "none"
@@ -141,13 +143,13 @@ class Split(Enum):
 
 
 class Gather:
-    """Brings together the columns that the ranks have.
+    """Gathers the columns of a matrix from all ranks.
 
     Args:
-        width: all of them. heads: see `share`.
+        width: number of all columns. heads: see `share`.
 
     Attributes:
-        parts: which columns each rank has. own: this one's.
+        parts: the columns of each rank. own: this rank's.
     """
 
     def __init__(self, group: Group, width: int, heads: int | None = None) -> None:
@@ -161,23 +163,24 @@ class Gather:
 
 
 def own_heads(heads: int, group: Group) -> int:
-    """How many of so many heads this rank has."""
+    """Number of this rank's heads, given the number of all."""
     return len(share(heads, group, heads))
 
 
 def share(size: int, group: Group, heads: int | None = None) -> range:
-    """This rank's part of `size` columns (or outputs), see `share_of`."""
+    """This rank's share of `size` columns (or outputs), see `share_of`."""
     return share_of(size, group.rank, group.size, heads)
 
 
 def share_of(size: int, rank: int, ranks: int, heads: int | None = None) -> range:
-    """One rank's part of `size` columns (or outputs).
+    """One rank's share of `size` columns (or outputs).
 
-    Where there are fewer of them than ranks, ranks next to each other have the same one, and no gather puts that right:
-    models ask only for heads to be shared so.
+    With fewer columns than ranks, neighbouring ranks have the same one, which a gather does not undo: models only
+    replicate (key and value) heads like this.
 
     Args:
-        heads: of how many the columns are those; no head is cut, and ranks share one where there are fewer heads.
+        heads: number of heads that the columns consist of; heads are not split, and are replicated if there are fewer
+            heads than ranks.
     """
     if heads is None:
         unit = math.gcd(size, PANEL)

@@ -1,4 +1,4 @@
-"""Ranks whose tensors lie on devices of their own: torch.distributed moves these, and the rest is as on CPUs."""
+"""Groups of ranks with a device each: tensors are gathered by torch.distributed, everything else as on CPUs."""
 
 from __future__ import annotations
 
@@ -17,38 +17,37 @@ from quire.errors import DeviceLostError, RankLostError
 from quire.parallel.group import Group
 
 SEEN_SECONDS = 1.0
-"""After so long whoever watches the ranks has seen that one died."""
+"""Within this time the thread that watches the ranks notices that one has died."""
 
 
 class TorchGroup:
-    """A rank's place among others, each with a device of its own.
+    """See `Group`; each rank has a device of its own.
 
-    What is gathered or added stays on the device, in the order of what that is told to do; so the host neither waits
-    nor knows when it is done. What ranks tell each other beside that (digests, which loads are bad, that one is lost)
-    goes through `host`. Queued work waits for ranks that do not take part, and nothing takes it back: a rank that
-    cannot go on with a step ends all of them, and the engine with them.
+    Collectives of tensors are queued on the device like kernels, so the host does not wait for them. Messages between
+    ranks (digests, bad loads, lost ranks) go through `host`. A queued collective waits for ranks that never join it and
+    cannot be cancelled, so a rank that cannot continue a step ends all ranks, and the engine.
 
     Args:
-        host: the same ranks' group for what lies in the host's memory.
-        store: descriptor of an empty file in memory, which all ranks have: that is where they find each other.
-        device: this rank's. NCCL connects GPUs, gloo what stands for them in tests.
-        timeout: seconds after which a rank that does not take part is lost.
+        host: the group of the same ranks for data in host memory.
+        store: descriptor of an empty memfd that all ranks have, through which they find each other.
+        device: this rank's. GPUs use NCCL; the CPU devices of tests use gloo.
+        timeout: seconds after which a rank that does not join a collective is lost.
     """
 
     def __init__(self, host: Group, store: int, device: torch.device, timeout: float) -> None:
         self.rank, self.size, self.shared_bytes = host.rank, host.size, host.shared_bytes
         self.address: int | None = None  # kernels leave gathers to this
-        self.counts: tuple[int, int] | None = None  # what a recorded graph repeats passes by here,
-        self.reduced = 0, 0  # sums as well
+        self.counts: tuple[int, int] | None = None  # replayed graphs bypass this class,
+        self.reduced = 0, 0  # so neither is counted
         self._host, self._device, self._timeout = host, device, timedelta(seconds=timeout)
         self._store, self._connection = os.dup(store), None
         weakref.finalize(self, os.close, self._store)
 
     def _connected(self) -> Any:
-        """Made by the first of what all do together: it takes all of them."""
+        """The process group, created by the first collective, since that involves all ranks."""
         if self._connection is not None:
             return self._connection
-        file = c10d.FileStore(f"/proc/self/fd/{self._store}", self.size)  # so there is neither a name nor a port
+        file = c10d.FileStore(f"/proc/self/fd/{self._store}", self.size)  # needs no name and no port
         made = (_nccl if self._device.type == "cuda" else _gloo)(file, self.rank, self.size, self._timeout)
         weakref.finalize(self, made.shutdown).atexit = False
         self._connection = made
@@ -60,7 +59,7 @@ class TorchGroup:
         return self._host.lost
 
     def all_gather(self, x: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
-        widest = max(map(len, parts))  # all must bring as much
+        widest = max(map(len, parts))  # all ranks must send the same size
         x = x.contiguous() if x.shape[1] == widest else torch.nn.functional.pad(x, (0, widest - x.shape[1]))
         found = x.new_empty(self.size, len(x), widest)
         with self._taking_part():
@@ -68,7 +67,7 @@ class TorchGroup:
         return torch.cat([each[:, : len(part)] for each, part in zip(found, parts, strict=True)], dim=1)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, in the order and precision that the connection chooses."""
+        """Sum all ranks' x, in the order and precision of the library (NCCL, gloo)."""
         total = x.clone(memory_format=torch.contiguous_format)
         with self._taking_part():
             self._connected().allreduce([total]).wait()
@@ -87,7 +86,7 @@ class TorchGroup:
             raise DeviceLostError(f"rank {self.rank} cannot reach the others' devices: {error}") from error
 
     def exchange(self, own: Sequence[torch.Tensor], word: int = 0) -> list[torch.Tensor]:
-        """See `Group`; of the host's memory."""
+        """See `Group`; for tensors in host memory."""
         return self._host.exchange(own, word)
 
     def check(self, digest: int) -> None:
@@ -99,13 +98,13 @@ class TorchGroup:
     def lose(self, rank: int) -> None:
         self._host.lose(rank)
         if self._connection is not None:
-            self._connection.abort()  # what waits for it on the device
+            self._connection.abort()  # also ends collectives that wait on the device
 
     def ended(self, outcome: int) -> None:
         self._host.ended(outcome)
 
-    def begin_anew(self, number: int) -> None:
-        """Raises RankLostError: what this device or another one was told of the last step may never end."""
+    def resume(self, number: int) -> None:
+        """Raises RankLostError: collectives of the last step that are queued on a device may never end."""
         raise RankLostError(
             f"rank {self.rank} cannot go on after a step that was given up: ranks on GPUs start again together",
             self.rank,

@@ -164,7 +164,7 @@ class ModelRunner:
             if plan.number != next_number:
                 check_complete(plan, next_number)
                 for group in self.model.rank_groups:
-                    group.begin_anew(plan.number)
+                    group.resume(plan.number)
                 self._forget()
             self._settle()
             bad_loads, loading = self._move_blocks(plan)

@@ -115,7 +115,7 @@ class PipelineRunner(ModelRunner):
             if plan.number != next_number:
                 check_complete(plan, next_number)
                 for group in self.model.rank_groups:
-                    group.begin_anew(plan.number)
+                    group.resume(plan.number)
                 self._forget()
             step = self._entered(plan)
             self._slot(step)

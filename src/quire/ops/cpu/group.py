@@ -1,4 +1,4 @@
-"""A group of processes on one machine's processors: see group.cpp."""
+"""Groups of ranks on CPUs, which communicate through shared memory: see group.cpp."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ class Bytes(ctypes.Structure):
 
 
 def share_of(gather: Gather) -> Share:
-    """What a gather brings together, as C++ sees it."""
+    """A gather's columns, as C++ expects them."""
     return Share(gather.own.start, len(gather.own), gather.width)
 
 
 class SharedGroup:
-    """A rank's place in memory that all ranks have mapped.
+    """See `Group`; the ranks of a machine share memory.
 
     Args:
-        memory: descriptor of a file in memory; the first rank makes it with `new_memory`, others inherit it.
-        matrix_bytes: of the largest matrix that is gathered at a time; larger ones are gathered in parts.
+        memory: descriptor of a memfd; the first rank creates it with `new_memory`, others inherit it.
+        matrix_bytes: size of the largest matrix that is gathered at a time; larger ones are gathered in parts.
         timeout: seconds after which a rank that does not answer is lost.
-        first: what rank 0 of this group is called in errors.
-        bell: an event descriptor that wakes this machine's `Mirror`; -1: all ranks are on this machine.
+        first: number of this group's rank 0 in error messages.
+        bell: an eventfd that wakes this machine's `Mirror`; -1 if all ranks are on this machine.
 
     Raises:
-        ConfigError: no kernels were compiled: they have what this is made of.
+        ConfigError: the kernels, which contain the collectives, are not compiled.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SharedGroup:
         self.rank, self.size, self._lib = rank, size, library()
         self._timeout, self._first = timeout, first
         self.reduced = (0, 0)
-        self._room = matrix_bytes // size  # of what each rank brings to an exchange
+        self._room = matrix_bytes // size  # bytes of each rank in an exchange
         self.shared_bytes: int = self._lib.group_bytes(matrix_bytes)
         self._memory = mmap.mmap(memory, self.shared_bytes)
         self._anchor = ctypes.c_char.from_buffer(self._memory)
@@ -117,11 +117,11 @@ class SharedGroup:
     def give_up(self, number: int) -> None:
         self._lib.group_give_up(self.address, number)
 
-    def begin_anew(self, number: int) -> None:
+    def resume(self, number: int) -> None:
         self.ended(self._lib.group_begin_anew(self.address, number))
 
     def lose(self, rank: int) -> None:
-        """A rank is gone: no other one waits for it. May be called by any thread."""
+        """See `Group`."""
         self._lib.group_lose(self.address, rank)
 
     @property
@@ -152,17 +152,17 @@ class SharedGroup:
 
 
 def new_memory(matrix_bytes: int) -> int:
-    """A file in memory for a group; it has no name, and is gone with the last process that has it open."""
+    """A memfd for a group; it has no name, and is freed when the last process closes it."""
     memory = os.memfd_create("quire-ranks", 0)
     os.ftruncate(memory, library().group_bytes(matrix_bytes))
     return memory
 
 
 def library(more: Mapping[str, Prototype] | None = None) -> Library:
-    """The compiled functions, and `more` of them; they are the same in every instruction set.
+    """The compiled functions, and `more` of them; they are the same for every instruction set.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the kernels are not compiled.
     """
     names = usable()
     if not names:

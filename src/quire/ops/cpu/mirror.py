@@ -1,4 +1,4 @@
-"""What ranks of this machine bring to a group, for those on other machines, and the other way round: see group.cpp."""
+"""Keeps the shared memory of a group with ranks on several machines in sync: see group.cpp."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ NEWS_BYTES = ctypes.sizeof(_News)
 
 
 class Mirror:
-    """A machine's memory of a group of which some ranks are elsewhere. One thread uses it.
+    """One machine's copy of a group's shared memory. To be used by one thread.
 
     Args:
         memory, matrix_bytes: see `SharedGroup`.
-        size: ranks of the group. own: those of this machine.
+        size: number of ranks. own: the ranks of this machine.
     """
 
     def __init__(self, memory: int, matrix_bytes: int, size: int, own: range) -> None:
@@ -48,10 +48,10 @@ class Mirror:
             raise MemoryError("no memory for a group of ranks")
         weakref.finalize(self, self._lib.group_leave, self._address).atexit = False
         self._seen = (ctypes.c_uint64 * size)()
-        self._ends = 0, 0  # see `quire_mirror_ends`: as the other machines know it
+        self._ends = 0, 0  # see `quire_mirror_ends`: what the other machines know
 
     def news(self) -> Iterator[tuple[int, bytes | bytearray]]:
-        """What own ranks have brought since the last call, and whose it is; rank -1: that of `ends`."""
+        """What this machine's ranks have written since the last call, as (rank, bytes); rank -1 is for `ends`."""
         news, found = _News(), []
         look = self._own.start, self._own.stop, ctypes.addressof(self._seen), ctypes.addressof(news)
         while (rank := self._lib.mirror_look(self._address, *look)) >= 0:
@@ -61,32 +61,30 @@ class Mirror:
                 place = ctypes.addressof(ctypes.c_char.from_buffer(out, NEWS_BYTES))
                 self._lib.mirror_copy(self._address, ctypes.addressof(news), place)
             found.append((rank, out))
-        # Read after the counters and told before them: who begins anew has given up what was before.
+        # Read after the counters and sent before them: a rank that resumes has given up earlier steps.
         if (ends := self._exchange_ends((0, 0))) != self._ends:
             self._ends = ends
             yield -1, b"%d %d" % ends
         yield from found
 
     def bring(self, rank: int, news: memoryview) -> None:
-        """What `news` has told on another machine.
+        """Write what `news` has returned on another machine.
 
         Raises:
-            ValueError: it cannot be.
+            ValueError: it is not valid.
         """
         if rank == -1:
             given_up, lost = map(int, bytes(news[:64]).split())
             self._exchange_ends((given_up, lost))
-            self._ends = (
-                max(self._ends[0], given_up),
-                self._ends[1] or lost,
-            )  # what is known here alone is still to be told
+            # What only this machine knows is still to be sent.
+            self._ends = max(self._ends[0], given_up), self._ends[1] or lost
             return
         told = bytes(news)
         if rank in self._own or not self._lib.mirror_bring(self._address, rank, told, len(told)):
             raise ValueError(f"{len(told)} bytes of rank {rank} do not fit into what the ranks have in common")
 
     def doze(self) -> None:
-        """Whoever brings something after this rings the bell."""
+        """From now on, ranks that write something ring the bell."""
         self._lib.mirror_doze(self._address)
 
     def _exchange_ends(self, known: tuple[int, int]) -> tuple[int, int]:
