@@ -1,1 +1,1 @@
-"""Where a request goes, of several servers: pure decisions, without I/O or a clock."""
+"""Routing of requests among several servers: pure decisions, without I/O or a clock."""

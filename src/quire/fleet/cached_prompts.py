@@ -1,9 +1,9 @@
-"""What an engine has cached, in the words of a router: which beginnings of prompts, as numbered events.
+"""Reports to a router which prompt prefixes an engine has cached, as numbered events.
 
-A router knows prompts by their JSON, in names of 128 bytes each (`prompt.py`); an engine has blocks of tokens. Where
-the one lies in the other is estimated: a prompt's names are spread evenly over its tokens, and each stands and falls
-with the block where it ends. That is as exact as a hint need be, costs a look-up a name when a prompt has been
-computed, and one a block that goes.
+A router knows prompts by their JSON, with one name (a chained hash) per 128 bytes (`prompt.py`); an engine has blocks
+of tokens. The mapping is estimated: a prompt's names are spread evenly over its tokens, and a name counts as cached
+while the block in which it ends is. That is accurate enough for a hint, and costs one lookup per name when a prompt has
+been computed, and one per evicted block.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from quire.core.cache_events import CacheEvent, CacheEvents
 from quire.fleet.prompt import NAME_BYTES
 
 MAX_NAMES = 2**17
-"""Names that are known at once, 16 MB of prompts; those that were used least recently go first."""
+"""Most names that are kept, for 16 MB of prompts; the least recently used are dropped first."""
 
 
 @dataclass(slots=True)
 class CachedPrompts:
-    """Names of prompts, while what they stand for is cached.
+    """The names of cached prompt prefixes.
 
     Attributes:
-        boot: another one after each start of the engine.
+        boot: identifies the engine's run; a new one after each start.
     """
 
     boot: str
@@ -38,17 +38,17 @@ class CachedPrompts:
         return len(self._block_of)
 
     def computed(self, names: bytes, blocks: Sequence[bytes], holds: Callable[[bytes], bool]) -> None:
-        """A prompt with these names was computed, or ended before that: what is not held of it, is not cached.
+        """A prompt with these names was computed, or has ended before that; names whose block is not held are removed.
 
         Args:
-            names: one after the other, `NAME_BYTES` each.
+            names: concatenated, `NAME_BYTES` each.
             blocks: hashes of the prompt's full blocks.
             holds: whether a block is cached.
         """
         count = len(names) // NAME_BYTES
         for index in range(count):
             name = names[index * NAME_BYTES : (index + 1) * NAME_BYTES]
-            # Down to a whole block: of prompts that part soon after, the blocks they have in common are meant.
+            # Rounded down to whole blocks, which prompts that diverge soon afterwards have in common.
             place = max(1, (index + 1) * len(blocks) // count) - 1
             if name in self._block_of:
                 self._block_of[name] = self._block_of.pop(name)
@@ -62,7 +62,7 @@ class CachedPrompts:
             self._forget(name)
 
     def gone(self, blocks: Iterable[bytes]) -> None:
-        """These blocks are not cached any more."""
+        """These blocks are no longer cached."""
         for block in blocks:
             for name in self._names_of.pop(block, ()):
                 del self._block_of[name]
@@ -76,10 +76,10 @@ class CachedPrompts:
         self._events.add("removed", name)
 
     def told(self, since: int) -> dict[str, Any]:
-        """The events from this number on, or all names where some of these are not kept any more; for JSON.
+        """A JSON document with the events from this number on, or with all names if some of these events were dropped.
 
-        `next` is the number of the next event. Events are strings of "+" (cached from now on) or "-" (no longer), and a
-        name; the first one is `since`.
+        `next` is the number of the next event. An event is "+" (cached from now on) or "-" (no longer cached), followed
+        by the name; the first event's number is `since`.
         """
         document: dict[str, Any] = {"boot": self.boot, "next": self._events.next}
         events = self._events.since(since)
@@ -90,11 +90,11 @@ class CachedPrompts:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What `told` has said, at the other end.
+    """The contents of a document made by `told`.
 
     Attributes:
-        names: all that are cached; None: `events` say what has changed.
-        next: number of the event after these.
+        names: all cached names; None if only changes are reported, as `events`.
+        next: number of the next event.
     """
 
     boot: str
@@ -104,10 +104,10 @@ class News:
 
 
 def read_told(document: Any, since: int) -> News:
-    """What another process has told.
+    """Read a document that another process has made with `told`.
 
     Raises:
-        ValueError: it is no such document.
+        ValueError: it is not valid.
     """
     try:
         boot, following = str(document["boot"]), int(document["next"])

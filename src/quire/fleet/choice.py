@@ -1,18 +1,18 @@
-"""Which server a request goes to: the one where it costs the fewest seconds.
+"""Chooses the server for a request: the one where it costs the fewest seconds.
 
-The cost is what the request waits for before its first token, as far as it depends on the server, and what others
-wait for it:
+The cost is the part of the request's time to first token that depends on the server, plus the delay that it causes for
+other requests:
 
     cost = compute + others + fetch + queue
     compute = prompt tokens that are not cached there / rate
-    others  = compute x (requests that wait for their first tokens, on average of the servers)
-    queue   = (prompt tokens that wait there + RUNNING_TOKENS x requests there) / rate
+    others  = compute x (requests waiting for their first token, averaged over the servers)
+    queue   = (prompt tokens queued there + RUNNING_TOKENS x requests there) / rate
 
-While a prompt is computed, those that come after it wait: by Little's law about as many as wait now. Without that, what
-is best for each request is worst for all: where more comes than can be computed, requests leave their caches for
-shorter queues, so there is more to compute, and all queues grow. So that a prompt is cached somewhere, and that
-somebody has little to do, are seconds of one sum. Where another place can give the blocks (a prefill server, a pool),
-fetching takes the place of computing if it is cheaper.
+While a prompt is computed, requests that arrive after it wait; by Little's law, about as many as wait now. Without this
+term, what is best for each request would be worst for all: under overload, requests would leave the servers that have
+their prefixes for shorter queues, so there would be more to compute, and all queues would grow. Cached prefixes and
+short queues are weighed in the same unit, seconds. If the blocks can be fetched from elsewhere (a prefill server, a
+pool), fetching replaces computing if it is cheaper.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hashlib import blake2b
 from typing import Literal, get_args
 
 RUNNING_TOKENS = 64
-"""A request that decodes, or will, takes its share of every step: counted like so many prompt tokens that wait."""
+"""A decoding request takes its share of every step, which counts like this many queued prompt tokens."""
 
 FETCH_BELOW = 0.8
-"""A fetch is worth it where it takes less than this share of what it saves, as in `core/cost.py`."""
+"""A fetch must take less than this share of the time that it saves, as in `core/cost.py`."""
 
 NEAR = 1.25
-"""A cost of up to so many times the least one is as good: rates are estimates."""
+"""Costs up to this many times the lowest one count as equal, since rates are estimates."""
 
 PolicyName = Literal["cost", "round-robin", "least-loaded", "prefix-hash"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -37,19 +37,19 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A server, as one request sees it.
+    """A server to which a request could be sent.
 
     Attributes:
-        is_up: False: it failed lately.
-        rate: prompt tokens that it computes a second; above 0.
-        held: tokens of the prompt, from its beginning, that are cached there.
+        is_up: False if it failed recently.
+        rate: prompt tokens that it computes per second; above 0.
+        held: length of the prompt's cached prefix, in tokens.
         queued: prompt tokens of requests that were sent there and have no first token yet.
-        waiting: how many these are.
-        running: requests there that have not ended, with or without one: all of them decode sooner or later.
-        recent: requests that it got lately; of servers that are as good, the one with the fewest is taken.
-        weight: what a second of computing there counts for, even where nobody waits: more than 1 where it holds up
-            streams that others compute prompts for.
-        fetchable: tokens of the prompt, from its beginning, that it could have from elsewhere, in `fetch_seconds`.
+        waiting: number of these requests.
+        running: number of requests there that have not ended, including waiting ones, since all of them will decode.
+        recent: number of requests that it got recently; among equally good servers, the lowest is chosen.
+        weight: weight of a second of prefill there, even if no request waits: more than 1 on decode servers, where it
+            delays streams.
+        fetchable: length of the prefix, in tokens, that it could fetch from elsewhere in `fetch_seconds`.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a request costs on one server, in seconds: see above. `held`: tokens that are cached there."""
+    """The cost of a request on one server, in seconds: see above. `held`: tokens that are cached there."""
 
     server: str
     held: int
@@ -82,7 +82,7 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Until the request's own first token."""
+        """The estimated time to first token."""
         return self.compute + self.fetch + self.queue
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ def _shown(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes, and what it would have cost anywhere. `chosen` is one of `costs`."""
+    """The choice for a request: the chosen server's cost, and those of all candidates."""
 
     chosen: Cost
     costs: tuple[Cost, ...]
@@ -110,10 +110,10 @@ class Decision:
 
 
 def cost_of(tokens: int, candidate: Candidate, waiting: float = 0.0) -> Cost:
-    """What a prompt of so many tokens costs there. Its last token is computed in any case.
+    """The cost of a prompt with this many tokens there. Its last token is computed in any case.
 
     Args:
-        waiting: requests that wait for their first tokens at a server, on average.
+        waiting: mean number of requests per server that wait for their first token.
     """
     rate, held = candidate.rate, min(candidate.held, tokens)
     compute, fetch, weight = max(1, tokens - held) / rate, 0.0, candidate.weight + waiting
@@ -126,10 +126,10 @@ def cost_of(tokens: int, candidate: Candidate, waiting: float = 0.0) -> Cost:
 
 
 class Chooser:
-    """Chooses by a policy; "cost" is the one to use, and the others are there to compare it with.
+    """Chooses servers by a policy: "cost", or one of the others to compare it with.
 
-    round-robin: one after the other. least-loaded: who has the fewest requests. prefix-hash: prompts that begin alike
-    go to the same server (rendezvous hashing: when a server goes, only its prompts move).
+    round-robin: in turn. least-loaded: the one with the fewest requests. prefix-hash: prompts with the same prefix go
+    to the same server (rendezvous hashing: if a server leaves, only its prompts move).
     """
 
     def __init__(self, policy: PolicyName = "cost") -> None:
@@ -137,10 +137,10 @@ class Chooser:
         self._turn = 0
 
     def choose(self, tokens: int, prefix: bytes, candidates: Sequence[Candidate]) -> Decision | None:
-        """Where a prompt goes; None where there are no candidates. One that is not up is taken only if none is.
+        """Choose a server for a prompt; None if there are no candidates. One that is not up is used only if none is.
 
         Args:
-            prefix: what prompts that begin alike have in common, such as the hash of their first block.
+            prefix: identifies the prompt's prefix, such as the hash of its first block.
         """
         able = [one for one in candidates if one.is_up] or candidates
         if not able:
@@ -162,7 +162,7 @@ class Chooser:
 
 
 def _cheapest(able: Sequence[Candidate], costs: Sequence[Cost]) -> int:
-    """The cheapest, or of those that are nearly so and hold as much of the prompt, who got the fewest lately."""
+    """The one with the fewest recent requests, of those that cost nearly the least and hold as much of the prompt."""
     best = min(costs, key=lambda cost: (cost.total, -cost.held))
     as_good = [i for i, cost in enumerate(costs) if cost.held >= best.held and cost.total <= NEAR * best.total]
     return min(as_good, key=lambda i: (able[i].recent, costs[i].total, costs[i].server))

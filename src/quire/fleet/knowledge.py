@@ -1,9 +1,9 @@
-"""Which blocks each server has cached, as far as is known: a hint, which may be wrong and then costs time only.
+"""An estimate of the blocks that each server has cached. If it is wrong, that only costs time.
 
-It comes from two sides: from what was sent to a server, which computes it and so has it, and from the server's own
-events. Blocks are named by chained hashes: who has a block has all those before it. What a server has is kept as an
-ordered set of hashes, the least recently used first, and no more than it has room for; so also of a server that tells
-nothing it is known what it has dropped.
+There are two sources: the prompts sent to a server, which it will compute and cache, and the server's own events.
+Blocks are named by chained hashes, so a server that has a block has all blocks before it. For each server there is an
+LRU set of hashes, limited to the size of its cache, so that evictions are also approximated for servers that report no
+events.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from quire.core.cache_events import CacheEvent
 
 MAX_BLOCKS = 2**18
-"""Blocks that are remembered of a server whose size is not known; some 30 MB."""
+"""Most blocks that are remembered of a server, about 30 MB; fewer if the size of its cache is known."""
 
 
 @dataclass(slots=True)
 class _Server:
     room: int
-    blocks: dict[bytes, None] = field(default_factory=dict)  # in the order of their last use
+    blocks: dict[bytes, None] = field(default_factory=dict)  # least recently used first
     boot: str = ""
-    next: int | None = None  # number of the next event; None: a snapshot is needed first
+    next: int | None = None  # number of the next event; None if a snapshot is needed first
 
     def use(self, hashes: Sequence[bytes]) -> None:
-        """These are there and were used now; the last of a prompt go before its first ones."""
+        """Mark a prompt's blocks as cached and just used; its last blocks will be evicted before its first ones."""
         blocks = self.blocks
         for hash in reversed(hashes):
             blocks.pop(hash, None)
@@ -38,10 +38,10 @@ class _Server:
 
 
 class Knowledge:
-    """What servers hold. Servers are known by name, from the first call that names one until `forget`.
+    """The blocks of all servers. A server is known by name, from the first call that names it until `forget`.
 
     Args:
-        max_blocks: what is remembered of each server at most.
+        max_blocks: most blocks that are remembered of each server.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
@@ -49,7 +49,7 @@ class Knowledge:
         self._servers: dict[str, _Server] = {}
 
     def held(self, server: str, hashes: Sequence[bytes]) -> int:
-        """How many of a prompt's blocks, from the first on, the server has. A few look-ups: chains have no holes."""
+        """Number of a prompt's first blocks that the server has. Found by bisection, since chains have no gaps."""
         found = self._servers.get(server)
         if found is None or not found.blocks:
             return 0
@@ -57,20 +57,20 @@ class Knowledge:
         return bisect_left(range(len(hashes)), True, key=lambda index: hashes[index] not in blocks)
 
     def sent(self, server: str, hashes: Sequence[bytes]) -> None:
-        """A prompt with these blocks goes there, so it will have them."""
+        """A prompt with these blocks was sent there, so the server will have them."""
         self._of(server).use(hashes)
 
     def dropped(self, server: str, hashes: Iterable[bytes]) -> None:
-        """The server has turned out not to have these."""
+        """The server turned out not to have these blocks."""
         blocks = self._of(server).blocks
         for hash in hashes:
             blocks.pop(hash, None)
 
     def hear(self, server: str, boot: str, events: Iterable[CacheEvent]) -> bool:
-        """Take a server's events, in their order. False: some are missing, so a snapshot is needed.
+        """Apply a server's events, in order. False if some are missing, so that a snapshot is needed.
 
         Args:
-            boot: changes whenever the server's cache begins anew, with events from 0 on.
+            boot: changes whenever the server restarts with an empty cache, and with events from 0 on.
         """
         known = self._of(server)
         if known.boot != boot:
@@ -93,29 +93,29 @@ class Knowledge:
         return known.next is not None
 
     def expects(self, server: str) -> int:
-        """Number of the server's next event; -1: a snapshot is needed."""
+        """Number of the server's next event; -1 if a snapshot is needed."""
         found = self._servers.get(server)
         return -1 if found is None or found.next is None else found.next
 
     def snapshot(self, server: str, boot: str, next_event: int, hashes: Iterable[bytes]) -> None:
-        """All that a server has, before its event of this number; the least recently used first, or in any order."""
+        """Set all blocks that a server has, before its event with this number, least recently used first if known."""
         known = self._of(server)
         known.boot, known.next = boot, next_event
-        known.blocks, known.room = dict.fromkeys(hashes), self._max_blocks  # it says itself what goes
+        known.blocks, known.room = dict.fromkeys(hashes), self._max_blocks  # it reports evictions itself
         known.use(())
 
     def resize(self, server: str, blocks: int) -> None:
-        """The server has room for so many blocks."""
+        """Set the number of blocks that fit into the server's cache."""
         known = self._of(server)
         known.room = min(blocks, self._max_blocks)
         known.use(())
 
     def forget(self, server: str) -> None:
-        """The server is gone, or has lost what it had."""
+        """The server is gone, or has lost its cache."""
         self._servers.pop(server, None)
 
     def count(self, server: str) -> int:
-        """Blocks that it is known to have."""
+        """Number of blocks that the server is known to have."""
         found = self._servers.get(server)
         return len(found.blocks) if found else 0
 

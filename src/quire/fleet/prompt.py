@@ -1,9 +1,9 @@
-"""What a router reads of a request's body: as little as it needs to choose, and nothing that it judges.
+"""Reads from a request's body what a router needs to choose a server; it validates nothing.
 
-Bodies are passed on as they came; whether they are valid is the servers' business. Prompts are compared by their JSON:
-what begins with the same bytes begins with the same tokens, whatever the template and the tokenizer make of it. So the
-router needs neither, and works in front of any server. A Quire server reads the same names from the same body, and so
-can tell a router in its own words what is cached (`cached_prompts.py`).
+Bodies are forwarded unchanged, and the servers validate them. Prompts are compared by their JSON: if it begins with the
+same bytes, the prompts begin with the same tokens, whatever the chat template and the tokenizer. So the router needs
+neither, and works with any server. A Quire server computes the same names from the same body, and can so report to a
+router which prefixes it has cached (`cached_prompts.py`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from msgspec import UNSET, Raw, UnsetType
 from quire.typed_json import BAD_JSON
 
 CHUNK_BYTES = 128
-"""Of a prompt's JSON: what is cached is known in such steps, some two blocks of 16 tokens."""
+"""Bytes of a prompt's JSON per name, about two blocks of 16 tokens."""
 
 MAX_CHUNKS = 8192
-"""Prompts are compared up to here, a megabyte."""
+"""Most names per prompt: prompts are compared up to one megabyte."""
 
 NAME_BYTES = 8
-"""Of a name, the hash of a prompt's beginning. They are hints: so many bytes are enough."""
+"""Length of a name, the hash of a prompt's prefix. Names are only hints, so this is enough."""
 
 
 class _Body(msgspec.Struct):
-    """The fields of a body that matter here."""
+    """The fields of a body that are read here."""
 
     model: str | UnsetType | None = UNSET
     stream: bool | UnsetType | None = UNSET
@@ -50,15 +50,14 @@ _NULL = b"null"
 
 @dataclass(slots=True)
 class Prompt:
-    """A request's body, and what was read of it.
+    """A request's body, and what was read from it.
 
     Attributes:
-        model: None: none was named.
-        hashes: chained hashes of the prompt's JSON, one a `CHUNK_BYTES`; of a prompt that is shorter than one, the
-            hash of all of it, so there is always one.
+        model: None if it names none.
+        hashes: chained hashes of the prompt's JSON, one per `CHUNK_BYTES`; for a shorter prompt, one hash of all of it.
         size: bytes of the prompt's JSON.
-        seeded: the client gave a seed. moved: it says itself where its prompt is computed.
-        follows: it goes on from a response that one of the servers has stored.
+        seeded: the client gave a seed. moved: it must be computed where it is sent, without a prefill server.
+        follows: it continues a response that one of the servers has stored.
     """
 
     body: bytes
@@ -71,7 +70,7 @@ class Prompt:
     follows: bool = False
 
     def with_fields(self, fields: dict[str, object]) -> bytes:
-        """The body, with these fields after its own: of a name that stands twice, the last one counts."""
+        """The body with these fields appended: of fields with the same name, the last one counts."""
         if not fields:
             return self.body
         own = self.body.rstrip()[:-1].rstrip()
@@ -80,10 +79,10 @@ class Prompt:
 
 
 def read_prompt(body: bytes, scope: bytes = b"") -> Prompt:
-    """What a body says. One that is not valid has an empty prompt, and is passed on all the same.
+    """Read a body. An invalid one counts as an empty prompt, and is forwarded like the others.
 
     Args:
-        scope: whose cache it is: prompts of two API keys share nothing.
+        scope: distinguishes API keys, whose prompts share nothing.
     """
     try:
         found = _decoder.decode(body)
@@ -106,7 +105,7 @@ def read_prompt(body: bytes, scope: bytes = b"") -> Prompt:
 
 
 def _prompts_of(body: _Body) -> tuple[Raw | UnsetType, ...]:
-    """What stands in prompts, in its order there."""
+    """The fields that become part of a prompt, in the order in which they do."""
     return (body.tools, body.system, body.instructions, body.messages, body.prompt, body.input)
 
 
@@ -119,7 +118,7 @@ def _bytes(field: Raw | UnsetType) -> bytes:
 
 
 def _hashes(text: bytes, head: bytes) -> list[bytes]:
-    """One running hash, looked at after each chunk."""
+    """The values of a running hash after each chunk."""
     chain = blake3(len(head).to_bytes(4, "little") + head)
     view = memoryview(text)
     hashes = []
