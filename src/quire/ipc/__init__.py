@@ -1,1 +1,1 @@
-"""An engine in a process of its own, and how HTTP processes talk with it."""
+"""The engine as a separate process, and its messages to and from HTTP processes."""

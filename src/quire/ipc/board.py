@@ -1,14 +1,13 @@
-"""The status board: a small file that an engine writes as it goes, mapped into memory by whoever wants to look.
+"""The status board: a small file that an engine keeps up to date, and that other processes map into memory.
 
-It answers two questions that the engine itself cannot when it matters. Does it make progress? The pulse grows with
-every message, every idle second and every layer of a step, so a pulse that stands still means a wedged engine,
-however long its steps are; where it may stand still for long, as while loading, or in a layer of a large step, the
-patience says so before. And what was it doing when it died? The numbers of the requests in the step at hand are
-there until the step has ended.
+It answers two questions that a hanging or dead engine cannot. Does it make progress? The pulse is incremented with
+every message, every idle second and every layer of a step; if it does not change, the engine hangs, however long its
+steps are. Before anything that takes long, such as loading or a layer of a large step, the engine sets the patience.
+And what was it doing when it died? The numbers of the requests in the current step are there until it has ended.
 
-An HTTP process has one too, for its pulse.
+An HTTP process has a board, too, for its pulse.
 
-Fields are 64-bit integers, each written whole, so a reader needs no lock.
+Fields are 64-bit integers, each written atomically, so readers need no lock.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ MAX_IN_STEP = 65536
 SIZE = HEADER_BYTES + 8 * MAX_IN_STEP
 
 START_SECONDS = 600
-"""The first patience: for a sign of life of a process that starts and loads, maybe from a slow disk."""
+"""The initial patience, for a process that starts and loads, maybe from a slow disk."""
 
 
 class Board:
-    """One process's board. Made by the supervisor, written by the process, read by all.
+    """One process's board. Created by the supervisor, written by the process, read by all.
 
     Attributes:
-        fields: the header's integers, by the names above. `fields[PULSE] += 1` is a sign of life; `fields[PATIENCE]`
-            are the seconds that may pass before the next one, beside those that every process is given.
-            `fields[NUM_OPEN]` are the requests that an engine has.
+        fields: the header's integers, by the names above. `fields[PULSE] += 1` is a sign of life; `fields[PATIENCE]` is
+            the number of seconds that may pass until the next one, in addition to what every process is allowed;
+            `fields[NUM_OPEN]` is the number of requests that an engine has.
     """
 
     def __init__(self, path: Path) -> None:
-        """Map the board at `path`; it must have been made."""
+        """Map the board at `path`, which must exist."""
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), SIZE)
         view = memoryview(self._map)
@@ -48,16 +47,16 @@ class Board:
 
     @classmethod
     def create(cls, path: Path) -> Board:
-        """Make an empty board, readable by this user alone. Raises OSError where there is no room for it."""
+        """Create an empty board that only this user can read. Raises OSError if there is no space for it."""
         path.touch(mode=0o600)
-        path.write_bytes(bytes(SIZE))  # on a full disk this fails; a hole would kill whoever writes there first
+        path.write_bytes(bytes(SIZE))  # fails on a full disk, where writing to a sparse file would kill the process
         return cls(path)._begun()
 
     @classmethod
     def take_over(cls, spent: Path, path: Path) -> Board:
-        """The board of a process that is dead, for the next one: it takes no room on a disk that may be full by now.
+        """Reuse a dead process's board for the next one, since the disk may be full by now.
 
-        It is found under its old name, too, by those who have not heard of the death yet.
+        It keeps its old name as well, for processes that do not know of the death yet.
         """
         path.hardlink_to(spent)
         return cls(path)._begun()
@@ -71,7 +70,7 @@ class Board:
     # -- the engine's side ---------------------------------------------------------------------------------
 
     def set_phase(self, phase: str, share: float) -> None:
-        """What loading is at, and how far (0 to 1)."""
+        """Set the current phase of loading, and its progress (0 to 1)."""
         text = phase.encode()[:PHASE_BYTES]
         self._phase[: len(text)] = text
         self.fields[PHASE_LENGTH] = len(text)
@@ -79,7 +78,7 @@ class Board:
         self.fields[PULSE] += 1
 
     def begin(self, numbers: Sequence[int], on_probation: int = -1) -> None:
-        """What is done next is done for these requests; one of them may be on probation."""
+        """Set the requests that are worked on from now on; one of them may be on probation."""
         count = min(len(numbers), MAX_IN_STEP)
         for index in range(count):
             self._requests[index] = numbers[index]
@@ -87,7 +86,7 @@ class Board:
         self.fields[NUM_IN_STEP] = count
 
     def end(self) -> None:
-        """It is done."""
+        """No request is worked on any more."""
         self.fields[NUM_IN_STEP] = 0
         self.fields[ON_PROBATION] = -1
 
@@ -103,12 +102,12 @@ class Board:
 
     @property
     def phase(self) -> tuple[str, int]:
-        """What loading is at, and its percentage."""
+        """The phase of loading, and its progress in percent."""
         text = bytes(self._phase[: self.fields[PHASE_LENGTH]])
         return text.decode(errors="replace"), self.fields[PERCENT]
 
     def suspects(self) -> tuple[list[int], int | None]:
-        """The requests of the step at hand, and the one of them that is on probation, if any."""
+        """The requests of the current step, and the one of them that is on probation, if any."""
         numbers = list(self._requests[: self.fields[NUM_IN_STEP]])
         culprit = self.fields[ON_PROBATION]
         return numbers, culprit if culprit >= 0 else None

@@ -12,11 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class Channel:
-    """A DEALER that hands every message to a function, on the loop that was running when it was made.
+    """A DEALER socket that passes every message to a function, on the event loop that is running when it is created.
 
     Args:
-        identity: what the other side knows it by.
-        receive: takes a message. What it raises is logged, and the next message comes all the same.
+        identity: its name for the other side.
+        receive: called with each message. Its errors are logged, and do not affect later messages.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Channel:
         """Queue a message; never waits."""
         if not self._socket.closed:
             self._socket.send(message, zmq.NOBLOCK)
-            self._loop.call_soon(self._drain)  # the descriptor tells of changes only, and sending may have taken one in
+            self._loop.call_soon(self._drain)  # the descriptor is edge-triggered, and sending may consume an event
 
     def close(self) -> None:
         if not self._socket.closed:
@@ -46,7 +46,7 @@ class Channel:
             self._socket.close()
 
     def _drain(self) -> None:
-        """Everything that has come."""
+        """Receive all pending messages."""
         while not self._socket.closed:
             try:
                 message = self._socket.recv(zmq.NOBLOCK)
@@ -55,4 +55,4 @@ class Channel:
             try:
                 self._receive(message)
             except Exception:
-                logger.exception("a message could not be taken in")
+                logger.exception("a message could not be handled")

@@ -1,8 +1,8 @@
-"""One HTTP process's end of the wire: requests to the server's engines, growing outputs back, across engines' deaths.
+"""An HTTP process's client of the engines: sends requests, receives outputs, and survives the death of an engine.
 
-Everything runs on one event loop. The supervisor says how each replica does. When an engine dies, its open requests go
-on at another one at once, or at the next one of this replica, with the tokens that they have: so their streams go on
-where they were. One engine is a list of replicas with one member.
+Everything runs on one event loop. The supervisor reports the state of each replica. When an engine dies, its open
+requests continue on another replica immediately, or on the replica's next engine, after the tokens that they have; so
+their streams continue where they stopped. A server with one engine has one replica.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Document = Literal["live", "requests", "steps", "stats", "prompts"]
 
 @dataclass(slots=True)
 class _Origin:
-    """Where a request came from, for the engine's books, and where it is.
+    """What an engine is told about a request besides the `Request`, see `wire.Add`.
 
     Attributes:
-        link: the replica that has it, or had it last.
+        link: the replica that has the request, or had it last.
     """
 
     name: str
@@ -59,18 +59,18 @@ class _Origin:
 
 
 class EngineClient:
-    """Talks to a server's engines, whichever are up.
+    """The client of a server's engines.
 
     Args:
         directory: the server's private folder.
-        worker: this process's index, unique in the life of the server.
-        replicas: how many engines the server has, and workers: how many HTTP processes.
+        worker: this process's index, unique for the lifetime of the server.
+        replicas: number of the server's engines. workers: number of its HTTP processes.
 
     Attributes:
-        links: to each replica.
-        cause: why the last engine that died did.
-        draining: no new requests are taken.
-        located: set as soon as `folder`, the checkpoint's, is known.
+        links: the connection to each replica.
+        cause: why the last engine died.
+        draining: no new requests are accepted.
+        located: set as soon as the checkpoint's `folder` is known.
     """
 
     def __init__(self, directory: Path, worker: int, replicas: int = 1, workers: int = 1) -> None:
@@ -82,14 +82,14 @@ class EngineClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._name = f"http-{worker}"
         self.links = [EngineLink(self._context, directory, self._name, each, self._hear) for each in range(replicas)]
-        key = blake3(os.fsencode(directory)).digest()  # its name is random, and known to nobody outside
+        key = blake3(os.fsencode(directory)).digest()  # its name is random and secret
         self._placement = Placement(self.links, key, workers == 1)
         self._control: Channel | None = None
         self._frontend: Frontend | None = None
         self._streams = Streams()
         self._outbox: list[Request] = []
         self._origins: dict[int, _Origin] = {}
-        self._waiting: dict[int, EngineLink | None] = {}  # requests that no engine has: which one they wait for, or any
+        self._waiting: dict[int, EngineLink | None] = {}  # for which replica a request waits; None: for any
         self._numbers: dict[str, list[int]] = {}  # by the output's id
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = False
@@ -97,7 +97,7 @@ class EngineClient:
     # -- life ----------------------------------------------------------------------------------------------
 
     async def start(self, on_drain: Callable[[float], None]) -> None:
-        """Say hello to the supervisor, and listen from now on. `on_drain` gets the seconds that are left."""
+        """Register with the supervisor, and handle its messages. `on_drain` is called with the drain timeout."""
         orders: asyncio.Queue[bytes] = asyncio.Queue()
         self._control = Channel(self._context, wire.control_address(self._directory), self._name, orders.put_nowait)
         self._control.send(wire.encode(wire.Hello(self._worker, os.getpid())))
@@ -105,7 +105,7 @@ class EngineClient:
         self._run(self._watch_pulses())
 
     async def close(self) -> None:
-        """Leave. Open requests are left as they are."""
+        """Disconnect. Open requests are not ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -117,34 +117,34 @@ class EngineClient:
 
     @property
     def state(self) -> State:
-        """That of the replica that does best."""
+        """The best state of any replica."""
         states = {link.state for link in self.links}
         best: tuple[State, ...] = ("ready", "restarting", "loading", "failed")
         return next(state for state in best if state in states)
 
     @property
     def info(self) -> wire.EngineInfo | None:
-        """Of an engine that is ready, or was last. What requests depend on is the same in all."""
+        """The description of an engine that is ready, or was last. What requests depend on is the same for all."""
         return next((link.info for link in self._best_first() if link.info is not None), None)
 
     @property
     def board(self) -> Board | None:
-        """Of an engine that is ready, or that will be the next one."""
+        """The board of an engine that is ready, or is likely to be ready next."""
         return self._best_first()[0].board
 
     @property
     def healthy(self) -> bool:
-        """An engine is ready and shows signs of life."""
+        """Whether any engine is ready and shows signs of life."""
         return any(link.healthy for link in self.links)
 
     @property
     def num_open(self) -> int:
-        """Prompts that have not finished."""
+        """Number of prompts that have not finished."""
         return len(self._numbers)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's, if it has one; once an engine is ready."""
+        """The checkpoint's tokenizer, if it has one. Raises EngineClosedError if no engine has been ready yet."""
         return self._ready().tokenizer
 
     def _best_first(self) -> list[EngineLink]:
@@ -172,7 +172,7 @@ class EngineClient:
         bad_words: list[list[int]] | None = None,
         reply: ReplyForm | None = None,
     ) -> Prepared:
-        """Check a tokenized prompt against the model; `reply`: of a chat.
+        """Check a tokenized prompt against the model; `reply`: for a chat, the form of the reply.
 
         Raises:
             RequestError: one of its kinds.
@@ -195,14 +195,14 @@ class EngineClient:
         prompt_names: bytes = b"",
         replica: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run a prepared prompt; hands out its output whenever it has grown. Closing this early aborts it.
+        """Run a prepared prompt; yields its output whenever it has grown. Closing this early aborts it.
 
         Args:
             name: the id that the client sees.
             owner: the tenant. Tenants share no cached prefixes.
-            arrived: when the call came in, on the monotonic clock.
+            arrived: when the call arrived, on the monotonic clock.
             prompt_names: see `wire.Add`.
-            replica: the one that is to run it as long as it is well, by its number; None: the one where it costs least.
+            replica: number of the replica to run it on, if that is healthy; None: the one where it costs least.
 
         Raises:
             EngineClosedError: there is no engine to run it.
@@ -215,7 +215,7 @@ class EngineClient:
         self._origins[requests[0].id].prompt_names = prompt_names
         self._numbers[output.request_id] = [request.id for request in requests]
         named = self.links[replica] if replica is not None and self.links[replica].healthy else None
-        self._place(requests, self._chosen(requests[0], named))  # choices of one prompt share its blocks
+        self._place(requests, self._chosen(requests[0], named))  # the choices share the prompt's blocks
         try:
             async with contextlib.aclosing(self._streams.follow(output, frontend, lambda: None)) as stream:
                 async for grown in stream:
@@ -227,16 +227,16 @@ class EngineClient:
                     link.send(wire.Told(number, output.metrics.detokenize_seconds))
 
     def end_all(self) -> None:
-        """The server leaves: open requests end with what they have (finish reason "abort"), and none begins any more.
+        """The server shuts down: open requests end with what they have (finish reason "abort"), new ones are refused.
 
-        The engines are not asked, since they may be wedged or on their way up; they leave too.
+        The engines, which may hang or be loading, are not involved; they exit, too.
         """
         self._ended = True
         if self._frontend is not None:
             self._streams.wake(self._frontend.end_all("abort"))
 
     def _add(self, request: Request) -> None:
-        """The frontend's door: requests are sent when their origin is known."""
+        """Called by the frontend. `generate` sends the requests once their origin is recorded."""
         self._outbox.append(request)
 
     def _abort(self, number: int, reason: str) -> list[RequestUpdate]:
@@ -246,12 +246,12 @@ class EngineClient:
         return []
 
     def _chosen(self, request: Request, among: EngineLink | None = None) -> Place | None:
-        """Where a request goes now; None: no engine can take it. `among`: the only one that may."""
+        """Choose a replica for a request; None if no engine is ready. `among`: the only one allowed."""
         able = [link for link in ([among] if among else self.links) if link.state == "ready"]
         return self._placement.choose(request, able) if able else None
 
     def _place(self, requests: Iterable[Request], place: Place | None) -> None:
-        """Send them there; where that is nowhere, they wait for the next engine."""
+        """Send requests to a replica; with None, they wait until an engine is ready."""
         for request in requests:
             if place is None:
                 self._waiting[request.id] = None
@@ -261,7 +261,7 @@ class EngineClient:
             link.requests.add(request.id)
             self._placement.sent(request.id, place)
             link.send(_message(request, origin))
-            place = Place(link, 1)  # what follows shares the prompt
+            place = Place(link, 1)  # the prompt's other choices share its blocks
 
     def _ready(self) -> Frontend:
         if self._ended:
@@ -273,23 +273,23 @@ class EngineClient:
     # -- questions -----------------------------------------------------------------------------------------
 
     async def abort_named(self, name: str, owner: str) -> bool:
-        """End the response with this name, wherever in the server it is served; False if there is none."""
+        """End the response with this name, whichever HTTP process serves it; False if there is none."""
         answers = await self._ask_all(lambda ticket: wire.AbortNamed(ticket, name, owner))
         return any(msgspec.json.decode(answer) for answer in answers.values())
 
     async def inspect(
         self, what: Document, since: int = 0, replica: int | None = None, seconds: float = ANSWER_SECONDS
     ) -> bytes:
-        """One of the recorder's documents, as JSON; `replica`: whose, by default of one that is ready.
+        """One of the recorder's documents, as JSON, from the given replica, or by default from one that is ready.
 
         Raises:
-            EngineClosedError: it does not answer within so many seconds, or there is none.
+            EngineClosedError: it does not answer within this many seconds, or there is none.
         """
         link = self._best_first()[0] if replica is None else self.links[replica]
         return (await self._ask_all(lambda ticket: wire.Inspect(ticket, what, since), [link], seconds))[link.replica]
 
     async def inspect_all(self, what: Document, seconds: float = ANSWER_SECONDS) -> dict[int, bytes]:
-        """The same of each replica that answers within so many seconds.
+        """The same from each replica that answers within this many seconds.
 
         Raises:
             EngineClosedError: none does.
@@ -297,7 +297,7 @@ class EngineClient:
         return await self._ask_all(lambda ticket: wire.Inspect(ticket, what), seconds=seconds)
 
     async def life(self, name: str) -> list[Any]:
-        """Where the time of each choice of a response went, of all engines that know it.
+        """How the time of each choice of a response was spent, from all engines that know it.
 
         Raises:
             EngineClosedError: none answers.
@@ -306,7 +306,7 @@ class EngineClient:
         return [each for answer in answers.values() for each in msgspec.json.decode(answer)]
 
     async def reset_prefix_cache(self) -> int:
-        """Forget cached blocks that no request uses; how many they were."""
+        """Evict cached blocks that no request uses; returns their number."""
         for link in self.links:
             self._placement.lost_cache(link)
         answers = await self._ask_all(wire.ResetPrefixCache)
@@ -318,7 +318,7 @@ class EngineClient:
         links: Sequence[EngineLink] = (),
         seconds: float = ANSWER_SECONDS,
     ) -> dict[int, bytes]:
-        """What engines answer, by replica: those that are asked, by default all that are well.
+        """The engines' answers by replica. By default all healthy ones are asked.
 
         Raises:
             EngineClosedError: none answers.
@@ -378,7 +378,7 @@ class EngineClient:
         link.state = message.state
 
     async def _make_frontend(self, info: wire.EngineInfo) -> None:
-        """The first engine says what requests are checked against."""
+        """Create the frontend, with what the first engine reports."""
         if self._frontend is None:
             self._frontend = Frontend(
                 tokenizer=await self._tokenizer,
@@ -393,10 +393,10 @@ class EngineClient:
             )
 
     def _lose(self, link: EngineLink, message: wire.EngineState) -> None:
-        """An engine died. Its requests go on elsewhere.
+        """An engine died: its requests continue on other replicas.
 
-        Not those of the step that it failed in by itself, for which the next engine may be lost too: they wait for the
-        next one of the same replica, unless there will be none.
+        If it was not killed from outside, the requests of its last step may kill the next engine, too: they wait for
+        the same replica's next engine, if there will be one.
         """
         self._placement.lost(link)
         lost = link.lose()
@@ -422,7 +422,7 @@ class EngineClient:
             self._streams.wake(self._frontend.absorb([update]))
 
     def _resume(self) -> None:
-        """What waits for an engine that is ready by now goes there, with what it has."""
+        """Send waiting requests to engines that are ready now; they continue after the tokens that they have."""
         ready = [link for link in self.links if link.state == "ready"]
         able = {number for number, at in self._waiting.items() if (at in ready if at else ready)}
         if self._frontend is None or not able:

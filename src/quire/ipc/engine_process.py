@@ -1,6 +1,6 @@
-"""The engine as a process of its own: `python -m quire.ipc.engine_process`, started by a server's supervisor.
+"""The engine as a separate process: `python -m quire.ipc.engine_process`, started by a server's supervisor.
 
-Its loop takes in what HTTP processes ask for, runs a step, and sends each of them what its requests got.
+Its loop receives messages of HTTP processes, runs a step, and sends each process the updates of its requests.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 1000
-"""An idle engine looks up this often, so that its pulse goes on."""
+"""Timeout of an idle engine's poll, so that its pulse continues."""
 
 DOWNLOAD_SECONDS = 7 * 24 * 3600
-"""A checkpoint may have to be downloaded, of which nothing is told meanwhile."""
+"""Patience while a checkpoint may be downloaded, which gives no sign of life."""
 
 WAIT_POLL_MS = 20
-"""So often an engine looks up that waits for blocks from elsewhere, or for who has them: some may be late."""
+"""Timeout of the poll of an engine that waits for blocks from elsewhere, whose deadlines it must check."""
 
 PREFILL_WORKER = (1 << 22) - 1
-"""In place of an HTTP process's index, in the numbers of requests whose prompts are computed for other engines."""
+"""Stands for the worker index in the numbers of requests whose prompts are computed for other engines."""
 
 STATISTICS_INTERVAL = 10.0
-"""Seconds between two lines of statistics while there is work."""
+"""Seconds between two log lines with statistics, while there is work."""
 
 
 class EngineStart(msgspec.Struct, kw_only=True):
-    """What the supervisor tells an engine on its standard input.
+    """The supervisor's message to an engine, on its standard input.
 
     Attributes:
         directory: the server's private folder.
-        replica: of which replica of the server it is, and boot: which engine of that.
+        replica: number of its replica. boot: its number among that replica's engines.
         config: fields of `EngineConfig`.
-        sharers: engines that share the machine's cores. neighbours: see `Engine`.
-        fault: see `faults.py`; for drills.
+        sharers: number of engines that share the machine's cores. neighbours: see `Engine`.
+        fault: a fault to inject, see `faults.py`.
     """
 
     directory: str
@@ -83,14 +83,14 @@ class EngineStart(msgspec.Struct, kw_only=True):
 
 
 class EngineProcess:
-    """The engine, its sockets and its board. It is the engine's observer: the board and the recorder see each step.
+    """The engine, its sockets and its board. As the engine's observer it passes each step on to board and recorder.
 
-    A request that was in the step in which an earlier engine died is a suspect. Suspects come first, each of them
-    alone in the engine, where its next token clears it: it is on probation. Everybody else waits outside until all
-    are cleared, so the one on probation when an engine dies again is to blame, and no other.
+    A request that was in the step in which an earlier engine died is a suspect. Suspects run first, one at a time and
+    alone (on probation), and are cleared by their next token. All other requests wait outside the engine until then, so
+    if the engine dies again, the one on probation is to blame.
 
-    One message or request that cannot be handled ends nothing but itself. What fails in the loop itself ends the
-    engine, since its state is unknown then; the supervisor starts another one.
+    An error in handling one message or request affects nothing else. An error in the loop itself ends the engine, whose
+    state is unknown then; the supervisor starts another one.
     """
 
     def __init__(self, start: EngineStart, board: Board, control: zmq.Socket[bytes]) -> None:
@@ -105,8 +105,8 @@ class EngineProcess:
         self._adds: dict[int, wire.Add] = {}  # the same
         self._outside: dict[int, wire.Add] = {}  # by the wire's number: suspects, and who waits for them
         self._on_probation: int | None = None  # the wire's number
-        self._in_flight: deque[tuple[list[int], float]] = deque()  # of each step: the wire's numbers, its patience
-        self._gone: set[int] = set()  # HTTP processes that died: what they said may arrive after that
+        self._in_flight: deque[tuple[list[int], float]] = deque()  # of each step: requests (wire numbers), patience
+        self._gone: set[int] = set()  # HTTP processes that died; their messages may still arrive
         self._next_id = 0
         self._stopping = False
         self.engine = self._load()
@@ -114,17 +114,17 @@ class EngineProcess:
         self.engine.tiers.follow(self.engine.scheduler, self._prompts.gone)
         self._patience = Patience(self.engine.model, self.engine.device.asynchronous)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # never drop: what is queued is bounded by the requests' own outputs
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # never drop: the queue is bounded by the requests' outputs
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(wire.engine_address(Path(start.directory), start.replica, start.boot))
         gc.collect()
-        gc.freeze()  # what is there now stays: looking through it would stop the engine for 80 ms now and then
+        gc.freeze()  # these objects stay, and scanning them would sometimes stop the engine for 80 ms
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(control, zmq.POLLIN)
         if self.engine.tiers.mailbox is not None:
             self._poller.register(self.engine.tiers.mailbox, zmq.POLLIN)
-        self.engine.wait_seconds = 0.0  # it is waited for by the poller
+        self.engine.wait_seconds = 0.0  # the poller waits instead
         self._last_statistics = (time.monotonic(), self._recorder.stats(self.engine))
 
     def _load(self) -> Engine:
@@ -134,7 +134,7 @@ class EngineProcess:
         path = resolve(config.model, config.revision)
         self._board.fields[PATIENCE] = START_SECONDS
         with TokenizerTrial(path) as trial:
-            trial.check()  # others will load it as soon as they know where it is
+            trial.check()  # HTTP processes will load it as soon as they know the folder
         self._control.send(wire.encode(wire.Located(str(path))))
         from quire.engine.engine import Engine
         from quire.ops.threads import usable_threads
@@ -153,7 +153,7 @@ class EngineProcess:
         return engine
 
     def info(self) -> wire.EngineInfo:
-        """What others must know of this engine."""
+        """The engine's description, for the other processes."""
         from quire.engine import fingerprint
         from quire.models.checkpoint import content_hash
 
@@ -201,7 +201,7 @@ class EngineProcess:
         """Serve until told to stop.
 
         Raises:
-            Exception: a bug. The board names who may have to do with it: those of the step at hand, or else all.
+            Exception: a bug. The board names the requests that may have caused it: those of the current step, or all.
         """
         self._control.send(wire.encode(wire.EngineReady(self.info())))
         self._board.set_phase("ready", 1.0)
@@ -224,7 +224,7 @@ class EngineProcess:
             raise
 
     def _receive(self) -> None:
-        """Take in every message that is there; wait for one while there is nothing else to do."""
+        """Handle all pending messages; wait for one if there is nothing else to do."""
         busy = not (self.engine.idle or self.engine.blocked) or bool(self._outside)
         wait = WAIT_POLL_MS if self.engine.awaits_tiers and not self._outside else 0
         ready = dict(self._poller.poll(wait if busy else IDLE_POLL_MS))
@@ -278,8 +278,8 @@ class EngineProcess:
         self._socket.send_multipart((client, wire.encode(wire.Reply(ticket, value))))
 
     def _exchange(self) -> None:
-        """Take in what other engines say: a prompt that one of them wants is a request like any other."""
-        if self.engine.idle:  # else each step does
+        """Exchange messages with other engines: a prompt that one of them wants is a request like any other."""
+        if self.engine.idle:  # otherwise each step does it
             self.engine.exchange()
         tiers = self.engine.tiers
         asked, tiers.to_compute = tiers.to_compute, []
@@ -304,14 +304,14 @@ class EngineProcess:
 
     def _take_in(self, add: wire.Add) -> None:
         if add.number >> wire.WORKER_SHIFT in self._gone or add.number in self._numbers or add.number in self._outside:
-            return  # its reader is gone, or it came twice
+            return  # its HTTP process is gone, or this is a duplicate
         if add.suspect or self._on_probation is not None:
             self._outside[add.number] = add
         else:
             self._add(add)
 
     def _let_in(self) -> None:
-        """The next suspect, alone; when there is none any more, all that wait outside."""
+        """Add the next suspect, alone; without suspects, add all requests that wait outside."""
         if not self._outside or self._on_probation is not None:
             return
         suspect = next((add for add in self._outside.values() if add.suspect), None)
@@ -325,7 +325,7 @@ class EngineProcess:
             self._add(add)
 
     def _set_aside(self) -> None:
-        """Take every request out of the engine; it goes on later after the tokens that it has."""
+        """Remove all requests from the engine; they will continue later after the tokens that they have."""
         for number, add in self._adds.items():
             request = self._requests[number]
             self._outside[add.number] = msgspec.structs.replace(
@@ -341,7 +341,7 @@ class EngineProcess:
             table.clear()
 
     def _add(self, add: wire.Add) -> None:
-        """Put a request into the engine; one that it does not take ends."""
+        """Add a request to the engine; if it is refused, it ends."""
         from quire.observe.recorder import Record
 
         number = self._next_id
@@ -350,7 +350,7 @@ class EngineProcess:
         try:
             request = _request(number, add)
             if add.suspect:
-                request.num_fetches = MOST_FETCHES  # what may be to blame takes no other engine down
+                request.num_fetches = MOST_FETCHES  # a suspect must not kill other engines, too
             self.engine.add(request)
         except Exception as error:
             if not isinstance(error, RequestError):
@@ -364,7 +364,7 @@ class EngineProcess:
         self._tell_board()
 
     def _tell_board(self) -> None:
-        """The board says whose steps are in flight, and how long they may take."""
+        """Update the board: the requests of the steps in flight, and how long these may take."""
         self._board.fields[PATIENCE] = math.ceil(sum(seconds for _, seconds in self._in_flight))
         if self._in_flight:
             self._begin(list(dict.fromkeys(chain.from_iterable(numbers for numbers, _ in self._in_flight))))
@@ -372,11 +372,11 @@ class EngineProcess:
             self._board.end()
 
     def _tell_open(self) -> None:
-        """The board says how many requests there are."""
+        """Update the number of requests on the board."""
         self._board.fields[NUM_OPEN] = len(self._adds) + len(self._outside)
 
     def _begin(self, numbers: list[int]) -> None:
-        """The board says for whom the next thing is done."""
+        """Put the requests that are worked on next on the board."""
         on_probation = self._on_probation
         self._board.begin(numbers, on_probation if on_probation is not None and on_probation in numbers else -1)
 
@@ -395,10 +395,10 @@ class EngineProcess:
             self._abort(number, "abort")
         return bool(numbers)
 
-    # -- what came of it -----------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------
 
     def _send(self, updates: list[RequestUpdate]) -> None:
-        """Tell each HTTP process what its requests got, under the numbers that it knows."""
+        """Send each HTTP process the updates of its requests, with the numbers that it knows."""
         by_worker: dict[int, list[RequestUpdate]] = defaultdict(list)
         for update in updates:
             add = self._adds[update.request]
@@ -411,23 +411,23 @@ class EngineProcess:
                 self._clear(add.number)
             update.request = add.number
             by_worker[add.number >> wire.WORKER_SHIFT].append(update)
-        self._tell_open()  # first, or who hears of an end takes the request for somebody else's
+        self._tell_open()  # first: a process that knows of an end must not count the request as another process's
         for worker, some in by_worker.items():
             self._send_to(worker, some)
 
     def _name_prompt(self, add: wire.Add, request: Request) -> None:
-        """A request whose prompt has names has its first token, or is over."""
+        """Record which names of a request's prompt are cached, once it has its first token or has ended."""
         blocks = request.hashes[: request.num_prompt // self.engine.config.block_size]
         self._prompts.computed(add.prompt_names, blocks, self.engine.tiers.holds)
         add.prompt_names = b""
 
     def _end(self, update: RequestUpdate) -> None:
-        """Tell of the end of a request that is not in the engine."""
+        """Report the end of a request that is not in the engine."""
         self._clear(update.request)
         self._send_to(update.request >> wire.WORKER_SHIFT, [update])
 
     def _clear(self, number: int) -> None:
-        """This request, if it was on probation, has passed it or is over."""
+        """End a request's probation, since it has a token or has ended."""
         if number == self._on_probation:
             self._on_probation = None
 
@@ -440,20 +440,20 @@ class EngineProcess:
         self._socket.send_multipart((f"http-{worker}".encode(), wire.encode(wire.Updates(updates))))
 
     def planned(self, plan: StepPlan, begin: float, seconds: float) -> None:
-        """See `StepObserver`: the board says what is about to run."""
+        """See `StepObserver`."""
         numbers = [self._adds[span.request].number for span in plan.spans]
         self._in_flight.append((numbers, self._patience.seconds(plan)))
         self._tell_board()
         self._recorder.planned(plan, begin, seconds)
 
     def committed(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:
-        """See `StepObserver`: it has run."""
+        """See `StepObserver`."""
         self._in_flight.popleft()
         self._tell_board()
         self._recorder.committed(plan, result, self._requests)
 
     def given_up(self) -> None:
-        """See `StepObserver`: nothing is about to run."""
+        """See `StepObserver`."""
         self._in_flight.clear()
         self._tell_board()
         self._recorder.given_up()
@@ -472,7 +472,7 @@ class EngineProcess:
 
 @contextlib.contextmanager
 def _contained(sender: object) -> Iterator[None]:
-    """A message that cannot be handled is logged, and that is all that comes of it."""
+    """Log errors in handling a message, and continue."""
     try:
         yield
     except Exception:
@@ -499,7 +499,7 @@ def _request(number: int, add: wire.Add) -> Request:
 
 
 def main() -> int:
-    """Load, serve, and leave; 1 if the engine could not start, or failed."""
+    """Load and serve; returns 1 if the engine could not start, or failed."""
     start = child.begin(EngineStart)
     log.configure(start.log_format, start.debug)
     logging.getLogger("quire.engine.engine").setLevel(logging.WARNING)  # its notes are in the start screen
@@ -515,7 +515,7 @@ def main() -> int:
         known = isinstance(error, QuireError)
         message = str(error) if known else f"the engine cannot start: {type(error).__name__}: {error}"
         control.send(wire.encode(wire.EngineFailed(message, isinstance(error, INVALID))))
-        zmq.Context.instance().destroy(linger=2000)  # until the message is on its way
+        zmq.Context.instance().destroy(linger=2000)  # time to send the message
         return 1
     try:
         process.run()
@@ -526,7 +526,7 @@ def main() -> int:
         logger.exception("the engine failed")
         return 1
     finally:
-        with contextlib.suppress(Exception):  # what it holds may be what failed
+        with contextlib.suppress(Exception):  # it may be in an invalid state
             process.engine.close()
     zmq.Context.instance().destroy(linger=0)
     return 0
@@ -535,4 +535,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     log.flush()
-    os._exit(code)  # taking torch apart politely takes most of a second, and everything is written
+    os._exit(code)  # a normal exit of torch takes most of a second, and everything is written

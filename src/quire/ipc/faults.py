@@ -1,6 +1,6 @@
-"""Faults on demand, for drills: what the server does when an engine dies or hangs can be tried out.
+"""Fault injection: shows what a server does when an engine dies or hangs.
 
-`quire serve ... --inject-fault KIND:TOKEN` makes the engine do so in the step that computes this token id.
+`quire serve ... --inject-fault KIND:TOKEN` causes a fault in the step that computes this token id.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ KINDS = ("crash", "block", "spin", "raise")
 
 
 class FaultyExecutor:
-    """Runs steps elsewhere, but fails where a span holds the token.
+    """Passes steps on to another executor, but fails if a span has the token.
 
-    "crash" ends this process as a bug in a kernel would, "block" waits for ever, "spin" computes for ever, and "raise"
-    is a bug in the engine.
+    "crash" kills this process as a bug in a kernel would, "block" waits forever, "spin" computes forever, and "raise"
+    raises an error as a bug in the engine would.
     """
 
     def __init__(self, inner: Executor, fault: str) -> None:

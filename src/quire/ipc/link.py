@@ -1,4 +1,4 @@
-"""One HTTP process's wire to one replica of the server's engine, across restarts: its socket, its board, its state."""
+"""An HTTP process's connection to one replica of the engine, across restarts: socket, board and state."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from quire.ipc.board import NUM_OPEN, Board
 from quire.ipc.channel import Channel
 
 STALL_SECONDS = 8.0
-"""An engine whose pulse stands still for so long is not healthy."""
+"""An engine whose pulse has not changed for this long is not healthy."""
 
 ANSWER_SECONDS = 30.0
-"""A question to the engine waits at most so long: a step may be in the way."""
+"""Timeout of a question to the engine, which answers between steps."""
 
 State = Literal["loading", "ready", "restarting", "failed"]
 
@@ -30,15 +30,15 @@ class EngineLink:
 
     Args:
         directory: the server's private folder.
-        identity: what engines know this process by.
-        hear: is given what an engine tells of requests.
+        identity: this process's name for the engines.
+        hear: called with the updates of requests.
 
     Attributes:
-        replica: which one, from 0 on.
-        state: of its engine. boot: which one that is.
-        info: of the engine that is ready, or was last.
-        board: the present engine's, once it has one.
-        requests: numbers of the requests that it has.
+        replica: the replica's number, from 0 on.
+        state: the current engine's state. boot: that engine's number.
+        info: description of the engine that is ready, or was last.
+        board: the current engine's status board; None before the first engine.
+        requests: numbers of the requests that the engine has.
     """
 
     def __init__(
@@ -63,32 +63,32 @@ class EngineLink:
 
     @property
     def name(self) -> str:
-        """For metrics and people: the replica's number."""
+        """The replica's number, for metrics and people."""
         return str(self.replica)
 
     @property
     def is_open(self) -> bool:
-        """There is an engine to talk to."""
+        """Whether an engine is connected."""
         return self._channel is not None
 
     @property
     def healthy(self) -> bool:
-        """The engine is ready and shows signs of life."""
+        """Whether the engine is ready and shows signs of life."""
         return self.state == "ready" and time.monotonic() - self._pulse[1] < STALL_SECONDS
 
     @property
     def num_open(self) -> int:
-        """Requests that the engine has, of all HTTP processes, as it counted last."""
+        """Number of requests that the engine has from all HTTP processes, as it reported last."""
         return 0 if self.board is None else self.board.fields[NUM_OPEN]
 
     def look(self) -> None:
-        """Look at the pulse; to be called every second or so."""
+        """Check the pulse; to be called about every second."""
         pulse = -1 if self.board is None else self.board.pulse
         if pulse != self._pulse[0]:
             self._pulse = (pulse, time.monotonic())
 
     def begin(self, boot: int) -> None:
-        """There is an engine of this number, or will be."""
+        """An engine with this number is there, or will be."""
         if boot != self.boot:
             self.boot = boot
             self.board = Board(wire.board_path(self._directory, self.replica, boot))
@@ -101,7 +101,7 @@ class EngineLink:
         self._channel = Channel(self._context, address, self._identity, self._hear)
 
     def lose(self) -> set[int]:
-        """The engine died: what it was asked is void. Numbers of the requests that it had."""
+        """The engine died: open questions fail. Returns the numbers of its requests."""
         self.close()
         for answer in self._answers.values():
             if not answer.done():
@@ -110,22 +110,22 @@ class EngineLink:
         return lost
 
     def close(self) -> None:
-        """Leave."""
+        """Disconnect."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
 
     def send(self, message: wire.ToEngine) -> None:
-        """Tell the engine; a message to one that is gone is void."""
+        """Send a message to the engine; it is dropped if there is none."""
         if self._channel is not None:
             self._channel.send(wire.encode(message))
 
     async def ask(self, question: Callable[[int], wire.ToEngine], seconds: float = ANSWER_SECONDS) -> bytes:
-        """The engine's answer, within so many seconds.
+        """The engine's answer, within this many seconds.
 
         Raises:
-            EngineClosedError: there is no engine, or it did not answer, or it is stuck: then nothing is asked, or
-                questions would pile up.
+            EngineClosedError: there is no engine, it did not answer, or it hangs. A hanging engine is not asked, so
+                that questions do not pile up.
         """
         if self.state != "ready":
             raise EngineClosedError("the engine is not ready")

@@ -1,4 +1,4 @@
-"""Which replica of a server a request goes to, as one HTTP process sees them: see `quire.fleet.choice` for the rule."""
+"""Chooses a replica of the engine for each request of an HTTP process, by the rule of `quire.fleet.choice`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.ipc.link import EngineLink
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a request goes. `tokens`: of its prompt that are probably not cached there."""
+    """The replica for a request. `tokens`: prompt tokens that are probably not cached there."""
 
     link: EngineLink
     tokens: int
@@ -33,14 +33,15 @@ class _Sent:
 class Placement:
     """Chooses among the engines of one server.
 
-    What each has cached is known from what was sent there: it goes by the hashes of the prompts' blocks. What other
-    HTTP processes have sent is known by its number alone, from the engines' boards. So that they send prompts that
-    begin alike to the same engine without asking each other, a prompt that is new to all goes by the hash of its first
-    block (rendezvous hashing), of engines that are as good; one process alone takes the one that got the fewest lately.
+    What each engine has cached is inferred from the prompts sent there, by their blocks' hashes. Of the requests of
+    other HTTP processes only the number is known, from the engines' boards. A prompt that is new to all engines is
+    placed by the hash of its first block (rendezvous hashing) among equally good engines, so that all HTTP processes
+    send prompts with the same prefix to the same engine. A single process chooses the one with the fewest recent
+    requests instead.
 
     Args:
-        key: 32 bytes that the server's HTTP processes have in common, and nobody else.
-        alone: there is one HTTP process.
+        key: 32 bytes that only the server's HTTP processes know.
+        alone: there is only one HTTP process.
     """
 
     def __init__(self, links: Sequence[EngineLink], key: bytes, alone: bool) -> None:
@@ -51,7 +52,7 @@ class Placement:
         self._sent: dict[int, _Sent] = {}  # open requests, by number
 
     def choose(self, request: Request, able: Sequence[EngineLink]) -> Place:
-        """Where a request goes, of engines that are ready: one at least."""
+        """Choose one of the engines that are ready, at least one."""
         if len(self._links) == 1:
             return Place(able[0], len(request.tokens))
         hashes, now = self._hashes(request, able[0]), time.monotonic()
@@ -69,10 +70,10 @@ class Placement:
 
     def _candidate(self, link: EngineLink, held: int, now: float) -> Candidate:
         load = self._loads[link.replica]
-        others = link.num_open - len(link.requests)  # of other HTTP processes, as the engine counted last
+        others = link.num_open - len(link.requests)  # from other HTTP processes, as the engine reported last
         return Candidate(
             name=link.name,
-            rate=FIRST_RATE,  # replicas are alike: which costs least does not depend on how fast all of them are
+            rate=FIRST_RATE,  # replicas are equally fast, and how fast does not affect the choice
             is_up=link.healthy,
             held=held * _block_size(link),
             queued=load.queued,
@@ -82,20 +83,20 @@ class Placement:
         )
 
     def _hashes(self, request: Request, link: EngineLink) -> list[bytes]:
-        """Of the full blocks of all that is known of the request."""
+        """Hashes of the request's full blocks, prompt and output."""
         size = 4 * _block_size(link)
         tokens = array("I", request.tokens).tobytes()
         blocks = (tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size))
         return self._hasher.chain(self._hasher.root(request.scope), blocks)
 
     def sent(self, number: int, place: Place) -> None:
-        """The request of this number goes there."""
+        """The request with this number was sent there."""
         now = time.monotonic()
         self._loads[place.link.replica].sent(now, place.tokens)
         self._sent[number] = _Sent(place, now)
 
     def heard(self, update: RequestUpdate) -> None:
-        """What came of a request."""
+        """Take note of an update of a request."""
         sent = self._sent.get(update.request)
         if sent is None:
             return
@@ -108,19 +109,19 @@ class Placement:
             del self._sent[update.request]
 
     def opened(self, link: EngineLink) -> None:
-        """There is an engine, with nothing in its cache."""
+        """An engine has started, with an empty cache."""
         self.lost_cache(link)
         if link.info is not None:
             self._knowledge.resize(link.name, link.info.num_blocks)
 
     def lost(self, link: EngineLink) -> None:
-        """The engine died, with all that it had to do."""
+        """The engine died, with all its requests."""
         self.lost_cache(link)
         self._loads[link.replica] = Load()
         self._sent = {number: sent for number, sent in self._sent.items() if sent.place.link is not link}
 
     def lost_cache(self, link: EngineLink) -> None:
-        """What requests do not use there is not cached any more."""
+        """The engine's prefix cache was cleared."""
         self._knowledge.forget(link.name)
 
 

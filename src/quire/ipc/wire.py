@@ -1,15 +1,16 @@
-"""What the processes of a server say to each other: typed messages, msgpack, over ZeroMQ on Unix sockets.
+"""The messages between a server's processes: typed structs in msgpack, over ZeroMQ on Unix sockets.
 
-Everything lies in one private folder, made anew for each server:
+All files are in one private folder, created for each server:
 
 - `control.sock`: the supervisor's ROUTER. HTTP processes and engines connect a DEALER whose identity is their
-  name ("http-0", "engine-0-1"). Lifecycle only: who is up, who died, who must go.
+  name ("http-0", "engine-0-1"). For lifecycle only: which processes are ready, have died, or must stop.
 - `engine-{replica}-{boot}.sock`: an engine's ROUTER. HTTP processes connect a DEALER. Requests in, tokens out.
-- `engine-{replica}-{boot}.board`: the engine's status board (see `board.py`), for whoever wants to know how it does
-  even when it cannot answer. `http-{worker}.board`: an HTTP process's, of which the pulse alone is used.
+- `engine-{replica}-{boot}.board`: the engine's status board (see `board.py`), which others can read even if the engine
+  does not answer. `http-{worker}.board`: an HTTP process's, of which only the pulse is used.
 
-A request is known by a number that its HTTP process made (worker index in the high bits), unique in the life of the
-server, so that it survives the death of an engine. Names that clients see are labels, never keys.
+A request is identified by a number that its HTTP process assigns (with the worker index in the high bits). It is unique
+for the lifetime of the server, so that the request survives the death of an engine. Names that clients see are labels,
+never keys.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ WORKER_SHIFT = 40
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
-    """What others must know of an engine that is ready.
+    """Describes an engine that is ready.
 
     Attributes:
-        boot: which engine of its replica it is, from 1 on.
+        boot: number of this engine among those of its replica, from 1 on.
         path: folder of the checkpoint.
-        fingerprint: names what tokens depend on: checkpoint, data type, kernels.
-        checkpoint: a hash of its content.
-        kernels: the same kernels for people.
-        sampling_defaults: what unset sampling parameters mean.
+        fingerprint: identifies what tokens depend on: checkpoint, data type, kernels.
+        checkpoint: a hash of the checkpoint's contents.
+        kernels: a description of the kernels, for people.
+        sampling_defaults: values of sampling parameters that are not set.
         memory_plan: rows of the plan, for people.
-        full_length_requests: how many requests of `max_model_len` tokens the KV pool holds at once.
-        config: every engine option, with what the engine made of those that were left to it.
-        kv_transfer: where other engines may ask for prompts to be computed: `remote_engine_id`, `remote_host` and
-            `remote_port`; empty: nowhere.
+        full_length_requests: number of requests of `max_model_len` tokens that fit into the KV pool at once.
+        config: every engine option; those left to the engine have the values that it chose.
+        kv_transfer: the address at which other engines may request prefills: `remote_engine_id`, `remote_host` and
+            `remote_port`; empty if there is none.
         causal: see `ModelSizes`.
     """
 
@@ -78,16 +79,16 @@ class Add(msgspec.Struct, tag="add", kw_only=True):
     """Run a request, or one choice of it.
 
     Attributes:
-        number: this choice's number, unique in the life of the server.
-        name: the id that the client sees; choices of one response share it.
-        owner: the tenant it belongs to ("" where there is one only).
-        params: with a seed and with every default filled in.
-        output_token_ids: what it has produced already, when it resumes on a new engine.
-        num_scored: prompt log-probabilities that were delivered already.
+        number: this choice's number, unique for the lifetime of the server.
+        name: the id that the client sees; the choices of a response share it.
+        owner: the tenant it belongs to; "" if there is only one.
+        params: with a seed and with all defaults filled in.
+        output_token_ids: tokens generated so far, if it resumes on another engine.
+        num_scored: number of prompt log-probabilities that were delivered already.
         pooling, reasoning: see `Request`.
-        suspect: it was in the step that brought an engine down; it runs on probation.
-        prompt_names: what a router calls the beginnings of the prompt, see `fleet/prompt.py`; empty: none has sent it.
-        arrived: seconds on the monotonic clock of this machine. tokenize_seconds: what rendering and tokenizing took.
+        suspect: it was in the step in which an engine died, so it runs on probation.
+        prompt_names: a router's names of the prompt's prefixes, see `fleet/prompt.py`; empty without a router.
+        arrived: time on this machine's monotonic clock. tokenize_seconds: duration of rendering and tokenizing.
     """
 
     number: int
@@ -111,21 +112,21 @@ class Add(msgspec.Struct, tag="add", kw_only=True):
 
 
 class Abort(msgspec.Struct, tag="abort"):
-    """End one request. `reason` is "abort", or "stop" where a stop string was found."""
+    """End one request. `reason` is "abort", or "stop" if a stop string was found."""
 
     number: int
     reason: str = "abort"
 
 
 class Told(msgspec.Struct, tag="told"):
-    """A request's text has been made: what the HTTP side knows of where its time went, for the live view."""
+    """A request's detokenization time, which only the HTTP process knows, for the live view."""
 
     number: int
     detokenize_seconds: float
 
 
 class AbortNamed(msgspec.Struct, tag="abort_named"):
-    """End all choices of the response with this name, of this owner. Answered by a `Reply`: true if there was one."""
+    """End all choices of this owner's response with this name. Answered by a `Reply`: whether there was one."""
 
     ticket: int
     name: str
@@ -133,16 +134,15 @@ class AbortNamed(msgspec.Struct, tag="abort_named"):
 
 
 class Inspect(msgspec.Struct, tag="inspect"):
-    """Tell how things stand; answered by a `Reply` with a JSON document of `recorder.py`, or "prompts": of
-    `fleet/cached_prompts.py`."""
+    """Answered by a `Reply` with a JSON document of `recorder.py`, or for "prompts", of `fleet/cached_prompts.py`."""
 
     ticket: int
     what: Literal["live", "requests", "steps", "stats", "prompts"]
-    since: int = 0  # steps, or events, before this number are known already
+    since: int = 0  # leave out steps, or events, before this number
 
 
 class Life(msgspec.Struct, tag="life"):
-    """Tell where the time of the response with this name went; answered by a `Reply` with a JSON list, a document a
+    """How the time of the response with this name was spent; answered by a `Reply` with a JSON list of one document per
     choice, see `recorder.py`."""
 
     ticket: int
@@ -150,7 +150,7 @@ class Life(msgspec.Struct, tag="life"):
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset"):
-    """Forget every cached block that no request uses. Answered by a `Reply`: the number of blocks."""
+    """Evict every cached block that no request uses. Answered by a `Reply`: the number of blocks."""
 
     ticket: int
 
@@ -162,7 +162,7 @@ ToEngine = Add | Abort | Told | AbortNamed | Inspect | Life | ResetPrefixCache
 
 
 class Updates(msgspec.Struct, tag="updates"):
-    """What a step yielded for the requests of this HTTP process; `request` is the number given in `Add`."""
+    """A step's updates for the requests of this HTTP process; `request` is the number given in `Add`."""
 
     updates: list[RequestUpdate]
 
@@ -181,25 +181,25 @@ FromEngine = Updates | Reply
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """An HTTP process is up (its socket is served) and wants to know the engine's state."""
+    """An HTTP process serves its socket, and wants to know the engine's state."""
 
     worker: int
     pid: int
 
 
 class EngineState(msgspec.Struct, tag="state", kw_only=True):
-    """How a replica does: to every HTTP process, whenever it changes.
+    """The state of a replica, sent to every HTTP process whenever it changes.
 
     Attributes:
-        replica: which one, from 0 on; a server of one engine has the first alone.
-        boot: the engine that this is about.
-        state: "loading", "ready", "restarting" (one died, `boot` is the next one) or "failed" (no more restarts).
+        replica: the replica's number, from 0 on.
+        boot: number of its current engine.
+        state: "loading", "ready", "restarting" (an engine died, `boot` is the next one) or "failed" (no more restarts).
         path: folder of the checkpoint, as soon as it is known, so that tokenizers can load.
-        info: when ready.
+        info: set when it is ready.
         cause: why the last engine died, for people.
-        suspects: numbers of the requests in the step that it died in.
-        culprit: number of the request on probation in that step, which is ended for it; else None.
-        killed: it was ended from outside, as far as anybody can tell, so that its suspects may go elsewhere.
+        suspects: numbers of the requests in the step in which it died.
+        culprit: number of the request on probation in that step, which must end; None if there was none.
+        killed: it was probably killed from outside, so its suspects may go to other replicas.
     """
 
     replica: int = 0
@@ -214,7 +214,7 @@ class EngineState(msgspec.Struct, tag="state", kw_only=True):
 
 
 class Drain(msgspec.Struct, tag="drain"):
-    """To every HTTP process: take no new requests, end those that still run after `seconds`, then leave."""
+    """To every HTTP process: accept no new requests, end those that still run after `seconds`, then exit."""
 
     seconds: float
 
@@ -226,15 +226,15 @@ class Located(msgspec.Struct, tag="located"):
 
 
 class EngineReady(msgspec.Struct, tag="ready"):
-    """From an engine: it takes requests."""
+    """From an engine: it accepts requests."""
 
     info: EngineInfo
 
 
 class EngineFailed(msgspec.Struct, tag="failed"):
-    """From an engine that cannot start; it leaves after this.
+    """From an engine that cannot start, and exits.
 
-    `invalid`: since an option or the checkpoint is not valid, so that a restart would not help.
+    `invalid`: an option or the checkpoint is not valid, so a restart would not help.
     """
 
     message: str
@@ -248,7 +248,7 @@ class ClientGone(msgspec.Struct, tag="gone"):
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """To the engine: leave."""
+    """To the engine: exit."""
 
 
 FromSupervisor = EngineState | Drain | ClientGone | Stop
@@ -263,25 +263,25 @@ decode_to_supervisor = msgspec.msgpack.Decoder(ToSupervisor).decode
 
 
 def control_address(directory: Path) -> str:
-    """Where the supervisor listens."""
+    """The supervisor's address."""
     return f"ipc://{directory}/control.sock"
 
 
 def engine_name(replica: int, boot: int) -> str:
-    """What an engine is called on the wire."""
+    """An engine's name, which is its identity on `control.sock`."""
     return f"engine-{replica}-{boot}"
 
 
 def engine_address(directory: Path, replica: int, boot: int) -> str:
-    """Where an engine listens."""
+    """An engine's address."""
     return f"ipc://{directory}/{engine_name(replica, boot)}.sock"
 
 
 def board_path(directory: Path, replica: int, boot: int) -> Path:
-    """An engine's status board."""
+    """The file of an engine's status board."""
     return directory / f"{engine_name(replica, boot)}.board"
 
 
 def http_board_path(directory: Path, worker: int) -> Path:
-    """An HTTP process's status board."""
+    """The file of an HTTP process's status board."""
     return directory / f"http-{worker}.board"
