@@ -1,6 +1,6 @@
-"""Compiled grammars, and matchers: what each request's next token may be.
+"""Compiles grammars, and makes the matchers that say which tokens may follow in each request.
 
-A mask depends on the tokens so far and on nothing else.
+A mask depends on nothing but the tokens so far.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:  # loaded when the first grammar is compiled
     import llguidance
 
 MAX_GRAMMARS = 256
-"""Compiled grammars that are kept."""
+"""Most compiled grammars that are kept."""
 
 MAX_KEPT_BYTES = 8 << 20
-"""Of text that they were compiled from, all together."""
+"""Most bytes of the text that they were compiled from, in total."""
 
 
 class Matcher:
     """Follows one request's output.
 
     Args:
-        compiled: at its beginning; None: any token may come.
+        compiled: the library's matcher, in its initial state; None if any token is allowed.
         vocabulary: the model's.
-        ends: tokens that end the request, and are no text: they may come where the reply may end, and nowhere else.
-        reasoning: counts the tokens of its reasoning; None: it may be of any length.
-        beside: where `append` has its work done; None: in the calling thread.
+        ends: tokens that end the request and have no text; they are allowed only where the reply may end.
+        reasoning: counts the reasoning tokens; None if there is no limit.
+        worker: the thread that does the work of `append`; None: the calling thread does.
     """
 
     def __init__(
@@ -48,27 +48,27 @@ class Matcher:
         vocabulary: Vocabulary,
         ends: Sequence[int],
         reasoning: ReasoningCounter | None = None,
-        beside: Beside | None = None,
+        worker: MaskWorker | None = None,
     ) -> None:
         self._compiled, self.vocabulary, self.ends, self._reasoning = compiled, vocabulary, ends, reasoning
-        self._beside = beside
-        self._next: tuple[_Masks, int] | None = None  # what may come next, made beside, and its row
+        self._worker = worker
+        self._next: tuple[_Masks, int] | None = None  # the worker's masks for the next token, and this matcher's row
 
     @property
     def vocab_size(self) -> int:
-        """The model's."""
+        """The size of the model's vocabulary."""
         return self.vocabulary.size
 
     @property
     def _matcher(self) -> llguidance.LLMatcher | None:
-        """The library's, when no other thread is at work on it."""
+        """The library's matcher, once the worker has finished with it."""
         if self._next is not None:
             self._next[0].wait()
         return self._compiled
 
     @property
     def error(self) -> str | None:
-        """Why it cannot go on."""
+        """Why no token can follow; None if one can."""
         matcher = self._matcher
         if matcher is None:
             return None
@@ -77,18 +77,18 @@ class Matcher:
         return why_not(matcher.get_error()) if matcher.is_error() else no_way_on(matcher, self.vocabulary)
 
     def append(self, token: int) -> None:
-        """This is the next token; one that ends the request is followed by none. (Many matchers': see `append`.)"""
+        """Add the next token; after one that ends the request there is none. For several matchers, see `append`."""
         if token not in self.ends:
             self._take(token)
 
     def _take(self, token: int) -> bool:
-        """Whether it may stand there."""
+        """Add a token; returns whether it is allowed."""
         matcher, reasoning = self._matcher, self._reasoning
         self._next = None
         forced = reasoning.forced() if reasoning is not None else []
         if matcher is not None:
             if forced and reasoning is not None and reasoning.dangling:
-                matcher.rollback(reasoning.dangling)  # half a character, which the marker cuts
+                matcher.rollback(reasoning.dangling)  # a partial character, which the marker cuts off
             if not matcher.try_consume_tokens([token]):
                 matcher.consume_token(token)  # for its error
                 return False
@@ -102,14 +102,16 @@ class Matcher:
         return words
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, as far as there is one way on."""
+        """The next tokens, as far as only one is allowed at a time."""
         if self._reasoning is not None and (forced := self._reasoning.forced()):
             return forced
         forced = self._matcher.compute_ff_tokens() if self._matcher is not None else []
         return list(itertools.takewhile(lambda token: token < self.vocab_size, forced))
 
     def after(self, ahead: Sequence[int]) -> tuple[Matcher, Sequence[int]]:
-        """Itself and these drafts; or a copy that has taken them, where reasoning might have to end among them."""
+        """The matcher and drafts to compute a mask with: these; or, if reasoning may have to end within them, a copy
+        that has taken the drafts, and none.
+        """
         reasoning = self._reasoning
         if not ahead or reasoning is None or not reasoning.may_force(len(ahead)):
             return self, ahead
@@ -120,28 +122,28 @@ class Matcher:
 
     @property
     def only(self) -> int | None:
-        """The one token that may come, whatever the grammar says; None: it has a say."""
+        """The token that must follow to end reasoning, regardless of the grammar; None if there is none."""
         forced = self._reasoning.forced() if self._reasoning is not None else []
         return forced[0] if forced else None
 
     def _fill(self, address: int, size: int, ahead: Sequence[int]) -> int | None:
-        """Writes the library's mask there, or returns the word that all of the mask consists of."""
+        """Write the library's mask to an address; or return the word with which the whole mask is to be filled."""
         if self._matcher is None:
             return -1
         taken = self._matcher.try_consume_tokens(list(ahead)) if ahead else 0
         if taken == len(ahead):
             self._matcher.unsafe_compute_mask_ptr(address, size)
-        failed = self._matcher.is_error()  # the library then allows the end
+        failed = self._matcher.is_error()  # then the library allows the end
         if taken:
             self._matcher.rollback(taken)
         return 0 if failed else -1 if taken < len(ahead) else None
 
 
 def masks(matchers: Sequence[Matcher], ahead: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """A bit for each token, the lowest first: whether it may come next in each matcher, after the drafts `ahead`.
+    """The masks of matchers after the drafts `ahead`: a bit per token, lowest first, set if the token is allowed.
 
-    [matchers, words] of 32. After drafts that may not stand there all may come, since nothing will. Where the matcher
-    has failed, none may.
+    Returns [matchers, words] int32. After drafts that are not allowed, all tokens are, since none will be sampled. If a
+    matcher has failed, none is.
     """
     if not matchers:
         return np.zeros((0, 1), np.int32)
@@ -160,7 +162,7 @@ def masks(matchers: Sequence[Matcher], ahead: Sequence[Sequence[int]]) -> NDArra
             words[row] = all_words
     for made, those in found.items():
         words[[row for row, _ in those]] = made.wait()[[place for _, place in those]]
-    words = np.ascontiguousarray(words[:, : -(-(vocab_size + 1) // 32)])  # without those that the model does not have
+    words = np.ascontiguousarray(words[:, : -(-(vocab_size + 1) // 32)])  # without tokens that the model does not have
     ends = [len(matcher.ends) for matcher in matchers]
     rows = np.repeat(np.arange(len(matchers)), ends)
     tokens = np.fromiter((token for matcher in matchers for token in matcher.ends), np.int64, len(rows))
@@ -176,35 +178,35 @@ def masks(matchers: Sequence[Matcher], ahead: Sequence[Sequence[int]]) -> NDArra
 
 
 def _no_words(rows: int, vocabulary: Vocabulary) -> NDArray[np.int32]:
-    """What the library fills in: a bit for each token that it knows."""
+    """Masks for the library to fill in, with a bit for each token that it knows."""
     return np.zeros((rows, -(-len(vocabulary.tokens) // 32)), np.int32)
 
 
 def append(tokens: Sequence[tuple[Matcher, int]]) -> None:
-    """These are the next tokens of different matchers: `Matcher.append`, for all of them in one call.
+    """Add the next tokens of different matchers: `Matcher.append` for all of them in one call.
 
-    What may come after them is found in another thread, while the caller goes on with the rest of its step and the
-    next one. Whoever needs it before waits.
+    The masks after them are computed in another thread, during the rest of the step and the next one. Using a matcher
+    earlier waits for that.
     """
     together: list[tuple[Matcher, int]] = []
     for matcher, token in tokens:
-        if matcher._beside is None or matcher._reasoning is not None or token in matcher.ends:
+        if matcher._worker is None or matcher._reasoning is not None or token in matcher.ends:
             matcher.append(token)
         elif matcher._matcher is not None:
             together.append((matcher, token))
-    if together and (beside := together[0][0]._beside) is not None:
-        beside.begin(together)
+    if together and (worker := together[0][0]._worker) is not None:
+        worker.begin(together)
 
 
-class Beside:
-    """Takes tokens in and makes masks in a thread of its own, which has the library's threads at hand."""
+class MaskWorker:
+    """Adds tokens to matchers and computes masks in a background thread, which uses the library's thread pool."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._library: llguidance.LLExecutor | None = None
 
     def begin(self, tokens: Sequence[tuple[Matcher, int]]) -> None:
-        """These are the next tokens, of matchers that have a grammar."""
+        """Add the next tokens of matchers that have a grammar."""
         if self._thread is None or self._library is None:
             from quire.grammar.library import executor
 
@@ -215,13 +217,13 @@ class Beside:
             matcher._next = (masks, place)
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """End the thread."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
 
 
 class _Masks:
-    """What may come after tokens that matchers take in; none of these may be touched before `wait`."""
+    """Masks that are being computed, for the tokens after given ones. Their matchers must not be used before `wait`."""
 
     def __init__(
         self,
@@ -235,9 +237,9 @@ class _Masks:
         self._work: Future[None] | None = thread.submit(self._make)
 
     def wait(self) -> NDArray[np.int32]:
-        """[matchers, words] as the library makes them; no token may come where a matcher has failed."""
+        """[matchers, words] int32, as made by the library; all zeros for a matcher that has failed."""
         work, self._work = self._work, None
-        if work is not None and work.cancel():  # it has not begun: other threads may keep a busy machine for long
+        if work is not None and work.cancel():  # it has not begun, and may not soon on a busy machine
             self._make()
         elif work is not None:
             work.result()
@@ -252,11 +254,11 @@ class _Masks:
 
 
 class Grammars:
-    """Compiles grammars for one model, and keeps them. Safe to use from several threads.
+    """Compiles and caches grammars for one model. Thread-safe.
 
     Args:
-        vocabulary: makes the tokenizer's vocabulary, when it is first needed; None: there is no tokenizer.
-        most_seconds: of a processor, that compiling one may take; what takes longer is refused. None: no bound.
+        vocabulary: makes the tokenizer's vocabulary when it is first needed; returns None if there is no tokenizer.
+        most_seconds: most processor time to compile a grammar, beyond which it is refused; None: no limit.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary | None], most_seconds: float | None = None) -> None:
@@ -271,15 +273,15 @@ class Grammars:
         self._kept_bytes = 0
         self._thread: ThreadPoolExecutor | None = None
         self._begun: dict[StructuredOutputsParams | None, Future[None]] = {}
-        self._beside = Beside()
+        self._worker = MaskWorker()
 
     def __contains__(self, wanted: StructuredOutputsParams | None) -> bool:
-        """Whether it is compiled; None: whether the vocabulary is there, all that a free reply needs."""
+        """Whether a grammar is compiled; for None, whether the vocabulary is loaded, since nothing else is needed."""
         with self._lock:
             return wanted in self._kept if wanted is not None else self._vocabulary is not None
 
     def compile(self, wanted: StructuredOutputsParams | None) -> None:
-        """Have it compiled, so that a matcher costs little.
+        """Compile a grammar, so that matchers are cheap to make.
 
         Raises:
             SamplingParamsError: it is not valid, or too large.
@@ -289,21 +291,21 @@ class Grammars:
         else:
             self._compiled(wanted)
 
-    # -- beside whoever asks ---------------------------------------------------------------------------------
+    # -- in the background -----------------------------------------------------------------------------------
 
     def begin(self, wanted: StructuredOutputsParams | None) -> None:
-        """Have it compiled in another thread; `ended` tells when that is over."""
+        """Compile a grammar in the background; `ended` reports the end."""
         if wanted not in self._begun:
             self._thread = self._thread or ThreadPoolExecutor(1, "grammars")
             self._begun[wanted] = self._thread.submit(self.compile, wanted)
 
     @property
     def compiling(self) -> bool:
-        """Whether `ended` has more to tell."""
+        """Whether grammars are being compiled, or ends have not been reported yet."""
         return bool(self._begun)
 
     def ended(self, seconds: float = 0.0) -> list[tuple[StructuredOutputsParams | None, BaseException | None]]:
-        """What has ended of what was begun, and why it failed; where nothing has, it is waited for so long."""
+        """The grammars whose compilation has ended, with errors; waits up to this many seconds for the first one."""
         if seconds:
             wait(self._begun.values(), seconds, "FIRST_COMPLETED")
         done = [(wanted, future) for wanted, future in self._begun.items() if future.done()]
@@ -312,10 +314,10 @@ class Grammars:
         return [(wanted, future.exception()) for wanted, future in done]
 
     def close(self) -> None:
-        """Compile no more; what is being compiled is left to its thread."""
+        """Compile no more; a compilation in progress is not interrupted."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
-        self._beside.close()
+        self._worker.close()
 
     # -- for the sampler -------------------------------------------------------------------------------------
 
@@ -326,13 +328,13 @@ class Grammars:
         output: Sequence[int] = (),
         budget: ReasoningBudget | None = None,
     ) -> Matcher:
-        """A request's own, after the `output` that it has already.
+        """Make a request's matcher, after the `output` that it has already.
 
         Args:
-            wanted: None: all may come.
-            stop_ids: tokens that end it. Those that are text (where there are others) may come where the grammar has
-                them, and cut the reply, as a stop string does.
-            budget: of its reasoning.
+            wanted: its grammar; None if any token is allowed.
+            stop_ids: tokens that end the request. If some have no text, those with text are allowed where the grammar
+                allows them, and cut the reply off like a stop string.
+            budget: the limit on its reasoning.
 
         Raises:
             SamplingParamsError: see `compile` and `ReasoningCounter`.
@@ -344,7 +346,7 @@ class Grammars:
         known = [token for token in stop_ids if 0 <= token < vocabulary.size]
         ends = [token for token in known if token not in vocabulary.texts] or known
         counter = None if budget is None else self._counter(budget)
-        matcher = Matcher(compiled, vocabulary, ends, counter, self._beside)
+        matcher = Matcher(compiled, vocabulary, ends, counter, self._worker)
         for token in output:
             matcher.append(token)
         return matcher

@@ -1,7 +1,7 @@
-"""Which JSON Schemas are taken: every keyword in them is enforced, or an annotation; any other is refused by name.
+"""Checks JSON Schemas: every keyword must be one that is enforced, or an annotation; others are refused by name.
 
-The library that enforces them ignores keywords that it does not know, so this is looked at here. `$ref` leads to
-another place of the same schema, and none may lead back to itself without a value in between.
+The library ignores keywords that it does not know, so they are checked here. A `$ref` must point into the same schema,
+and must not lead back to itself without a value in between.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from urllib.parse import unquote
 from quire.errors import SamplingParamsError
 
 MAX_DEPTH = 64
-"""Schemas within schemas, and arrays and objects within `enum` and the like."""
+"""Deepest nesting of schemas, and of arrays and objects in `enum` and `const`."""
 
 MAX_SCHEMAS = 20_000
-"""Schemas in one, all together."""
+"""Most schemas within one, in total."""
 
 MAX_LEVELS = 1_000
-"""Of schemas within schemas, where `$ref` leads on from one to the next: the library goes down all of them, one call
-within another, and a stack of 8 MiB ends after some 2,000."""
+"""Deepest nesting of schemas if `$ref`s are followed: the library recurses into all of them, and a stack of 8 MiB
+overflows at about 2,000."""
 
 MAX_POINTERS = 16 << 20
-"""Characters of the JSON pointers to them, all together: each holds the names of all properties that lead to it."""
+"""Most characters of the schemas' JSON pointers, in total: each has the names of all properties on its path."""
 
 ONE = frozenset({"additionalProperties", "items", "additionalItems"})
 LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
@@ -44,7 +44,7 @@ ANNOTATIONS = frozenset(
         *("examples", "contentMediaType", "contentEncoding"),
     }
 )
-"""They say nothing of what is valid. (`$id` moves what references are relative to: it may only stand at the root.)"""
+"""Keywords that do not affect validity. (`$id` changes the base of references, so it is only allowed at the root.)"""
 
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
@@ -82,20 +82,20 @@ VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "minLength": (_is_count, "a count"),
     "maxLength": (_is_count, "a count"),
 }
-"""What is read here, or in `text/reply_grammar.py`; whatever else is of a wrong type, the library says."""
+"""Checks of values that are read here or in `text/reply_grammar.py`; the library checks the others."""
 
 
 def check_schema(text: str) -> None:
-    """Whether all of a schema can be enforced.
+    """Check that all of a schema can be enforced.
 
     Raises:
-        SamplingParamsError: what cannot, and where it stands, as a JSON pointer.
+        SamplingParamsError: it cannot; the message has the keyword, and its place as a JSON pointer.
     """
     _checked(text)
 
 
 def enforced_schema(text: str) -> str:
-    """The same schema for the library, whose dates and times are those of RFC 3339.
+    """The schema for the library, with dates and times replaced by patterns (RFC 3339).
 
     Raises:
         SamplingParamsError: see `check_schema`.
@@ -109,7 +109,7 @@ def enforced_schema(text: str) -> str:
 
 
 def _checked(text: str) -> tuple[Any, dict[str, Any]]:
-    """A schema that can be enforced, and all schemas in it by their JSON pointers."""
+    """Parse and check a schema; returns it, and all schemas within it by JSON pointer."""
     try:
         schema = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constant)
     except RecursionError:
@@ -130,10 +130,11 @@ def _checked(text: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _check_levels(found: Mapping[str, Any], parents: dict[str, str], targets: set[str]) -> None:
-    """However references lead on, each is gone down once within the others; one that leads nowhere is the last."""
+    """Bound the depth of nesting with references followed: the library enters each schema with references at most once
+    along a path, and one without references last."""
     heights = dict.fromkeys(found, 1)
     leads_on = {pointer: isinstance(each, dict) and "$ref" in each for pointer, each in found.items()}
-    for pointer in reversed(parents):  # the inner ones first
+    for pointer in reversed(parents):  # children before parents
         above = parents[pointer]
         heights[above] = max(heights[above], heights[pointer] + 1)
         leads_on[above] |= leads_on[pointer]
@@ -147,7 +148,7 @@ def _check_levels(found: Mapping[str, Any], parents: dict[str, str], targets: se
 
 
 def _walk(root: Any, found: dict[str, Any]) -> dict[str, str]:
-    """All schemas in a schema, by their JSON pointers; returns the pointer to the one that each is right within."""
+    """Find all schemas in a schema, by JSON pointer; returns the pointer of each one's parent."""
     waiting, size = [("", root, 0)], 0
     parents: dict[str, str] = {}
     while waiting:
@@ -191,14 +192,14 @@ def _check_keywords(schema: dict[str, Any], pointer: str) -> None:
     least = schema.get("minProperties", 0)
     certain = schema.get("required", ())
     if isinstance(least, int) and isinstance(certain, list) and least > max(1, len(set(map(str, certain)))):
-        # Keys that the schema does not name may come twice, and then count once.
+        # A key that the schema does not name may be generated twice, and then counts once.
         raise _refused(
             pointer, f"has minProperties {least}, but requires fewer properties by name; name more in required"
         )
 
 
 def _schemas_in(schema: dict[str, Any], pointer: str) -> Iterator[tuple[str, Any]]:
-    """The schemas right within one, and where they stand in it."""
+    """The schemas directly within one, with their paths in it."""
     for name, value in schema.items():
         if name in MAPS:
             if not isinstance(value, dict):
@@ -223,7 +224,7 @@ def _check_depth(value: Any, pointer: str) -> None:
 
 
 def _target(reference: Any, pointer: str, found: Mapping[str, Any]) -> str:
-    """Where a reference leads."""
+    """The JSON pointer of a reference's target."""
     if not isinstance(reference, str):
         raise _refused(pointer, "has a $ref that is no string")
     shown = repr(reference[:80])
@@ -238,7 +239,7 @@ def _target(reference: Any, pointer: str, found: Mapping[str, Any]) -> str:
 
 
 def _check_cycles(found: Mapping[str, Any]) -> None:
-    """No schema may lead back to itself through `$ref`, `allOf`, `anyOf` and `oneOf` alone: no value would be told."""
+    """Check that no schema refers to itself through `$ref`, `allOf`, `anyOf` and `oneOf` alone, which says nothing."""
     done: set[str] = set()
     for start in found:
         path: dict[str, None] = {}  # in order
@@ -256,7 +257,7 @@ def _check_cycles(found: Mapping[str, Any]) -> None:
 
 
 def _same_value(pointer: str, found: Mapping[str, Any]) -> list[str]:
-    """Schemas of the same value as this one."""
+    """Schemas that apply to the same value as this one."""
     schema = found[pointer]
     if not isinstance(schema, dict):
         return []
@@ -265,7 +266,7 @@ def _same_value(pointer: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def _escaped(key: str) -> str:
-    """As a part of a JSON pointer."""
+    """Escape a key for a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
@@ -274,7 +275,7 @@ def _refused(pointer: str, what: str) -> SamplingParamsError:
 
 
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object's pairs as a mapping; raises ValueError where a key stands twice: one of them would be dropped."""
+    """An object's pairs as a dict; raises ValueError for a duplicate key, since one value would be dropped."""
     made: dict[str, Any] = {}
     for key, value in pairs:
         if key in made:

@@ -1,7 +1,7 @@
-"""The llguidance library, and all that Quire knows of its ways: no other module calls it.
+"""Calls the llguidance library; no other module does.
 
-It is written in Rust, compiles without the interpreter's lock, and cannot be interrupted: what it may take is bounded
-by its own `LIMITS`, and by what is refused before it is called.
+The library is written in Rust, compiles without holding the GIL, and cannot be interrupted. Its time and memory are
+bounded by its own `LIMITS`, and by what is refused before it is called.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from llguidance.gbnf_to_lark import any_to_lark
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import SamplingParamsError
 from quire.grammar.json_schema import enforced_schema
-from quire.grammar.structural_tag import structural_tag_grammars
+from quire.grammar.structural_tag import literal_pattern, structural_tag_grammars
 from quire.grammar.vocabulary import Vocabulary
 
 WHITESPACE = r"\x20{1,2}|\r?\n[\x20\t]{0,64}"
-"""White space of JSON, wherever it may stand: a space or two, or a new line with its indentation. Where any may come,
-some models never come to an end of it."""
+"""White space allowed in JSON: one or two spaces, or a line break with indentation. With any amount, some models
+never stop."""
 
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=20_000,
@@ -33,24 +33,24 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
-"""What compiling may take (some 20 ms of lexer), and a step (some 15 ms), and what a matcher may keep (some 40 MB). One
-that needs more fails its request."""
+"""Limits on compiling (about 20 ms in the lexer), on a step (about 15 ms) and on a matcher's memory (about 40 MB). A
+request that exceeds them fails."""
 
 
 MAX_RULES = 2_000
-"""Rules and groups of a user's grammar: the library goes down them one within another, and a stack of 8 MiB ends after
-some 3,000."""
+"""Most rules and groups of a user's grammar: the library recurses into them, and a stack of 8 MiB overflows at about
+3,000."""
 
 _RULE = re.compile(r"^[ \t]*[?!]?\w[^:\n]*:|\(", re.MULTILINE)
 
 
 def library_tokenizer(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
-    """The vocabulary as the library keeps it: a second of work for one of 150,000 tokens."""
+    """Convert a vocabulary for the library, which takes a second for 150,000 tokens."""
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
 
 
 def executor() -> llguidance.LLExecutor:
-    """Threads for half of the processors, since steps are computed meanwhile, and for no more than masks keep busy."""
+    """A thread pool for masks, on half of the cores, since steps are computed at the same time, but at most 8."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return llguidance.LLExecutor(min(8, max(1, processors // 2)))
 
@@ -58,10 +58,10 @@ def executor() -> llguidance.LLExecutor:
 def compiled(
     wanted: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer, vocabulary: Vocabulary
 ) -> llguidance.LLMatcher:
-    """A grammar, and the state at its beginning, to be copied.
+    """Compile a grammar. Returns a matcher in its initial state, to be copied.
 
     Args:
-        tokenizer: of the vocabulary, see `library_tokenizer`.
+        tokenizer: the vocabulary, converted by `library_tokenizer`.
 
     Raises:
         SamplingParamsError: it is not valid, or too large, or needs a text that the model's tokens cannot spell.
@@ -69,7 +69,7 @@ def compiled(
     text = grammar_text(wanted, vocabulary.specials)
     matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     if not matcher.is_error():
-        matcher.compute_bitmask()  # the first mask may take long, or too much: here, and not in a step
+        matcher.compute_bitmask()  # the first mask may take long or exceed the limits: better here than in a step
     why = why_not(matcher.get_error()) if matcher.is_error() else no_way_on(matcher, vocabulary)
     if why is not None:
         raise SamplingParamsError(f"structured_outputs.{wanted.kind} cannot be used: {why}")
@@ -77,7 +77,7 @@ def compiled(
 
 
 def no_way_on(matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> str | None:
-    """Why no token of the model leads to a text that is allowed; None: some may."""
+    """Why no token of the model leads to an allowed text; None if one does."""
     if not vocabulary.unspelled:
         return None
     forced = [vocabulary.unspelled[token] for token in matcher.compute_ff_tokens() if token in vocabulary.unspelled]
@@ -92,15 +92,15 @@ def no_way_on(matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> str | No
 
 
 def grammar_text(wanted: StructuredOutputsParams, specials: Mapping[str, int]) -> str:
-    """In the library's own language.
+    """Translate a grammar into the library's language.
 
     Raises:
-        SamplingParamsError: it is not valid, as far as that can be seen here.
+        SamplingParamsError: it is not valid, as far as that is checked here.
     """
     if wanted.json is not None or wanted.json_object:
         schema = str(wanted.json) if wanted.json is not None else '{"type":"object"}'
         schema = enforced_schema(schema)
-        schema = "{}" if schema.strip() == "true" else schema  # the library takes options with objects alone
+        schema = "{}" if schema.strip() == "true" else schema  # the library accepts options only with objects
         if wanted.disable_any_whitespace:
             return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
         spaces = wanted.whitespace_pattern or WHITESPACE
@@ -108,20 +108,20 @@ def grammar_text(wanted: StructuredOutputsParams, specials: Mapping[str, int]) -
     if wanted.regex is not None:
         return llguidance.LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
-        return llguidance.LLMatcher.grammar_from_regex("|".join(map(_literal, wanted.choice)))
+        return llguidance.LLMatcher.grammar_from_regex("|".join(map(literal_pattern, wanted.choice)))
     if wanted.structural_tag is not None:
         return structural_tag_grammars(str(wanted.structural_tag), specials, WHITESPACE, _lark)
     return llguidance.LLMatcher.grammar_from_lark(_lark(wanted.grammar or ""))
 
 
 def _lark(text: str) -> str:
-    """A user's grammar in Lark."""
+    """Convert a user's grammar to Lark."""
     if "%json" in text:
         raise SamplingParamsError("a grammar with %json is not supported: give the schema as structured_outputs.json")
-    _check_rules(text.count("::="))  # of GBNF: the time that its conversion takes grows with their square
+    _check_rules(text.count("::="))  # of GBNF, whose conversion takes time quadratic in their number
     try:
         lark = str(any_to_lark(text))
-    except Exception as error:  # whatever a converter finds in a user's text
+    except Exception as error:  # a user's text may cause any error in the converter
         raise SamplingParamsError(f"the grammar cannot be read as GBNF: {in_words(str(error))}") from None
     _check_rules(len(_RULE.findall(lark)))
     return lark
@@ -135,17 +135,12 @@ def _check_rules(count: int) -> None:
 
 
 def why_not(text: str) -> str:
-    """Why the library cannot use a grammar, as it says, where that can be understood."""
+    """The library's error message, in terms that a user understands."""
     if text.startswith("oneOf constraints"):
         return "oneOf is enforced only where no two of its options can hold at once; write anyOf"
     if text.startswith("NoExtension"):
         return "no text meets it that the model's tokens can spell"
     return in_words(text)
-
-
-def _literal(text: str) -> str:
-    """A regular expression of this text alone."""
-    return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
 def in_words(text: str) -> str:

@@ -1,6 +1,6 @@
-"""Counts the tokens of a reply's reasoning, and says which must come where there are as many as there may be.
+"""Counts the reasoning tokens of a reply, and forces the end marker once the budget is used up.
 
-What it says depends on the tokens so far and on nothing else, as masks do.
+Like masks, this depends on nothing but the tokens so far.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from quire.core.structured_outputs import ReasoningBudget
 from quire.errors import SamplingParamsError
 
 SPECIAL = b"\xff"
-"""Stands before the text of a special token: no text has this byte."""
+"""Prefix of a special token's text: no valid text has this byte."""
 
 LONGEST_CHARACTER = 4
 
 
 class Part(Enum):
-    """Where in a reply one is."""
+    """A position in a reply, relative to its reasoning."""
 
     BEFORE = auto()
     INSIDE = auto()
@@ -29,12 +29,12 @@ class Part(Enum):
 
 
 class Spelling:
-    """A vocabulary, as far as markers are found and written in it.
+    """Finds markers in tokens, and tokens for markers.
 
     Args:
-        tokens: what each id adds to a text.
+        tokens: the bytes of each token id.
         specials: special tokens by their text.
-        encode: the tokens of a text.
+        encode: tokenizes a text.
     """
 
     def __init__(
@@ -48,23 +48,23 @@ class Spelling:
         self.ids = functools.lru_cache(maxsize=256)(self._ids)
 
     def added(self, token: int) -> bytes:
-        """What a token adds to a reply."""
+        """The bytes that a token adds to a reply."""
         text = self._tokens[token] if 0 <= token < len(self._tokens) else b""
         return SPECIAL + text if token in self._special_ids else text.replace(SPECIAL, b"\xfe")
 
     def marker(self, text: str) -> bytes:
-        """As it stands in a reply."""
+        """A marker as bytes in a reply."""
         return b"".join(SPECIAL + part.encode() if special else part.encode() for part, special in self._parts(text))
 
     def _ids(self, marker: bytes) -> list[int]:
-        """The tokens of a marker, or of the rest of one."""
+        """The tokens of a marker, or of its rest."""
         ids: list[int] = []
         for part, special in self._parts(marker.replace(SPECIAL, b"").decode(errors="replace")):
             ids += [self._specials[part]] if special else self._encode(part)
         return ids
 
     def _parts(self, text: str) -> list[tuple[str, bool]]:
-        """Text and special tokens, in turn."""
+        """Split a text into plain parts and special tokens."""
         parts: list[tuple[str, bool]] = []
         at = 0
         for found in self._special.finditer(text):
@@ -77,12 +77,12 @@ class ReasoningCounter:
     """Follows one request's output.
 
     Attributes:
-        dangling: how many tokens ago a character was whole the last time: nothing may follow half a one but its end,
-            and a marker that must come follows anyway.
+        dangling: number of tokens at the end of the output that form a partial character. A grammar would allow only
+            the rest of the character after them, but a forced marker must follow anyway.
     """
 
     def __init__(self, budget: ReasoningBudget, spelling: Spelling) -> None:
-        """Raises SamplingParamsError: the end marker cannot be written."""
+        """Raises SamplingParamsError: the tokenizer cannot encode the end marker."""
         self._budget, self._spelling = budget, spelling
         self._start, self._end = spelling.marker(budget.start), spelling.marker(budget.end)
         if b"".join(map(spelling.added, spelling.ids(self._end))) != self._end:
@@ -90,26 +90,26 @@ class ReasoningCounter:
                 "thinking_token_budget: the tokenizer cannot write the marker that ends reasoning"
             )
         self._part = Part.INSIDE if budget.begun else Part.BEFORE
-        self._seen = b""  # what a marker may begin in
+        self._seen = b""  # the end of the output, in which a marker may have begun
         self._count = 0
         self.dangling = 0
 
     def copy(self) -> ReasoningCounter:
-        """One that goes its own way."""
+        """An independent copy."""
         return copy.copy(self)
 
     def may_force(self, ahead: int) -> bool:
-        """Whether a marker might have to come within so many tokens."""
+        """Whether the end marker may be forced within this many tokens."""
         return self._part is not Part.AFTER and self._count + ahead >= self._budget.tokens
 
     def forced(self) -> list[int]:
-        """The tokens that must come next: what is left of the end marker, or nothing."""
+        """The tokens that must follow: the rest of the end marker, or none."""
         if self._part is not Part.INSIDE or self._count < self._budget.tokens:
             return []
         return self._spelling.ids(self._end[_overlap(self._seen, self._end) :])
 
     def append(self, token: int) -> None:
-        """This is the next token."""
+        """Add the next token."""
         added = self._spelling.added(token)
         self._seen += added
         was_inside = self._part is Part.INSIDE
@@ -119,7 +119,7 @@ class ReasoningCounter:
         self.dangling = self.dangling + 1 if _is_cut(self._seen) else 0
 
     def _advance(self) -> bool:
-        """Whether another part has begun."""
+        """Look for a marker; returns whether the part has changed."""
         match self._part:
             case Part.AFTER:
                 self._seen = b""
@@ -153,13 +153,13 @@ class ReasoningCounter:
 
 
 def _overlap(text: bytes, marker: bytes) -> int:
-    """Length of the longest end of a text that begins the marker."""
+    """Length of the longest suffix of a text that is a prefix of the marker."""
     lengths = range(min(len(text), len(marker) - 1), 0, -1)
     return next((length for length in lengths if marker.startswith(text[-length:])), 0)
 
 
 def _is_cut(text: bytes) -> bool:
-    """Whether it ends within a character."""
+    """Whether a text ends with a partial character."""
     for back, byte in enumerate(reversed(text[-LONGEST_CHARACTER:]), 1):
         if byte < 0x80 or byte == SPECIAL[0]:
             return False

@@ -1,26 +1,26 @@
-"""Structural tags, as vLLM and XGrammar spell them: text with tags whose content is of a form of its own.
+"""Structural tags in the formats of vLLM and XGrammar: text with tags whose content has a format of its own.
 
-The grammar of a whole reply is written in them, too (`quire.text.reply_grammar`). A tag's `begin`, `end` and the like
-are text; where they hold the text of a special token, that token stands there.
+The grammar of a whole reply is written in them, too (`quire.text.reply_grammar`). A tag's `begin`, `end` and so on are
+text, in which the text of a special token stands for that token.
 
     {"type": "structural_tag", "format": F}     where F is one of
     {"type": "const_string", "value": "..."}
     {"type": "json_schema", "json_schema": {...}}
     {"type": "regex", "pattern": "..."}
     {"type": "grammar", "grammar": "..."}       Lark or GBNF
-    {"type": "any_text"}                        up to what comes after it: a text, a tag, the end of the tag that it
-                                                stands in, or of the reply
+    {"type": "any_text"}                        up to what follows: a text, a tag, or the end of the enclosing tag or
+                                                of the reply
     {"type": "sequence", "elements": [F, ...]}  and {"type": "or", "elements": [F, ...]}
-    {"type": "optional", "content": F}          and "star", "plus"; "repeat" with "min" and "max" (-1: no bound)
-    {"type": "tag", "begin": "...", "content": F, "end": "..."}     or a list of ends, one of which comes
+    {"type": "optional", "content": F}          and "star", "plus"; "repeat" with "min" and "max" (-1: no limit)
+    {"type": "tag", "begin": "...", "content": F, "end": "..."}     or a list of possible ends
     {"type": "triggered_tags", "triggers": ["..."], "tags": [tag, ...]}
     {"type": "tags_with_separator", "tags": [tag, ...], "separator": "..."}
 
-The last two may have "at_least_one" and "stop_after_first", true or false: with "at_least_one" the first tag comes at
-once, and no text before it. `any_text` and `triggered_tags` may have "excludes", texts that do not come in the free
-text. The older spelling, `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`, is taken, too. Whatever
-else others have is refused by name. Of Quire's own: `then` of triggered tags, what follows the only tag (with
-`stop_after_first`); and `not_first` of text, markers with which it does not begin, whatever white space is before them.
+The last two may have "at_least_one" and "stop_after_first", true or false: with "at_least_one" there is no text before
+the first tag. `any_text` and `triggered_tags` may have "excludes", texts that do not occur in the free text. The older
+format, `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`, is accepted, too. Other fields and types of
+vLLM and XGrammar are refused by name. Quire adds two fields: `then` of triggered tags is what follows the only tag
+(with `stop_after_first`); `not_first` of text lists markers with which it does not begin, even after white space.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quire.grammar.json_schema import enforced_schema
 MAX_DEPTH = 64
 MAX_FORMATS = 20_000
 MAX_TIMES = 10_000
-"""Of `repeat`."""
+"""Most repetitions of `repeat`."""
 
 Format = Mapping[str, Any]
 
@@ -79,7 +79,7 @@ _NOTHING: dict[str, dict[str, Any]] = {
     "json_schema": {"any_order": False, "max_whitespace_cnt": None, "excludes": []},
     "any_text": {"max_tokens": None, "max_chars": None},
 }
-"""Fields that are refused, but with these values, which mean nothing and are what XGrammar's classes write."""
+"""Fields that are refused except with these values, which have no effect and are written by XGrammar's classes."""
 
 
 def structural_tag_grammars(
@@ -88,12 +88,12 @@ def structural_tag_grammars(
     whitespace: str,
     grammar: Callable[[str], str],
 ) -> str:
-    """A structural tag in the library's language.
+    """Translate a structural tag into the library's language.
 
     Args:
         specials: special tokens by their text.
-        whitespace: of JSON, as a regular expression.
-        grammar: from a grammar in Lark or GBNF to Lark.
+        whitespace: a regular expression for white space in JSON.
+        grammar: converts a grammar in Lark or GBNF to Lark.
 
     Raises:
         SamplingParamsError: it is not valid.
@@ -108,10 +108,10 @@ def structural_tag_grammars(
 
 
 def root_format(text: str) -> Any:
-    """The format of a structural tag in either spelling; what is in it is not looked at.
+    """The format of a structural tag in either spelling; its contents are not checked.
 
     Raises:
-        SamplingParamsError: it is no structural tag.
+        SamplingParamsError: it is not a structural tag.
     """
     try:
         told = json.loads(text)
@@ -148,7 +148,7 @@ TEXT = "/(?s:.*)/"
 
 
 class _Lark:
-    """Writes rules; a format becomes an expression that stands in one."""
+    """Collects the rules of a grammar in Lark; a format becomes an expression for use in a rule."""
 
     def __init__(self, specials: Mapping[str, int], whitespace: str, grammar: Callable[[str], str]) -> None:
         self.rules: list[str] = []
@@ -159,7 +159,7 @@ class _Lark:
         self._formats = 0
 
     def format(self, given: Any, where: str, depth: int, ends: Sequence[str] = ()) -> str:
-        """An expression of what the format says, with one of the `ends` of the tag that it is the content of."""
+        """The expression of a format, including one of the `ends` of the tag whose content it is."""
         self._formats += 1
         if depth > MAX_DEPTH or self._formats > MAX_FORMATS:
             raise SamplingParamsError(f"a structural tag has at most {MAX_DEPTH} levels and {MAX_FORMATS} formats")
@@ -201,7 +201,7 @@ class _Lark:
                 raise RuntimeError(f"no way to write {kind}")
 
     def _sequence(self, elements: Sequence[Any], where: str, depth: int, ends: Sequence[str]) -> str:
-        """One after the other; free text goes up to the text with which the next one begins."""
+        """A sequence of formats; free text ends at the text with which the next format begins."""
         parts, left = [], [*elements]
         while left:
             place = f"{where}.elements[{len(elements) - len(left)}]"
@@ -258,25 +258,25 @@ class _Lark:
     # -- text ------------------------------------------------------------------------------------------------------
 
     def _until(self, ends: Sequence[str], given: Format) -> str:
-        """Any text up to where one of `ends` stands for the first time, and that; with none, the rest of the reply.
-        `given` says what is not in it, and what it does not begin with."""
+        """Any text up to and including the first occurrence of one of `ends`; without ends, the rest of the reply.
+        `given` has `excludes` and `not_first`."""
         guards = [("\\s*", marker) for marker in given.get("not_first", ())]
         guards += [(".*", text) for text in given.get("excludes", ())]
         parts = [(before, self._parts(marker)[0]) for before, marker in guards]
-        nots = [f"~/(?s:{before}{_pattern(one)}.*)/" for before, one in parts if isinstance(one, str)]
+        nots = [f"~/(?s:{before}{literal_pattern(one)}.*)/" for before, one in parts if isinstance(one, str)]
         return self._up_to(" & ".join([TEXT, *nots]), ends)
 
     def _regex(self, pattern: str, ends: Sequence[str]) -> str:
-        """What matches as a whole, and does not hold the text after it."""
+        """Text that matches a regular expression and does not contain the beginning of an end, and one of `ends`."""
         firsts = [parts[0] for end in ends if (parts := self._parts(end))]
-        nots = [f"~/(?s:.*{_pattern(one)}.*)/" for one in firsts if isinstance(one, str)]
+        nots = [f"~/(?s:.*{literal_pattern(one)}.*)/" for one in firsts if isinstance(one, str)]
         return self._up_to(" & ".join([_slashed(pattern), *nots]), ends)
 
     def _up_to(self, text: str, ends: Sequence[str]) -> str:
-        """What an expression of terminals matches, up to where one of `ends` stands for the first time, and that.
+        """Text that matches an expression of terminals, up to and including the first occurrence of one of `ends`.
 
-        Lazy, since an end such as a line between two breaks may begin again where it ends, and the library does not
-        go back to it once more characters could have been another one.
+        The rule is lazy, since the library does not backtrack: an end such as a line between two line breaks may begin
+        again where it ends, and then further characters might belong to a second one.
         """
         return self._either([self._up_to_one(text, end) for end in ends]) if ends else self._terminal(text)
 
@@ -303,7 +303,7 @@ class _Lark:
         return " ".join(f"<[{part}]>" if isinstance(part, int) else _quoted(part) for part in self._parts(text))
 
     def _parts(self, text: str) -> list[str | int]:
-        """Text and special tokens, in turn."""
+        """Split a text into plain parts and ids of special tokens."""
         parts: list[str | int] = []
         at = 0
         for found in self._special.finditer(text):
@@ -324,7 +324,7 @@ class _Lark:
         return distinct[0] if len(distinct) == 1 else self._rule(" | ".join(distinct))
 
     def _rule(self, expression: str) -> str:
-        """Its name."""
+        """Add a rule; returns its name."""
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}: {expression or EMPTY}")
         return name
@@ -336,7 +336,7 @@ class _Lark:
 
 
 def _checked(given: Any, where: str) -> str:
-    """The type of a format, whose fields are of the right types."""
+    """Check the fields of a format; returns its type."""
     if not isinstance(given, dict):
         raise _refused(where, "must be an object with a type")
     kind = given.get("type", "tag" if "begin" in given else None)
@@ -365,7 +365,7 @@ def _checked(given: Any, where: str) -> str:
 
 
 def _ends(tag: Format) -> list[str]:
-    """None where it ends with its content."""
+    """The ends of a tag; empty if it ends with its content."""
     end = tag["end"]
     return [*end] if isinstance(end, list) else [end] if end else []
 
@@ -378,13 +378,13 @@ def _check_times(least: Any, most: Any, where: str) -> None:
 
 
 def _times(repeat: Format) -> str:
-    """How often a content comes, in Lark."""
+    """The number of repetitions, in Lark."""
     least, most = repeat.get("min", 0), repeat.get("max", 0)
     return f"{{{least},{most if most >= 0 else ''}}}"
 
 
 def _head(given: Any, after: str) -> tuple[str, Format]:
-    """The text with which a format begins, and a format of the rest."""
+    """Split a format into the text with which it begins, and a format of the rest."""
     kind = given.get("type", "tag" if "begin" in given else None) if isinstance(given, dict) else None
     match kind:
         case "const_string" if isinstance(given.get("value"), str) and given["value"]:
@@ -408,11 +408,11 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _pattern(text: str) -> str:
-    """A regular expression of this text alone."""
+def literal_pattern(text: str) -> str:
+    """A regular expression that matches only this text."""
     return "".join(letter if letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
 def _slashed(pattern: str) -> str:
-    """As it stands between slashes in Lark."""
+    """A regular expression as a terminal in Lark."""
     return "/(?:" + re.sub(r"\\.|/|\n", lambda found: {"/": "\\/", "\n": "\\n"}.get(found[0], found[0]), pattern) + ")/"

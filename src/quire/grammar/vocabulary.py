@@ -1,36 +1,36 @@
-"""A vocabulary as bytes: which text each token adds."""
+"""A tokenizer's vocabulary as bytes, for the grammar library."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 MAX_FORCED = 512
-"""Characters of a text that is tokenized because nothing else may come."""
+"""Most characters of a forced text that are tokenized at a time."""
 
 END = "<end>"
-"""Text of the token that the vocabulary has for the end, and that the model does not have."""
+"""Text of an additional token for the end of a reply, which the model does not have."""
 
 UTF_8 = (*range(0xC0), *range(0xC2, 0xF5))
-"""The bytes that texts have."""
+"""The bytes that occur in valid UTF-8."""
 
 
 class Vocabulary:
-    """What the library must know of a tokenizer; names are the library's (`llguidance.TokenizerWrapper`).
+    """What the library needs of a tokenizer; the names are the library's (`llguidance.TokenizerWrapper`).
 
-    After the model's tokens comes one more, which stands for the end of a reply: so it is known where that may be,
-    whatever ends the request. Behind it stand the bytes that no token of the model is alone: the library expects that
-    any text can be spelled, and goes past what cannot. Where only these may come, the model cannot go on.
+    The model's tokens are followed by one more, which stands for the end of a reply, so that masks show where it may
+    end, whichever tokens end the request. After it there is a token for each byte that no token of the model consists
+    of: the library expects that any text can be tokenized. If only these are allowed, the model cannot continue.
 
     Attributes:
-        size: ids of the model.
-        texts: the model's ids that add to a text.
-        unspelled: the bytes behind the end, by id; none for most tokenizers.
+        size: number of the model's token ids.
+        texts: the model's tokens that have a text.
+        unspelled: the additional bytes, by id; none for most tokenizers.
         specials: special tokens by their text.
 
     Args:
-        tokens: what each of the model's ids adds to a text; nothing for one that has no text.
-        special_ids: tokens that no text makes.
-        encode: the tokens of a text as it stands after another one.
+        tokens: the bytes of each of the model's token ids; empty for one without a text.
+        special_ids: tokens that no text is tokenized to.
+        encode: tokenizes a text that follows another one.
     """
 
     bos_token_id = None
@@ -51,9 +51,9 @@ class Vocabulary:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text: as the tokenizer makes them, where they are that text byte for byte.
+        """Tokenize a text; if the tokenizer's result has other bytes, greedily.
 
-        Of a long text the first ones: the library asks again after every token, for all that must come.
+        Only the first tokens of a long text are returned, since the library asks again after every token.
         """
         text = text[:MAX_FORCED]
         wanted = text.encode()
@@ -63,7 +63,7 @@ class Vocabulary:
         return self._greedy(wanted)
 
     def _greedy(self, text: bytes) -> list[int]:
-        """The longest token at each place."""
+        """Take the longest token at each position."""
         ids, at = [], 0
         while at < len(text):
             sizes = range(min(self._longest, len(text) - at), 0, -1)
