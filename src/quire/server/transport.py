@@ -1,7 +1,7 @@
-"""HTTP on the wire: uvicorn's protocol with bounds and deadlines, and the reading of bodies.
+"""HTTP connections: uvicorn's protocol with limits and deadlines, and the reading of bodies.
 
-What is not valid HTTP, too large or too slow is refused before any route sees it. An error here is answered in
-OpenAI's shape like everywhere else, and the connection is closed, since it is unknown where its next request begins.
+Requests that are not valid HTTP, too large or too slow are refused before they reach a route. The error has OpenAI's
+format, as everywhere else, and the connection is closed, since it is unknown where its next request begins.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from quire.server.shares import Shares
 from quire.tls import ServerCertificate
 
 MAX_HEAD_BYTES = 32 * 1024
-"""Of the request line and all headers together."""
+"""Most bytes of the request line and all headers."""
 MAX_HEADERS = 100
 HEAD_SECONDS = 20.0
-"""From a request's first byte, or from the connection's beginning, until its headers are complete."""
+"""Deadline for a request's headers, from its first byte or from the beginning of the connection."""
 BODY_SECONDS = 30.0
-"""For a request's body."""
+"""Deadline for a request's body."""
 KEEP_ALIVE_SECONDS = 75.0
-"""How long a connection may wait for its next request: longer than clients' pools keep one unused, so that it is the
-client who closes it and no request runs into a closing connection."""
+"""How long a connection may wait for its next request: longer than clients' pools keep one unused, so that the client
+closes it, and no request is sent on a connection that is being closed."""
 MAX_PIPELINED = 16
-"""Requests that a connection may send ahead of the answer to the first."""
+"""Most requests that a connection may send before the first one is answered."""
 SMALL_BODY_BYTES = 256 * 1024
-"""Bodies up to this size need not ask for room among the others."""
+"""Bodies up to this size are never refused for lack of room."""
 LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20
-"""What still comes of a request that has its answer is read and thrown away, until nothing came for so long, or so much
-did, or `BODY_SECONDS` are over: so a client that sends before it reads finds the answer, and no reset connection."""
+"""The rest of a request that was answered early is read and discarded, until none has come for this time, or this much
+has come, or `BODY_SECONDS` are over. So a client that sends all before it reads gets the answer, and no reset."""
 STUCK_SECONDS = 120.0
-"""A client that takes nothing for so long, while something waits to be sent to it, is given up."""
+"""A client that reads nothing for this long, while data waits to be sent to it, is disconnected."""
 REFRESH_TICKS = 600
-"""uvicorn's ticks, tenths of a second, between two looks at whether the certificate's files have changed."""
+"""uvicorn's ticks (tenths of a second) between checks whether the certificate's files have changed."""
 SPARE_FILES = 64
-"""File descriptors that connections leave for everything else."""
+"""File descriptors that are not available to connections."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. As uvicorn's, and:
+    """One connection. Like uvicorn's, and:
 
-    - request line and headers are bounded, and must come in time;
-    - what is not HTTP is answered with a 400 in OpenAI's shape, never into an answer that has begun;
-    - an answer that runs is told when its client goes, also if the client had sent further requests ahead;
-    - a client that does not read is given up, whatever is sent to it;
-    - an answer that comes before its request is complete reaches a client that is still sending: the connection is
-      closed for writing first, and for reading when the client has seen it (as in nginx's `lingering_close`);
-    - the scope's "quire.drop" closes the connection at once, whatever waits to be sent.
+    - the request line and headers have a size limit and a deadline;
+    - invalid HTTP is answered with a 400 in OpenAI's format, but not within an answer that has begun;
+    - the running request is told when its client disconnects, even if the client has pipelined further requests;
+    - a client that does not read is disconnected;
+    - an answer that is sent before its request is complete reaches a client that is still sending: the connection is
+      closed for writing first, and later for reading (as with nginx's `lingering_close`);
+    - the scope's "quire.drop" closes the connection immediately, and drops unsent data.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class BoundedProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._timer: TimerHandle | None = None
-        self._unread: TimerHandle | None = None  # runs while the client is behind with its reading
-        self._running: RequestResponseCycle | None = None  # the one that is answered now
+        self._unread: TimerHandle | None = None  # runs while data waits for the client to read
+        self._running: RequestResponseCycle | None = None  # the request that is being answered
         self._in_head = False
         self._in_message = False
-        self._head_bytes = 0  # of the lines that are complete
-        self._pending_bytes = 0  # received since the parser last handed something on
+        self._head_bytes = 0  # of complete lines
+        self._pending_bytes = 0  # received since the parser last returned something
         self._num_hosts = 0
-        self._refused = False  # nothing more is taken from this connection
-        self._closing = False  # for writing it is closed, and for reading soon
-        self._linger_bytes: int | None = None  # what may still be thrown away; None: nothing is
+        self._refused = False  # no further requests are accepted
+        self._closing = False  # closed for writing, and soon for reading
+        self._linger_bytes: int | None = None  # bytes that may still be discarded; None: not lingering
         self._linger_end = 0.0
 
     # -- the connection ------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._way_out = _WayOut(self)
         excess = len(self.connections) - _max_connections()
         if excess > SPARE_FILES // 2:
-            transport.abort()  # not even an answer can be waited for
+            transport.abort()  # not even an answer can be sent
         elif excess > 0:
             self._refuse(503, "the server has too many open connections; try again", "too_many_connections")
         else:
@@ -118,13 +118,13 @@ class BoundedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # Other protocols are not spoken; the request itself is a valid one, and is answered as HTTP/1.1.
+            # No other protocol is supported; the request itself is valid, and is answered as HTTP/1.1.
             self._stop_reading()
         except httptools.HttpParserError as error:
             self._refuse(400, self._what_is_wrong(error), "invalid_http")
         else:
             if self._pending_bytes > MAX_HEAD_BYTES:
-                # A line without end: the parser keeps it, and copies it for each piece. Trailers have lines too.
+                # A line without end, which the parser keeps, and copies for each piece. This includes trailers.
                 self._refuse(400, _TOO_LARGE, "invalid_http")
 
     def _what_is_wrong(self, error: Exception) -> str:
@@ -132,7 +132,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return str(cause) if isinstance(cause, _BadHeadError) else "this is not a valid HTTP request"
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Answer with an error if no answer has begun, and close when the one that runs has ended."""
+        """Answer with an error if no answer has begun, and close once a running one has ended."""
         self._stop_reading()
         self.pipeline.clear()
         if self._linger_bytes is not None:
@@ -140,7 +140,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         cycle = self._running
         if cycle is not None and not cycle.response_complete and (cycle.response_started or not cycle.more_body):
-            return  # a whole request is being answered: what follows it is not HTTP, and is dropped
+            return  # a complete request is being answered; the invalid data after it is dropped
         error = ApiError(status, message, code=code)
         if cycle is not None and not cycle.response_complete and note_error(cycle.scope, error):
             request_id = summary_of(cycle.scope).request_id
@@ -148,14 +148,14 @@ class BoundedProtocol(HttpToolsProtocol):
             request_id = make_id()
             self.config.on_refused(request_id, error)  # type: ignore[attr-defined]
         if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True  # its body is broken off: its answer is not waited for
+            cycle.disconnected = True  # its body is incomplete, so there will be no answer
             cycle.message_event.set()
         self.transport.write(_raw_error(error, request_id))
         self.close()
 
     def close(self) -> None:
-        """Close after what was written. Unread data would reset the connection, and take the answer with
-        it: where more of a request may be on its way, reading goes on for a while."""
+        """Close once all data is sent. If more of a request may arrive, reading goes on for a while, since unread data
+        would reset the connection, and the client would lose the answer."""
         if self._closing or self.transport.is_closing():
             return
         self.pipeline.clear()
@@ -164,24 +164,24 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._closing = True
         self._stop_reading()
-        if self.transport.can_write_eof():  # within TLS there is no end of one direction
+        if self.transport.can_write_eof():  # TLS has no half-close
             self.transport.write_eof()
         self._linger()
 
     def _end(self) -> None:
-        """Close when everything is sent, or in a while even so."""
+        """Close once everything is sent, or after a deadline."""
         self.transport.close()
         self._deadline(STUCK_SECONDS)
 
     def _linger(self) -> None:
-        """From now on, what comes is thrown away."""
+        """From now on, discard what is received."""
         self._linger_bytes = LINGER_BYTES
         self._linger_end = self.loop.time() + BODY_SECONDS
         self.flow.resume_reading()
         self._linger_on(0)
 
     def _linger_on(self, size: int) -> None:
-        """So much came that is not wanted; when it is too much, the connection ends."""
+        """Count discarded bytes; if there are too many, close the connection."""
         left = self._linger_end - self.loop.time()
         self._linger_bytes = (self._linger_bytes or 0) - size
         if left <= 0 or self._linger_bytes < 0:
@@ -191,7 +191,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._deadline(min(LINGER_SECONDS, left))
 
     def _stop_reading(self) -> None:
-        """Take nothing more from this connection, and close it after the answer at hand."""
+        """Accept no further requests, and close after the current answer."""
         self._refused = True
         for cycle in (self.cycle, self._running):
             if cycle is not None:
@@ -204,7 +204,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if seconds is not None and self.parser is not None:  # without a parser the connection is gone
+        if seconds is not None and self.parser is not None:  # without a parser the connection is closed
             self._timer = self.loop.call_later(seconds, self._too_late)
 
     def _too_late(self) -> None:
@@ -231,11 +231,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._running = None
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # the deadlines here cover what uvicorn's timer does, and more
+        self._unset_keepalive_if_required()  # the deadlines here replace uvicorn's timer
         if self._closing or self.transport.is_closing() or self._running is not None or self._in_head:
-            return  # a deadline runs already, or none is needed
+            return  # a deadline is set already, or none is needed
         if self._in_message:
-            self._linger()  # the rest of a body that is not wanted; the next request may come after it
+            self._linger()  # discard the rest of the body; the next request may follow it
         else:
             self._deadline(KEEP_ALIVE_SECONDS)
 
@@ -280,8 +280,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 f"the request has {self._num_hosts} Host headers; HTTP/1.1 requires exactly one (RFC 9112)"
             )
         super().on_headers_complete()
-        # uvicorn reads no further behind a request that must wait for its turn; but then the running answer would
-        # not hear of its client's leaving. What may come in is bounded: by the count here, and in a body by uvicorn.
+        # uvicorn stops reading after a pipelined request, but then the running one would not notice a disconnect. What
+        # is received is limited by the count above, and within a body by uvicorn.
         self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
@@ -293,7 +293,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._linger_bytes = None
         super().on_message_complete()
         if self._running is None and not self.transport.is_closing():
-            self._deadline(KEEP_ALIVE_SECONDS)  # the rest of a refused body has come
+            self._deadline(KEEP_ALIVE_SECONDS)  # the rest of a refused body was received
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._running = cycle
@@ -302,7 +302,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class _WayOut:
-    """What a cycle has of its connection's transport: closing it is the protocol's business."""
+    """The transport as seen by a request's cycle: closing goes through the protocol."""
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -313,14 +313,14 @@ class _WayOut:
 
 
 class _BadHeadError(Exception):
-    """The request line or headers are over a bound, or not as HTTP wants them; the text is for the client."""
+    """The request line or headers exceed a limit, or violate HTTP; the message is for the client."""
 
 
 _TOO_LARGE = f"the request line and headers are larger than {MAX_HEAD_BYTES} bytes"
 
 
 def _raw_error(error: ApiError, request_id: str) -> bytes:
-    """A whole answer, as bytes, after which the connection is closed."""
+    """A complete response as bytes, after which the connection is closed."""
     body = msgspec.json.encode(error.body())
     fields = {"x-request-id": request_id, "content-type": "application/json", "content-length": len(body)}
     head = "".join(f"{name}: {value}\r\n" for name, value in (*fields.items(), ("connection", "close")))
@@ -328,14 +328,14 @@ def _raw_error(error: ApiError, request_id: str) -> bytes:
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files, connections that is, as it may."""
+    """Raise the limit of open files, and so of connections, to the highest allowed."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _max_connections() -> int:
-    """What the limit of open files leaves for connections."""
+    """Most connections, given the limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 20 if soft == resource.RLIM_INFINITY else max(1, soft - SPARE_FILES)
 
@@ -344,14 +344,14 @@ def _max_connections() -> int:
 
 
 class Bodies:
-    """Bounds what the large bodies of a process take together, in shares by owner; small ones always have room."""
+    """Limits the memory of all large bodies of a process, in shares by owner. Small ones are never refused."""
 
     def __init__(self, max_bytes: int) -> None:
         self.bytes = Shares(max_bytes)
 
     @contextlib.contextmanager
     def holding(self, owner: str = "") -> Iterator[Callable[[int], bool]]:
-        """A function that one body asks, with its size so far, whether there is room; it is given back at the end."""
+        """A function to ask, with a body's size so far, whether there is room; the room is released at the end."""
         held = 0
 
         def fits(size: int) -> bool:
@@ -371,16 +371,16 @@ class Bodies:
 async def read_body(
     request: Request, limit: int, fits: Callable[[int], bool] = lambda size: True, seconds: float | None = None
 ) -> bytes:
-    """The request's whole body, of at most `limit` bytes.
+    """Read the request's whole body, of at most `limit` bytes.
 
     Args:
-        fits: whether there is room for this much of it; see `Bodies`.
-        seconds: how long it may take to come, where that is less than `BODY_SECONDS`.
+        fits: whether there is room for this many bytes; see `Bodies`.
+        seconds: the deadline, if it is shorter than `BODY_SECONDS`.
 
     Raises:
-        ApiError: 413 if it is larger, as soon as that is known; 429 if there is no room for it among the others; 408
-            if it does not come in time.
-        ClientDisconnect: the client left before the body was there.
+        ApiError: 413 if it is too large, as soon as that is known; 429 if there is no room for it besides other bodies;
+            408 if it is not received in time.
+        ClientDisconnect: the client disconnected before that.
     """
     said = request.headers.get("content-length", "")
     if said.isdigit() and (len(said) > 18 or int(said) > limit):
@@ -422,8 +422,8 @@ def _no_room() -> ApiError:
 
 
 class HttpConfig(Config):
-    """uvicorn's, with whom to tell of what was refused before it was a request (its id and the error), and a
-    certificate that may be renewed."""
+    """uvicorn's, with a callback for what is refused before it is a request (its id and the error), and a certificate
+    that may be renewed."""
 
     on_refused: Callable[[str, ApiError], None] = staticmethod(log_unread)
     certificate: ServerCertificate | None = None
@@ -435,7 +435,7 @@ class HttpConfig(Config):
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server without its signal handlers: signals are the supervisor's business.
+    """uvicorn's server without its signal handlers, since the supervisor handles signals.
 
     Attributes:
         config: its `on_refused` may be replaced.
@@ -448,8 +448,8 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, for sockets that listen already; with a deadline for TLS handshakes, since a connection is not
-        counted before, and a look at the certificate now and then."""
+        """Like uvicorn's, for sockets that listen already, and with a deadline for TLS handshakes, during which a
+        connection is not counted yet."""
         await super().startup([])
         self.started = False
         loop, tls = asyncio.get_running_loop(), self.config.ssl
@@ -465,13 +465,13 @@ class HttpServer(uvicorn.Server):
         return BoundedProtocol(self.config, self.server_state, self.lifespan.state)
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn's, ten times a second."""
+        """Called by uvicorn ten times a second."""
         if self.config.certificate is not None and counter % REFRESH_TICKS == 0:
-            self.config.certificate.refresh()  # here: handshakes must not see half of it
+            self.config.certificate.refresh()  # here, so that no handshake sees a half-loaded one
         return await super().on_tick(counter)
 
     def stop_listening(self) -> None:
-        """Take no new connections; those that are open stay."""
+        """Accept no new connections; open ones stay."""
         for server in self.servers:
             server.close()
 
@@ -480,8 +480,8 @@ def make_server(app: ASGIApp, graceful_seconds: int = 2, certificate: ServerCert
     """A uvicorn server for this app.
 
     Args:
-        graceful_seconds: how long open answers may take when it is told to leave.
-        certificate: with one it speaks https.
+        graceful_seconds: how long running answers may take after it was told to stop.
+        certificate: for HTTPS; None: plain HTTP.
     """
     config = HttpConfig(
         app,
