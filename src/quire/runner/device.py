@@ -1,4 +1,4 @@
-"""The machine that steps run on: moving numbers to and from it, waiting for it, and repeating what it did."""
+"""The device that steps run on: transfers, synchronization, and recorded graphs."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from torch import Tensor
 from quire.errors import DeviceError
 
 OLDEST_CAPABILITY = (8, 0)
-"""bf16 products and asynchronous copies came with it (Ampere)."""
+"""Ampere, the first with bf16 products and asynchronous copies."""
 OLDEST_TRITON = (3, 6)
 
 OF_TRITON = "Triton Error [CUDA]: "
-"""What its messages of the driver's errors begin with."""
+"""Prefix of Triton's messages about CUDA errors."""
 REFUSED = ("out of memory", "invalid argument", "invalid configuration argument", "too many resources requested")
-"""What the driver says of what it has not begun: it takes other work afterwards."""
+"""Messages about work that was refused and not started: the device can be used afterwards."""
 
 T = TypeVar("T")
 
 
 class Mark(Protocol):
-    """A point in the order of what a device was told to do."""
+    """A point in a device's queue."""
 
     def wait(self) -> None:
-        """Return once the device has come so far."""
+        """Wait until the device has reached it."""
         ...
 
     def time(self) -> float:
-        """When the device came there, in seconds of `time.monotonic`; only after waiting for it."""
+        """When the device reached it, on the clock of `time.monotonic`; only after `wait`."""
         ...
 
 
 class Reached:
-    """A point that was reached."""
+    """A point that has been reached."""
 
     def __init__(self) -> None:
         self._time = time.monotonic()
@@ -54,12 +54,12 @@ class Reached:
 
 
 class Device:
-    """The CPU: whatever it is told is done when the call returns.
+    """The CPU, on which every call completes before it returns.
 
     Attributes:
-        torch: where tensors lie.
-        asynchronous: whether it works while the host goes on. Then what `download` gives may only be read after
-            waiting for a later `mark`.
+        torch: the device of tensors.
+        asynchronous: whether work is queued. Then the results of `download` are valid only after waiting for a later
+            `mark`.
     """
 
     asynchronous = False
@@ -68,11 +68,11 @@ class Device:
         self.torch = torch.device("cpu")
 
     def describe(self) -> str:
-        """What it is, for people."""
+        """A description for people."""
         return "CPU"
 
     def active(self) -> AbstractContextManager[Any]:
-        """Whatever is computed within is queued here."""
+        """A context in which work is queued on this device."""
         return nullcontext()
 
     def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
@@ -84,40 +84,40 @@ class Device:
         tensor.copy_(torch.from_numpy(array))
 
     def download(self, *tensors: Tensor) -> list[Tensor]:
-        """Copies on the host, as the tensors are when the device comes to this point."""
+        """Copies on the host, with the values that the tensors have at this point of the queue."""
         return [tensor.clone() for tensor in tensors]
 
     def mark(self) -> Mark:
-        """This point."""
+        """The current end of the queue."""
         return Reached()
 
     def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Record what `run` tells the device, without doing it, so that it can be repeated at almost no cost.
+        """Record the work that `run` queues, without executing it, so that it can be replayed at almost no cost.
 
-        `run` may not wait for the device, and reads and writes the same memory at every repetition.
+        `run` must not wait for the device; each replay reads and writes the same memory.
 
         Returns:
-            What repeats it, and what `run` returned: tensors that each repetition writes anew.
+            A function that replays it, and the result of `run`: tensors that each replay overwrites.
 
         Raises:
-            torch.OutOfMemoryError: there is not enough memory for it; nothing of it is left.
+            torch.OutOfMemoryError: there is not enough memory; nothing remains allocated.
         """
         raise NotImplementedError("a CPU runs what it is told at once; there is nothing to record")
 
     def peak(self, run: Callable[[], None]) -> int:
-        """Most bytes that `run` takes beyond what was taken before; what was queued anywhere is waited for first."""
+        """Most bytes that `run` allocates in addition to what is allocated; waits for all queued work first."""
         raise NotImplementedError("counted, not measured, on a CPU")
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that are free, and bytes in all."""
+        """Free and total memory in bytes."""
         raise NotImplementedError("see memory_plan.free_memory")
 
     def release(self) -> None:
-        """Give memory back that is kept for later."""
+        """Free cached memory."""
 
 
 class CudaDevice(Device):
-    """A GPU: everything is queued on one stream, in order, and the host goes on.
+    """A GPU: everything is queued on one stream, in order, and the host does not wait.
 
     Raises:
         DeviceError: there is no such GPU, or it or the software is too old; the message says what to do.
@@ -131,7 +131,7 @@ class CudaDevice(Device):
         torch.cuda.set_device(self.torch)
         self._stream = torch.cuda.Stream(self.torch)  # type: ignore[no-untyped-call]
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._pool = torch.cuda.graph_pool_handle()  # of all graphs: they never run side by side
+        self._pool = torch.cuda.graph_pool_handle()  # shared by all graphs, which never run concurrently
         self._last = self._event()
         self._last.synchronize()
         self._last_time = time.monotonic()
@@ -160,7 +160,7 @@ class CudaDevice(Device):
         tensor.copy_(staged.view(tensor.dtype).view(tensor.shape), non_blocking=True)
 
     def _staging(self, size: int) -> tuple[Tensor, NDArray[np.uint8]]:
-        """Pinned memory; torch keeps it from being used again before the copy out of it has run."""
+        """Pinned memory; torch does not reuse it before the copy from it has run."""
         staged = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return staged, staged.numpy()
 
@@ -171,7 +171,7 @@ class CudaDevice(Device):
         return _CudaMark(self, self._event())
 
     def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        if not self._graphs:  # torch takes no pool whose graphs are all gone
+        if not self._graphs:  # torch does not accept a pool all of whose graphs are gone
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.torch)
@@ -192,7 +192,7 @@ class CudaDevice(Device):
     def peak(self, run: Callable[[], None]) -> int:
         torch.cuda.synchronize(self.torch)
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(self.torch)  # with the gaps between what is allocated
+        before = torch.cuda.memory_reserved(self.torch)  # including fragmentation
         torch.cuda.reset_peak_memory_stats(self.torch)
         with self.active():
             run()
@@ -211,7 +211,7 @@ class CudaDevice(Device):
         return event
 
     def time_of(self, event: torch.cuda.Event) -> float:
-        """When a reached event came, in the host's seconds: its distance from the last one that was asked for."""
+        """When an event was reached, on the host's clock: measured from the event of the last call."""
         self._last_time += self._last.elapsed_time(event) / 1000
         self._last = event
         return self._last_time
@@ -224,7 +224,7 @@ def _dtype_of(array: NDArray[Any]) -> torch.dtype:
 
 @contextmanager
 def _without_garbage() -> Iterator[None]:
-    """No cycles are collected within: what they free, the stream would be told, and record as part of a graph."""
+    """A context without garbage collection, since freeing tensors in a cycle would become part of the graph."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -246,17 +246,17 @@ class _CudaMark:
 
 
 def is_lost(error: Exception) -> bool:
-    """Whether it says that a GPU has failed: whatever it is told next fails too, and only a new process can use it.
+    """Whether an error means that the GPU has failed: all further calls fail, and only a new process can use it.
 
-    Who asks the driver next is told: torch, or Triton, which has no class for it. Pinned memory that ran out, and a
-    launch that the driver refuses, are reported in the same way, and are no such errors.
+    The driver reports this to the next caller, torch or Triton, which has no class for it. Running out of pinned memory
+    and a refused launch are reported in the same way, but are not such errors.
     """
     told = isinstance(error, torch.AcceleratorError) or str(error).startswith(OF_TRITON)
     return told and not any(sign in str(error) for sign in REFUSED)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether it says that memory did not suffice, a device's or the host's. torch has no class for the latter."""
+    """Whether an error means that the device or the host is out of memory. torch has no class for the latter."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(

@@ -1,4 +1,4 @@
-"""How the memory for KV is divided among the KV groups of a model, and what the pools then hold."""
+"""Divides the memory for KV among the KV groups of a model."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from quire.ops.recurrent import RecurrentShape
 from quire.runner.proposer import Speculation
 
 CACHED = 2
-"""So many times what running requests use is the most that a window's pool has."""
+"""Largest size of a windowed group's pool, as a multiple of what running requests use."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What one KV group has.
+    """The pool of one KV group.
 
     Attributes:
-        window: how many positions it keeps of a request; None: all.
-        num_layers: how many layers keep theirs in it.
-        bytes_per_token: of them, and of what drafts where that lies in the same blocks.
-        num_blocks: of its pool, the null block included.
-        peak_blocks: most that one request of the longest context holds at once.
-        recurrent: its blocks hold states, of `window` tokens less one; see `core.kv_group`.
-        step_blocks: so many of these a step's tokens add, and they go when a window has passed them. Since a step's
-            tokens are bounded, all requests together hold no more beyond what each keeps.
+        window: number of positions that it keeps of a request; None for all.
+        num_layers: number of its layers.
+        bytes_per_token: size of its KV, including a draft model's in the same blocks.
+        num_blocks: size of its pool, including the null block.
+        peak_blocks: most blocks that one request of the longest context holds at once.
+        recurrent: its blocks hold recurrent states, see `core.kv_group`.
+        step_blocks: the part of `peak_blocks` that a step's tokens need until their window has passed. Since a step's
+            tokens are limited, all requests together need no more than this in addition to what each keeps.
     """
 
     window: int | None
@@ -45,34 +45,34 @@ class GroupPlan:
 
     @property
     def num_usable(self) -> int:
-        """Blocks without the null block."""
+        """Number of blocks without the null block."""
         return self.num_blocks - 1
 
     def needed(self, requests: int, blocks: int) -> int:
-        """Most blocks that so many requests, of so many blocks of tokens each, hold at once."""
+        """Most blocks that this many requests, each of this many blocks of tokens, hold at once."""
         return min(requests * blocks, requests * (self.peak_blocks - self.step_blocks) + self.step_blocks)
 
     @property
     def longest_requests(self) -> float:
-        """So many requests of the longest context fit at once."""
+        """Number of requests of the longest context that fit at once."""
         return (self.num_usable - self.step_blocks) / (self.peak_blocks - self.step_blocks)
 
 
 class Retention(NamedTuple):
-    """What a KV group keeps of a request: see `KVGroup`."""
+    """Which positions or states of a request a KV group keeps: see `KVGroup`."""
 
     window: int | None
     states: States | None = None
 
 
 def retentions(config: EngineConfig, model: Model, speculation: Speculation | None) -> list[Retention]:
-    """Of each group. What drafts may see all positions, and lies in the blocks of the first group."""
+    """Each group's retention. A draft model's KV is in the first group's blocks, and may need all positions."""
     spec, size = config.speculation, config.block_size
     shapes = model.kv_shapes(config.kv_cache_dtype, size)
     keys = sum(shape.bytes_per_token for shape in shapes if isinstance(shape, KVShape))
     kept = []
     for group, shape in zip(model.groups, shapes, strict=True):
-        if isinstance(shape, RecurrentShape):  # where as many bytes of keys lie between states
+        if isinstance(shape, RecurrentShape):  # a state is kept after KV of the same size
             uncertain = 1 + spec.num_speculative_tokens if spec else 0
             kept.append(Retention(size + 1, States(-(-shape.bytes_per_token // keys), uncertain)))
         else:
@@ -83,18 +83,19 @@ def retentions(config: EngineConfig, model: Model, speculation: Speculation | No
 
 
 class Pools:
-    """The pools of an engine: how large each is, where the first one's size is given or the memory for all.
+    """The sizes of an engine's pools, given the first one's size or the memory for all.
 
-    A short request keeps as many blocks of each group, a long one fewer of those with windows (`kept`). No division
-    suits both: the one of `shares` takes the same part from either of what pools made for it alone would give. What a
-    step adds until its windows have passed it has room beside that, once. No pool but the first is larger than
-    `max_num_seqs` requests can use, and as much again for what the prefix cache keeps of them: the rest is the first's.
+    A short request keeps the same number of blocks in every group; a long one keeps fewer in groups with a window
+    (`kept`). No division is optimal for both: with that of `shares`, both lose the same fraction compared with pools
+    made for them alone. The blocks that a step needs until its windows have passed are added once. Every pool but the
+    first is limited to what `max_num_seqs` requests can use, and as much again for the prefix cache; the first one gets
+    the rest.
 
-    A recurrent layer's blocks are few and large, whatever the length of a request: there are as many as all requests
-    hold, and one more of each for the prefix cache.
+    Recurrent layers have few, large blocks, whatever the length of a request: as many as all requests hold, and one
+    more per request for the prefix cache.
 
     Args:
-        config: block size, and what bounds a chunk.
+        config: has the block size, and the limits of a chunk.
     """
 
     def __init__(self, config: EngineConfig, model: Model, speculation: Speculation | None) -> None:
@@ -107,18 +108,18 @@ class Pools:
         self._chunk = min(config.long_prefill_token_threshold or math.inf, config.max_num_batched_tokens)
 
     def peaks(self, tokens: int) -> list[int]:
-        """Most blocks of each group that a request of so many tokens holds at once."""
+        """Most blocks of each group that a request of this many tokens holds at once."""
         return self._blocks(tokens, int(min(self._chunk, tokens)))
 
     def kept(self, tokens: int) -> list[int]:
-        """Most blocks of each group that such a request holds when its steps are of one token."""
+        """The same while it decodes, with one token per step."""
         return self._blocks(tokens, 1)
 
     def _blocks(self, tokens: int, chunk: int) -> list[int]:
         return [peak_blocks(window, tokens, chunk, self.block_size, states) for window, states in self.kept_of]
 
     def requests_within(self, size: int) -> int:
-        """Of `max_num_seqs`, how many requests' states take no more than half of so many bytes; one at least."""
+        """Number of requests, 1 to `max_num_seqs`, whose states take no more than half of `size` bytes."""
         bytes_of_states = sum(own for own, kept in zip(self.token_bytes, self.kept_of, strict=True) if kept.states)
         fitting = bisect_right(
             range(1, self._requests + 1),
@@ -128,18 +129,18 @@ class Pools:
         return max(1, fitting)
 
     def _state_blocks(self, requests: int) -> int:
-        """Of a pool of states, for so many requests."""
+        """Number of blocks in a pool of states for this many requests."""
         return max(
             ((kept.states.tail(self.block_size) + 1) * requests + 2 for kept in self.kept_of if kept.states), default=0
         )
 
     def shares(self, tokens: int) -> list[Fraction]:
-        """Blocks of each pool to those of the first one, where the longest context has so many tokens.
+        """The size of each pool relative to the first one, in blocks, for a longest context of this many tokens.
 
-        With a group's bytes B a token, p what it keeps to what the first group does, and the smallest share r, short
-        requests get r * sum(B) / sum(share * B) of what pools in equal shares would give them, and longest ones
-        sum(p * B) / sum(share * B) of what pools in shares p would. Both are the same for r = sum(p * B) / sum(B); a
-        group of which the longest need more has so much more.
+        Let B be a group's bytes per token, p its kept blocks relative to the first group's, and r the smallest share.
+        Short requests get r * sum(B) / sum(share * B) of what equal shares would give them, and longest requests
+        sum(p * B) / sum(share * B) of what shares p would. Both are equal for r = sum(p * B) / sum(B). Groups with a
+        larger p get that.
         """
         kept = [0 if kept.states else own for own, kept in zip(self.kept(tokens), self.kept_of, strict=True)]
         parts = [Fraction(own, kept[0]) for own in kept]
@@ -149,7 +150,7 @@ class Pools:
         return [max(part, least) for part in parts]
 
     def of_first(self, num_blocks: int, tokens: int) -> list[int]:
-        """Blocks of each pool, null blocks included, where the first one has `num_blocks`."""
+        """Size of each pool, including null blocks, if the first one has `num_blocks`."""
         sizes = [max(num_blocks - 1, -1)]
         columns = self.kept_of, self.shares(tokens), self.kept(tokens), self.peaks(tokens)
         for (_, states), share, kept, peak in list(zip(*columns, strict=True))[1:]:
@@ -157,25 +158,25 @@ class Pools:
                 sizes.append(min(sizes[0], self._state_blocks(self._requests)))
                 continue
             shared = min(math.ceil(share * sizes[0]), CACHED * self._requests * kept)
-            sizes.append(min(sizes[-1], shared + peak - kept))  # who keeps less needs no more
+            sizes.append(min(sizes[-1], shared + peak - kept))  # a group that keeps less needs no more
         return [size + 1 for size in sizes]
 
     def within(self, size: int, tokens: int) -> list[int]:
-        """The most blocks of each pool that so many bytes hold."""
+        """The largest size of each pool, in blocks, for a total of `size` bytes."""
         counts = range(size // (self.token_bytes[0] * self.block_size) + 1)
         fitting = bisect_right(counts, size, key=lambda count: self.bytes(self.of_first(count, tokens)))
         return self.of_first(fitting - 1, tokens)
 
     def bytes(self, num_blocks: Sequence[int]) -> int:
-        """That pools of such sizes take."""
+        """Size in bytes of pools with these numbers of blocks."""
         return self.block_size * sum(count * own for count, own in zip(num_blocks, self.token_bytes, strict=True))
 
     def hold(self, num_blocks: Sequence[int], tokens: int) -> bool:
-        """Whether pools of such sizes have room for a request of so many tokens."""
+        """Whether these pools have room for a request of this many tokens."""
         return all(count > peak for count, peak in zip(num_blocks, self.peaks(tokens), strict=True))
 
     def plans(self, num_blocks: Sequence[int], tokens: int) -> tuple[GroupPlan, ...]:
-        """What each group has, where the longest context has so many tokens."""
+        """The plan of each group, for a longest context of this many tokens."""
         peaks, kept = self.peaks(tokens), self.kept(tokens)
         steps = [peak - own for peak, own in zip(peaks, kept, strict=True)]
         windows, recurrent = zip(*((window, states is not None) for window, states in self.kept_of), strict=True)
@@ -184,10 +185,10 @@ class Pools:
 
 
 def longest_held(pools: Pools, sizes: Callable[[int], list[int]], longest: int) -> int:
-    """The longest context, of `longest` tokens at most, of which the pools of these sizes hold one, in whole blocks.
+    """The longest context, at most `longest` tokens and in whole blocks, of which one request fits into the pools.
 
     Args:
-        sizes: of the pools, made for a longest context of so many tokens.
+        sizes: returns the sizes of the pools for a given longest context.
     """
     if pools.hold(sizes(longest), longest):
         return longest

@@ -1,7 +1,7 @@
-"""What drafts tokens, and what it is given: all that passes between a step and whoever guesses the next one.
+"""The interface of proposers, which draft tokens.
 
-A plan says how many drafts of which requests a step verifies; which tokens they are, a `Proposer` says when the step
-begins, and it is told what the step computed when it ends. What it says changes a request's speed, never its tokens.
+A plan says how many drafts of which requests a step verifies. A `Proposer` provides the tokens when the step begins,
+and is told what the step computed when it ends. Drafts change a request's speed, never its tokens.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Wanted:
 
 @dataclass(slots=True)
 class Drafts:
-    """Guesses of what follows a request's tokens.
+    """Drafted tokens of a request.
 
     Attributes:
-        tokens: guessed ids, at most as many as were wanted.
-        parents: per draft, the row that it continues: 0 is the last known token, j the draft `tokens[j - 1]`; each is
-            smaller than the draft's own row. None: each continues the one before.
-        distributions: [drafts, vocabulary] fp32, what each was drawn from, where rejection sampling needs it;
-            None: each was certain.
+        tokens: drafted ids, at most as many as were wanted.
+        parents: for a tree, the row that each draft follows: 0 is the last known token, j the draft `tokens[j - 1]`;
+            always smaller than the draft's own row. None: each follows the one before.
+        distributions: [drafts, vocabulary] fp32, the distribution that each draft was sampled from, for rejection
+            sampling; None if drafts were not sampled.
     """
 
     tokens: list[int]
@@ -50,20 +50,19 @@ class Drafts:
     distributions: Tensor | None = None
 
     def parent(self, row: int) -> int:
-        """The row that row `row`, of draft `tokens[row - 1]`, continues."""
+        """The row that row `row`, of draft `tokens[row - 1]`, follows."""
         return row - 1 if self.parents is None else self.parents[row - 1]
 
 
 @dataclass(slots=True)
 class Computed:
-    """What a step made of one request; rejected drafts are not part of it.
+    """A step's computation for one request, without rejected drafts.
 
     Attributes:
         start: position of the first token.
-        tokens: those whose rows count, in the order of their positions.
-        next_token: the one after them, if the step sampled it: then it is the last that is known. None: a part of a
-            prompt.
-        rows: of `features`, one a token.
+        tokens: the computed tokens, in order of position.
+        next_token: the token after them, if the step sampled it; None for a part of a prompt.
+        rows: the row of `features` for each token.
     """
 
     request: int
@@ -74,10 +73,7 @@ class Computed:
 
 
 class Row(NamedTuple):
-    """One token that a request is to sample: at `position`, after `ahead`, drafts that stand before it.
-
-    So `ahead` is for positions up to `position - 1`, and the tokens before those are known.
-    """
+    """A token to sample, at `position`, after the drafts `ahead`, which take the positions up to `position - 1`."""
 
     request: int
     position: int
@@ -85,11 +81,11 @@ class Row(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """Rows of which only the device knows where they are and what is drafted before them.
+    """Tokens to sample, whose positions and preceding drafts are known on the device only.
 
     Attributes:
-        positions: [rows] int64, that the tokens take.
-        drafts: [rows, width] int64, that stand before them; -1 where there are fewer.
+        positions: [rows] int64, of the tokens.
+        drafts: [rows, width] int64, the drafts before each token, padded with -1.
     """
 
     positions: Tensor
@@ -97,13 +93,12 @@ class Ahead(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """Rows of a request's tree of drafts, as a span of a batch.
+    """A request's tree of drafts, as a span of a batch.
 
     Attributes:
-        base: position of the tree's root; what is before it is linear. Row with slot `i` is stored where position
-            `base + i` would be.
+        base: position of the tree's root. The KV of a row with slot `i` is stored in the place of position `base + i`.
         slots: of each row.
-        paths: per row, the slots of its ancestors from the root on, its own the last; their number says its position.
+        paths: per row, the slots from the root to the row itself; their number gives its position.
     """
 
     request: int
@@ -114,10 +109,10 @@ class Branch(NamedTuple):
 
 
 class Proposer(Protocol):
-    """Guesses tokens. It keeps what it must know of each request itself."""
+    """Drafts tokens. It keeps its own state for each request."""
 
     def start(self, info: RequestInfo) -> None:
-        """A request is new, and may be drafted; of others nothing is told (`RequestInfo.drafting_enabled`)."""
+        """A new request that may get drafts. Requests without `RequestInfo.drafting_enabled` are not announced."""
         ...
 
     def end(self, request: int) -> None:
@@ -125,25 +120,27 @@ class Proposer(Protocol):
         ...
 
     def propose(self, wanted: Sequence[Wanted], context: DraftContext) -> list[Drafts]:
-        """Guesses, one entry a request; an empty one where there is none."""
+        """Drafts, one entry per request; an entry may be empty."""
         ...
 
     def follow(self, computed: Sequence[Computed], features: Tensor, context: DraftContext) -> None:
-        """A step has run. Spans come in order, but a request may begin again (preemption), or after a cached prefix.
+        """A step has run. A request's spans are in order, except that it may start over (after a preemption), or start
+        after a cached prefix.
 
         Args:
-            features: [rows, width] what the model gives of its rows: see `Forwarded`.
+            features: [rows, width] hidden states for drafting, see `Forwarded`.
         """
         ...
 
 
 class Asked(NamedTuple):
-    """A request that decodes in a step, of which the host does not know what the step before it made.
+    """A request that decodes in a step, while the host does not know the previous step's result.
 
     Attributes:
-        certain: tokens that it has had before that step.
-        most: tokens that it may have now: from `certain + 1`, if it is in that step, or `certain`, on.
-        drafts: so many are wanted after them.
+        certain: number of its tokens before the previous step.
+        most: upper bound of the number of its tokens now. The lower bound is `certain + 1` if it is in the previous
+            step, otherwise `certain`.
+        drafts: number of drafts wanted.
     """
 
     request: int
@@ -153,35 +150,35 @@ class Asked(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Where some requests' texts end, as only the device knows.
+    """The lengths of some requests, known on the device only.
 
     Attributes:
-        rows: [requests] int32, of the block tables, and of `DeviceContext.recent`.
-        lengths: [requests] int64, tokens that are known.
+        rows: [requests] int32, rows of the block tables and of `DeviceContext.recent`.
+        lengths: [requests] int64, number of known tokens.
     """
 
     rows: Tensor
     lengths: Tensor
 
     def first(self, count: int) -> Ends:
-        """Of the first so many of them."""
+        """Those of the first `count` requests."""
         return Ends(self.rows[:count], self.lengths[:count])
 
 
 class Lines(NamedTuple):
-    """Drafts that follow one another: tokens [requests, longest] int64, -1 where there is none."""
+    """Drafts without branches: tokens [requests, longest] int64, padded with -1."""
 
     requests: list[int]
     tokens: Tensor
 
 
 class Placed(NamedTuple):
-    """Rows of a step's features whose positions the device knows; all [rows] int64.
+    """Rows of a step's features whose positions are known on the device; all [rows] int64.
 
     Attributes:
-        picked: which rows.
-        table_rows: of the block tables, of their requests.
-        positions: their own.
+        picked: indices of the rows.
+        table_rows: their requests' rows in the block tables.
+        positions: their positions.
     """
 
     picked: Tensor
@@ -190,12 +187,12 @@ class Placed(NamedTuple):
 
 
 class DeviceProposer(ABC):
-    """A proposer whose drafts the device alone need know, so that the host waits for no step to launch the next.
+    """A proposer whose drafts stay on the device, so that the host can launch a step without waiting for the last one.
 
-    It is told of requests that it was not told to start, too, and ignores them.
+    Its methods also get requests that it was not told to `start`, and ignore them.
 
     Attributes:
-        keeps: tokens of each request in `DeviceContext.recent`, at least.
+        keeps: number of recent tokens of each request that it needs in `DeviceContext.recent`.
     """
 
     keeps: int
@@ -210,11 +207,11 @@ class DeviceProposer(ABC):
 
     @abstractmethod
     def restart(self, request: int, start: int) -> None:
-        """It is computed from here on: it is new, or was preempted. What is before lies in cached blocks."""
+        """A request, new or preempted, is computed from this position on; what is before it is in cached blocks."""
 
     @abstractmethod
     def propose(self, asked: Sequence[Asked], context: DeviceContext) -> Lines | None:
-        """Drafts for those that want some, or for fewer. Every request that decodes is told of."""
+        """Drafts for requests that want some, or for fewer of them; `asked` has all requests that decode."""
 
     @abstractmethod
     def follow(
@@ -223,28 +220,28 @@ class DeviceProposer(ABC):
         """A step was launched.
 
         Args:
-            computed: its parts of prompts; of a whole one the last row, which samples, is in `placed` too.
-            placed: the rows that sample; None: there are none.
+            computed: its parts of prompts. The last row of a whole prompt, which is sampled, is in `placed`, too.
+            placed: the rows that are sampled; None if there are none.
             features: see `Proposer.follow`.
         """
 
     @abstractmethod
     def settle(self, request: int, length: int) -> None:
-        """So many tokens of it are known, of the steps before the last one that `propose` was asked for."""
+        """The number of a request's known tokens, after the steps before the one of the last `propose`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """A proposer, and what it asks of the engine that it drafts for.
+    """A proposer, and its requirements.
 
     Attributes:
-        aux_layers: layers of the target whose input it is fed; none: the target's hidden states.
-        weight_bytes: of what it computes drafts with.
-        kv_shape: of what it keeps of each token, in the same blocks as the target; None: nothing.
-        bytes_per_request: of what it keeps of each request that runs.
-        needs_next_token: what it keeps of a token depends on the next one.
-        rejection: drafts are accepted by rejection sampling, in place of being the sampled tokens.
-        fingerprint: names the weights that what it keeps depends on, beside the target's own.
+        aux_layers: target layers whose inputs are its features; if empty, these are the target's final hidden states.
+        weight_bytes: size of the draft model's weights.
+        kv_shape: shape of its KV, which is in the same blocks as the target's; None if it has none.
+        bytes_per_request: size of its other state, per running request.
+        needs_next_token: its KV of a token depends on the next token.
+        rejection: drafts are accepted by rejection sampling; otherwise if they equal the sampled tokens.
+        fingerprint: identifies the draft model's weights, on which its KV depends.
     """
 
     proposer: Proposer | DeviceProposer
@@ -258,5 +255,5 @@ class Speculation:
 
     @property
     def keeps(self) -> int:
-        """Tokens of each request that the device must keep."""
+        """Number of recent tokens of each request that the device must keep."""
         return self.proposer.keeps if isinstance(self.proposer, DeviceProposer) else 1

@@ -1,26 +1,26 @@
 """The sampler: from logits to tokens and log-probabilities.
 
-What happens to a request's logits, from top to bottom, and where to read it:
+What is done to a request's logits, in this order, and where:
 
     penalties          repetition, then frequency and presence   penalties.py        ops/logit_edits.py
     bias               logit_bias is added                       edits.py            ops/logit_edits.py
-    allowed tokens     allowed_token_ids: all others go          edits.py            ops/logit_edits.py
+    allowed tokens     allowed_token_ids: others are masked      edits.py            ops/logit_edits.py
     banned tokens      bad_words; stop tokens before min_tokens  edits.py            ops/logit_edits.py
-    grammar            structured_outputs: all others go;        edits.py            ops/logit_edits.py
-                       thinking_token_budget: all but a marker
-    temperature        logits are divided; 0 takes the best      sampling_table.py   ops/sampling.py
-    min-p              of what is left after each                sampling_table.py   ops/sampling.py
+    grammar            structured_outputs: a mask;               edits.py            ops/logit_edits.py
+                       thinking_token_budget: the end marker
+    temperature        logits are divided; 0 is greedy           sampling_table.py   ops/sampling.py
+    min-p              each filters what the last one has left   sampling_table.py   ops/sampling.py
     top-k                                                        sampling_table.py   ops/sampling.py
     top-p                                                        sampling_table.py   ops/sampling.py
-    Gumbel noise       the largest score wins                    sampling_table.py   ops/sampling.py
+    Gumbel noise       is added; the highest score is sampled    sampling_table.py   ops/sampling.py
 
-The first file prepares a step's numbers, the second one computes (as do the kernels that override it): `_sample` is the
-chain. Noise is keyed by (seed, choice, purpose, position, token id). So no state of a generator exists that the order
-of requests could disturb, and a request gets the same tokens in any company. Reported log-probabilities are those of
-the raw logits (scores.py).
+The first file prepares a step's parameters, the second one computes (or a kernel that overrides it); `_sample` calls
+them. Noise is keyed by (seed, choice, purpose, position, token id). So there is no generator state that the order of
+requests could affect, and a request gets the same tokens in any batch. Reported log-probabilities are those of the raw
+logits (scores.py).
 
-To verify drafts, a request has several rows: each is sampled as if the drafts before it were its tokens, and how far
-it has gone is told afterwards (`take`). Rejection sampling then decides about them (verify.py).
+To verify drafts, a request has several rows: each is sampled as if the drafts before it were its tokens, and `take`
+says afterwards which of them are. Rejection sampling changes that decision (verify.py).
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 
 CANDIDATES = 64
-"""Tokens among which a tree's branches are chosen."""
+"""Number of the most likely tokens among which a tree's branches are chosen."""
 
 
 @dataclass(slots=True)
 class SampledRow:
-    """One sampled token; `error` says why there is none (`token` is -1 then)."""
+    """One sampled token, or -1 and an `error`."""
 
     token: int
     logprobs: TokenLogprobs | None = None
@@ -67,33 +67,33 @@ class SampledRow:
 
 @dataclass(slots=True)
 class Sampled:
-    """A token a row, on which the device may still be working.
+    """One token per row, which the device may still be computing.
 
     Attributes:
-        tokens: [rows] int64 on the device; -1 where there is none. on_host: the same, once the device has come so far.
+        tokens: [rows] int64 on the device; -1 if a row has none. on_host: the same, valid once the device is done.
     """
 
     tokens: Tensor
     on_host: Tensor
     _finite: Tensor  # [edited rows] bool, on the host: whether each was finite before its edits
-    _edited: list[tuple[int, EditedRequest]]  # which rows were, and whose they are
-    _told: list[tuple[int, EditedRequest]]  # rows whose requests must know their token on the host
+    _edited: list[tuple[int, EditedRequest]]  # rows with edits, and their requests
+    _told: list[tuple[int, EditedRequest]]  # rows whose requests need their token on the host
     _asked: NDArray[np.int64]  # rows that want log-probabilities
-    _scored: Scored | None  # of these
+    _scored: Scored | None  # of these rows
 
     @property
     def is_to_tell(self) -> bool:
-        """Whether some request must still know its token."""
+        """Whether a request still needs its token."""
         return bool(self._told)
 
     def tell(self) -> None:
-        """Lets the requests know their tokens, once; the device has come past the launch."""
+        """Give requests the tokens that they need, once; to be called when the device is done."""
         tokens = self.on_host.tolist() if self._told else []
         append([(request, tokens[row]) for row, request in self._told])
         self._told = []
 
     def finish(self) -> list[SampledRow]:
-        """One entry a row; to be called once the device has come past the launch (`Device.mark`)."""
+        """One entry per row; to be called when the device is done (`Device.mark`)."""
         self.tell()
         sampled = [SampledRow(token, error=None if token >= 0 else NOT_FINITE) for token in self.on_host.tolist()]
         for (i, request), finite in zip(self._edited, self._finite.tolist(), strict=True):
@@ -108,14 +108,14 @@ class Sampled:
 class Sampler:
     """Samples the rows of each step. One per model runner; not thread-safe.
 
-    A step has two halves, so that the host may prepare the next one in between: `launch` queues the work, and
-    `Sampled.finish` reads what came of it once the device is done.
+    A step has two halves, so that the host can prepare the next step in between: `launch` queues the work, and
+    `Sampled.finish` reads the results when the device is done.
 
     Args:
         vocab_size: width of the logits.
-        kernels: what computes; the best that this machine has, unless said.
-        device: where the logits are; the CPU, unless said.
-        grammars: compiles what requests ask for; None: they may not.
+        kernels: by default, the best ones for this machine.
+        device: the logits' device, by default the CPU.
+        grammars: compiles requests' grammars; None: requests with grammars are refused.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class Sampler:
         self._device = device or Device()
         self._table = SamplingTable(vocab_size)
         self._edited: dict[int, EditedRequest] = {}
-        self._untold: list[tuple[Mark, Sampled]] = []  # launches of which requests must know their tokens
+        self._untold: list[tuple[Mark, Sampled]] = []  # launches whose tokens some requests still need
         self._greedy: dict[int, ops.Filters] = {}  # by the number of rows
         self._penalties = DevicePenalties(vocab_size, self._device) if self._kernels.reads_spans else ListedPenalties()
         self._allowed = AllowedTokens(vocab_size, self._device)
 
     def start(self, info: RequestInfo) -> None:
-        """Takes up a request.
+        """Add a request.
 
         Raises:
             ValueError: its parameters have no seed, or a token id is not one of the vocabulary's.
@@ -160,7 +160,7 @@ class Sampler:
         return self._grammars.matcher(wanted, info.stop_token_ids, info.output_token_ids, budget)
 
     def end(self, request: int) -> None:
-        """Forgets a request; one that is not known is ignored."""
+        """Remove a request; an unknown one is ignored."""
         state = self._table.end(request)
         if state is not None:
             self._penalties.end(int(state["history"]))
@@ -170,28 +170,26 @@ class Sampler:
     # -- a step --------------------------------------------------------------------------------------------
 
     def launch(self, logits: Tensor, rows: Sequence[tuple[int, int]]) -> Sampled:
-        """Queues the sampling of one token a row, and remembers that each row's request has gone on.
+        """Queue the sampling of one token per row, and advance each row's request by one token.
 
-        The next launch need not wait until this one is finished. Where a request has `bad_words` or a grammar, what
-        they mask depends on tokens that the host must know: it waits for those here, while the device computes what it
-        has been told before.
+        The next launch may come before this one is finished. The masks of `bad_words` and grammars depend on tokens
+        that the host must know: it waits for them here, while the device computes earlier work.
 
         Args:
             logits: [rows, vocab] fp32, contiguous. They may be overwritten.
-            rows: per row, the request and the absolute position that the sampled token will take. A
-                request has at most one row.
+            rows: per row, the request and the position of the token to sample. A request has at most one row.
 
         Returns:
-            What will have one entry a row. A row whose logits are not finite, or whose masks leave no token, has
-            an error; the other rows are as they would be without it.
+            One entry per row. A row whose logits are not finite, or whose masks leave no token, has an error; this does
+            not affect other rows.
 
         Raises:
-            ValueError: a position that does not follow from the request's prompt and output so far.
+            ValueError: a position does not follow from the request's prompt and output so far.
         """
         slots, state = self._table.next(rows)
         self._tell(request for request, _ in rows)
         sampled, edits = self._launch(logits, rows, state, None, ())
-        # Requests go on only now, so that a step for which the memory did not suffice can be tried again.
+        # Requests advance only now, so that a step that ran out of memory can be retried.
         if edits is not None:
             self._penalties.count(state["history"][state["edited"]], sampled.tokens[edits.rows][:, None])
         self._table.rows["next"][slots] += 1
@@ -199,7 +197,7 @@ class Sampler:
         return sampled
 
     def goes_on(self, sampled: Sampled) -> None:
-        """These are the next tokens: requests whose masks depend on them will know them."""
+        """The sampled tokens are the requests' next ones: give them to requests whose masks depend on them."""
         if not self._device.asynchronous:
             sampled.tell()
         elif sampled.is_to_tell:
@@ -207,7 +205,7 @@ class Sampler:
             self._untold.append((self._device.mark(), sampled))
 
     def _tell(self, requests: Iterable[int]) -> None:
-        """Lets some requests know the tokens of the launches before, where what is masked depends on them."""
+        """Give requests whose masks depend on them the tokens of earlier launches."""
         if self._untold and any(map(self.follows, requests)):
             for mark, sampled in self._untold:
                 mark.wait()
@@ -215,14 +213,14 @@ class Sampler:
             self._untold = []
 
     def launch_with_drafts(self, logits: Tensor, places: Sequence[Row], verified: Sequence[Verified] = ()) -> Sampled:
-        """Queues the sampling of one token a place, any number of which may be a request's.
+        """Queue the sampling of one token per place; a request may have several places.
 
-        The requests go on when `take` says which tokens are theirs; everything before must have been told.
+        Requests advance when `take` says which tokens are theirs; earlier tokens must have been taken.
 
         Args:
             logits: [places, vocab] fp32, contiguous. They may be overwritten.
-            verified: rows whose drafts are accepted by rejection sampling: they get the draft where it is accepted,
-                else what was drawn in its place.
+            verified: rows whose drafts are accepted by rejection sampling: they get the draft if it is accepted,
+                otherwise a token sampled instead.
 
         Returns, raises: as `launch`.
         """
@@ -231,13 +229,13 @@ class Sampler:
         return self._launch(logits, rows, state, ahead, verified)[0]
 
     def launch_ahead(self, logits: Tensor, rows: Sequence[tuple[int, int]], ahead: Ahead) -> Sampled:
-        """The same for rows of which the host knows no more than a bound, so that nothing need be finished before.
+        """The same for rows of which the host knows only an upper bound of the position, so it need not wait.
 
-        The requests go on when `count`, `goes_on` and `take` say which tokens are theirs.
+        Requests advance when `count`, `goes_on` and `take` say which tokens are theirs.
 
         Args:
-            rows: per row, the request and at most the position that the token will take: the very one, and alone,
-                where `needs_host`.
+            rows: per row, the request and an upper bound of the token's position; if it `needs_host`, the exact
+                position, and only one row.
         """
         self._tell(request for request, _ in rows)
         return self._launch(logits, rows, self._table.at(rows), ahead, ())[0]
@@ -248,42 +246,41 @@ class Sampler:
         return self._sample(logits, filters, edits)[0]
 
     def follows(self, request: int) -> bool:
-        """Whether what is masked depends on which the tokens before are."""
+        """Whether the request's masks depend on its tokens."""
         edited = self._edited.get(request)
         return edited is not None and edited.follows
 
     def needs_host(self, request: int, length: int) -> bool:
-        """Whether what is masked after `length` tokens or more depends on what these are, or how many."""
+        """Whether the request's masks after at least `length` tokens depend on these tokens or their number."""
         edited = self._edited.get(request)
         return edited is not None and edited.needs_host(length)
 
     def forced(self, request: int) -> list[int]:
-        """The tokens that must come next, as far as the request's grammar has one way on."""
+        """The next tokens, as far as the request's grammar allows only one at a time."""
         edited = self._edited.get(request)
         return edited.matcher.forced() if edited is not None and edited.matcher is not None else []
 
     def count(self, requests: Sequence[int], tokens: Tensor) -> None:
-        """The next tokens [requests, most] of requests' outputs, -1 where there are fewer, for their penalties.
+        """Count the next tokens [requests, most] of requests' outputs, padded with -1, for penalties on the device.
 
-        What the host must know of them, `take` says.
+        `take` gives them to the host.
         """
         self._penalties.count(self._table.rows["history"][self._table.slots(requests)], tokens)
 
     def draw(self, logits: Tensor, places: Sequence[Row]) -> Tensor:
-        """The tokens [places] that would be sampled there: see `launch_with_drafts`. No request goes on by it."""
+        """The tokens [places] that `launch_with_drafts` would sample. Does not advance any request."""
         filters, edits = self._prepare_with_drafts(places)
         return self._sample(logits, filters, edits)[0]
 
     def filters_ahead(
         self, requests: Sequence[int], positions: Sequence[int], counts: Sequence[int]
     ) -> list[ops.Filters] | None:
-        """How `draw` samples the requests' next tokens, from `positions` on: one entry for each position.
+        """The filters with which `draw` samples the requests' next tokens, from `positions` on, one entry per position.
 
-        None where some request's logits are edited: that depends on the tokens.
+        None if a request has edits, since these depend on the tokens.
 
         Args:
-            counts: for each entry, how many of the requests it is for, the first ones; never more than in the one
-                before.
+            counts: for each entry, the number of requests, the first ones; never more than in the entry before.
         """
         _, state = self._table.next(list(zip(requests, positions, strict=True)))
         if any(request in self._edited for request in requests):
@@ -301,7 +298,7 @@ class Sampler:
         return made
 
     def _greedy_filters(self, count: int) -> ops.Filters:
-        """Of so many rows that are greedy: whatever else their requests ask for, and wherever they are, is all one."""
+        """Filters for this many greedy rows, which do not depend on other parameters or positions."""
         if count not in self._greedy:
             state = np.zeros(count, STATE)
             state["log_min_p"], state["top_k"], state["top_p"] = -math.inf, self._vocab_size, math.inf
@@ -309,7 +306,7 @@ class Sampler:
         return self._greedy[count]
 
     def distributions(self, logits: Tensor, places: Sequence[Row]) -> Tensor:
-        """What `draw` draws from: probabilities [places, vocab]. The logits may be overwritten."""
+        """The distributions from which `draw` samples: [places, vocab]. The logits may be overwritten."""
         filters, edits = self._prepare_with_drafts(places)
         if edits is not None:
             self._kernels.edit_logits(logits, edits)
@@ -317,10 +314,11 @@ class Sampler:
         return probabilities
 
     def candidates(self, logits: Tensor, places: Sequence[Row], width: int) -> tuple[Tensor, Tensor]:
-        """The tokens that are likeliest to be sampled: ids and log-confidences [places, width].
+        """The tokens that are most likely to be sampled: ids and log-confidences [places, width].
 
-        The confidence is the softmax of logits over temperature plus the noise with which they will be sampled, among
-        the best `CANDIDATES`; greedy requests have neither. Filters are left out: their survivors come first anyway.
+        The confidence is the softmax of logits / temperature + noise among the best `CANDIDATES`, with the noise of the
+        later sampling; greedy requests have neither temperature nor noise. Filters are ignored, since they keep the
+        first tokens anyway.
         """
         filters, edits = self._prepare_with_drafts(places)
         if edits is not None:
@@ -334,7 +332,7 @@ class Sampler:
         return ids.gather(1, best.indices), best.values
 
     def take(self, request: int, tokens: Sequence[int], counted: bool = False) -> None:
-        """These are the request's next tokens; `counted` where `count` and `goes_on` were told of them."""
+        """Advance a request by its next tokens; `counted`: `count` and `goes_on` were called with them already."""
         [slot] = self._table.slots([request])
         self._table.rows["next"][slot] += len(tokens)
         if not counted:
@@ -343,7 +341,7 @@ class Sampler:
                 self._edited[request].append(token)
 
     def sample(self, logits: Tensor, rows: list[tuple[int, int]]) -> list[SampledRow]:
-        """`launch`, and wait for what comes of it."""
+        """`launch`, and wait for the result."""
         sampled = self.launch(logits, rows)
         self._device.mark().wait()
         return sampled.finish()
@@ -353,7 +351,7 @@ class Sampler:
         return launch_prompt_scores(self._kernels, self._device, logits, targets, top)
 
     def score(self, logits: Tensor, targets: list[int], top: int) -> list[TokenLogprobs]:
-        """`launch_score`, and wait for what comes of it."""
+        """`launch_score`, and wait for the result."""
         scored = self.launch_score(logits, targets, top)
         self._device.mark().wait()
         return scored.finish()
@@ -368,12 +366,12 @@ class Sampler:
         ahead: Sequence[Sequence[int]] | Ahead | None,
         verified: Sequence[Verified],
     ) -> tuple[Sampled, Edits | None]:
-        """What `launch` and `launch_with_drafts` share; `ahead` is None where no request has more than one row."""
+        """The common part of `launch`, `launch_with_drafts` and `launch_ahead`; `ahead` is None without drafts."""
         requests = [request for request, _ in rows]
         asked, edited = (state["logprobs"] >= 0).nonzero()[0], state["edited"].nonzero()[0]
         filters, edits, [asked_rows] = self._prepare(state, ahead, requests, asked)
         raw, raw_rows = logits, asked_rows
-        if state["edited"][asked].any():  # then keep copies, since what follows changes them
+        if state["edited"][asked].any():  # then keep copies, since edits overwrite them
             raw, raw_rows = logits[asked_rows], torch.arange(len(asked), device=logits.device)
         tokens, finite = self._sample(logits, filters, edits)
         if verified:
@@ -400,7 +398,7 @@ class Sampler:
         requests: Sequence[int],
         *arrays: NDArray[Any],
     ) -> tuple[ops.Filters, Edits | None, list[Tensor]]:
-        """Filters and edits of some rows, and whatever else is to be sent to the device with them."""
+        """Filters and edits of some rows, and other arrays that are sent to the device with them."""
         on_device, on_host = (ahead, None) if isinstance(ahead, Ahead) else (None, ahead)
         sent = filter_arrays(state, state["next"] if on_device is None else None)
         edited = state["edited"].nonzero()[0]
@@ -412,7 +410,7 @@ class Sampler:
         made = self._device.upload(*arrays, *sent)
         others, made = made[: len(arrays)], made[len(arrays) :]
         filters, edits = self._filters(state, made[:NUM_FILTER_ARRAYS]), None
-        if on_device is not None and state["temperature"].any():  # else they are not used
+        if on_device is not None and state["temperature"].any():  # otherwise they are not used
             filters.keys = ops.keys_at(filters.keys, on_device.positions)
         if len(edited):
             drafts = None if on_device is None else on_device.drafts
@@ -426,11 +424,11 @@ class Sampler:
         return ops.Filters(temperature, log_min_p, top_k, top_p, keys, some_top_k, some_top_p)
 
     def _sample(self, logits: Tensor, filters: ops.Filters, edits: Edits | None) -> tuple[Tensor, Tensor]:
-        """The chain, from penalties to noise: tokens [rows], and whether each edited row was finite before."""
+        """All steps from penalties to noise: tokens [rows], and whether each edited row was finite before its edits."""
         finite = torch.empty(0, dtype=torch.bool, device=logits.device)
         if edits is not None:
             finite = self._kernels.edit_logits(logits, edits)
         tokens = self._kernels.sample(logits, filters)
-        if edits is not None:  # a mask may have hidden what is not finite
+        if edits is not None:  # a mask may have hidden non-finite values
             tokens[edits.rows] = torch.where(finite, tokens[edits.rows], -1)
         return tokens, finite
