@@ -1,8 +1,8 @@
-"""Drafts that stay on the device: neither they nor how many were accepted need come back before the next step.
+"""Drafts that stay on the device, so that the next step can be launched before the host knows which were accepted.
 
-The device keeps the last tokens of each request, with the drafts after them, and how many are known
-(`DeviceForward.recent`, `lengths`). There a step reads its tokens and positions, and puts down what it has accepted.
-The host learns it a step later, and works with upper bounds until then.
+The device has each request's last tokens, followed by drafts, and the number of known tokens (`DeviceForward.recent`,
+`lengths`). A step reads its tokens and positions there, and writes the accepted ones. The host gets them one step
+later, and uses upper bounds until then.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class _Text:
     """What the host knows of a request's tokens.
 
     Attributes:
-        length: how many there are, as far as steps are settled.
-        coming: how many at most the steps since then bring.
-        computed: the model has computed so many, as far as steps are settled; of prompts, launched.
-        drafted: see `drafter`: False once a row failed beside drafts.
+        length: number of tokens after the settled steps.
+        coming: upper bound of the number of tokens that later steps add.
+        computed: number of tokens that the settled steps have computed; of a prompt, the launched ones.
+        drafted: see `drafter`: False once a row with drafts has failed.
     """
 
     length: int
@@ -41,13 +41,13 @@ class _Text:
 
 
 class DeviceDrafter:
-    """As `Drafter`, where a step is launched before the host knows what came of the one before it.
+    """Like `Drafter`, but a step is launched before the host knows the result of the previous one.
 
-    A request whose masks depend on tokens that the host must know gets no drafts meanwhile: what comes next is then
-    known as well as without speculation.
+    A request whose masks depend on tokens on the host gets no drafts, so that its next step is planned as without
+    speculation.
 
     Attributes:
-        waits, following: see `Drafter`. The device's tables must be kept up for all requests.
+        waits, following: see `Drafter`. The device's tables are maintained for all requests.
     """
 
     waits, following = False, True
@@ -58,24 +58,24 @@ class DeviceDrafter:
         self._ask = Guard(context.ranks)
 
     def start(self, info: RequestInfo) -> None:
-        """A request is new to the runner."""
+        """Add a request."""
         self._texts[info.request] = _Text(len(info.prompt_token_ids) + len(info.output_token_ids))
         if info.drafting_enabled:
             self._ask("start a request", lambda: self._proposer.start(info))
 
     def end(self, request: int) -> None:
-        """Forget it; one that is not known is ignored."""
+        """Remove a request; an unknown one is ignored."""
         if self._texts.pop(request, None) is not None:
             self._ask("end a request", lambda: self._proposer.end(request))
 
     def drop_drafting(self, requests: Sequence[int]) -> None:
-        """Follow some no longer."""
+        """Stop following requests."""
         self._ask("end a request", lambda: [self._proposer.end(request) for request in requests])
 
     # -- before a step -------------------------------------------------------------------------------------
 
     def resolve(self, spans: Sequence[Span]) -> tuple[list[Span], dict[int, Drafts]]:
-        """The spans with as many drafts as there are; which, the device's tables say, so that none are named."""
+        """Set the number of drafts in each span; their ids are in the device's tables, so spans have placeholders."""
         resolved = [_without_drafts(span) for span in spans]
         self._tell([span for span in resolved if span.num_sampled and span.tokens[-1] >= 0])
         asked, restarted = [], []
@@ -99,13 +99,13 @@ class DeviceDrafter:
         return resolved, {}
 
     def _tell(self, spans: Sequence[Span]) -> None:
-        """What the host knows for certain."""
+        """Send the device what the host knows exactly."""
         if spans:
             ends = np.array([span.start + len(span.tokens) for span in spans])
             self._context.tell([span.request for span in spans], ends, np.array([span.tokens[-1] for span in spans]))
 
     def _propose(self, asked: Sequence[Asked]) -> dict[int, int]:
-        """Puts drafts after the tokens of those that have some; by request, how many."""
+        """Write drafts after requests' tokens on the device; returns their number by request."""
 
         def ask() -> dict[int, int]:
             lines = self._proposer.propose(asked, self._context)
@@ -128,7 +128,7 @@ class DeviceDrafter:
         drafts: Mapping[int, Drafts],
         logits: Callable[[Tensor], Tensor],
     ) -> tuple[Sampled | None, Tensor]:
-        """See `Drafter`; also puts down what was accepted, and tells the proposer."""
+        """See `Drafter`; also writes accepted tokens on the device, and tells the proposer."""
         chosen = [index for index, span in enumerate(spans) if span.num_sampled]
         placed, sampled, verified = None, None, torch.empty(0, 0)
         if chosen:
@@ -149,14 +149,14 @@ class DeviceDrafter:
         places = []
         for span in rows.spans:
             text = self._texts[span.request]
-            end = text.length + text.coming  # at most; of a request that needs the host the very end
+            end = text.length + text.coming  # an upper bound; exact for requests that need the host
             places += [(span.request, position) for position in range(end - span.num_sampled, end)]
         return self._context.sampler.launch_ahead(logits, places, rows.ahead())
 
     def _put_accepted(self, rows: _Rows, tokens: Tensor, finite: Tensor) -> None:
-        """Drafts count while they are what was sampled, up to a row that failed: see `_Part` in `model_runner`.
+        """Accept drafts as long as they equal the sampled tokens, up to a failed row: see `Part` in `model_runner`.
 
-        Whatever needs memory comes before the lengths change: a step for which there was not enough is tried again.
+        All memory is allocated before lengths change, so that a step that runs out of memory can be retried.
 
         Args:
             tokens, finite: of each row.
@@ -175,7 +175,7 @@ class DeviceDrafter:
     # -- after a step --------------------------------------------------------------------------------------
 
     def settle(self, outcome: Outcome) -> None:
-        """The host knows what came of a step, or of a part of it."""
+        """The results of a step, or of a part of it, are on the host."""
         settled = []
         for span, result in zip(outcome.spans, outcome.results, strict=True):
             text = self._texts.get(span.request)
@@ -192,26 +192,26 @@ class DeviceDrafter:
 
 
 def _without_drafts(span: Span) -> Span:
-    """A span of its own, with the device's tokens and start for what only the device knows."""
+    """A copy of a span without drafts, and with `AT_LAST` as its start if only the device knows it."""
     tokens = [token for token in span.tokens if token != DRAFT]
     sampled = span.num_sampled - (len(span.tokens) - len(tokens))
     return Span(span.request, AT_LAST if span.start_follows else span.start, tokens, sampled, span.targets)
 
 
 class _Rows:
-    """The rows of a step that sample, as the device sees them.
+    """The sampled rows of a step, as index tensors on the device.
 
     Args:
-        spans: which sample.
-        stops: the row after each span's last.
+        spans: the spans that sample.
+        stops: the end of each span's rows.
 
     Attributes:
-        ends: of the spans' requests.
-        counts: [spans] int64, rows of each.
-        picked: [rows] int64, which rows of the step they are.
-        grid: [spans, most] int64, the rows of each span, counted from the first one here; the last one again after it.
+        ends: the requests' lengths.
+        counts: [spans] int64, number of sampled rows.
+        picked: [rows] int64, indices among the step's rows.
+        grid: [spans, most] int64, indices into `picked`, padded with each span's last one.
         places: [spans, most] int64, see `DeviceContext.places`.
-        drafts: [spans, most - 1] int64, the drafts after each one's last known token.
+        drafts: [spans, most - 1] int64, the drafts after each request's last known token.
     """
 
     def __init__(self, context: DeviceContext, spans: Sequence[Span], stops: Sequence[int]) -> None:
@@ -230,7 +230,7 @@ class _Rows:
         self._positions = self.ends.lengths[self._of_row] + self._offsets
 
     def ahead(self) -> Ahead:
-        """For the sampler."""
+        """The rows for the sampler."""
         drafts = self.drafts[self._of_row]
         if drafts.shape[1]:
             columns = torch.arange(drafts.shape[1], device=drafts.device)
@@ -238,5 +238,5 @@ class _Rows:
         return Ahead(self._positions, drafts)
 
     def placed(self) -> Placed:
-        """For the proposer."""
+        """The rows for the proposer."""
         return Placed(self.picked, self.ends.rows[self._of_row], self._positions - 1)

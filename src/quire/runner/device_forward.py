@@ -1,9 +1,9 @@
-"""A step's forward pass where kernels read its shape on the device: a GPU.
+"""A step's forward pass on a GPU, whose kernels read the step's shape on the device.
 
-All that the device must be told of a step is one array of 32-bit integers, sent in one copy. Positions, slots and
-lengths are made of it there, together with what is there already: the block tables, and the token that each request
-sampled last, which the host need not know yet. No launch depends on anything but two padded counts, of tokens and of
-spans, so a step is recorded once a size as a CUDA graph, and replayed.
+A step is described by one array of 32-bit integers, sent in one copy. Positions, slots and lengths are computed from it
+on the device, with data that is there already: the block tables, and each request's last sampled token, which the host
+need not know yet. Launches depend only on two padded counts, of tokens and of spans, so that a step is recorded once
+per size as a CUDA graph, and replayed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 LARGEST_GRAPH = 1024
 LARGEST_SMALL_GRAPH = 2048
 SMALL_MODEL = 2 * 10**9
-"""Tokens of the largest step that is recorded, and of a model with at most so many parameters. Computing more takes
-longer than launching their kernels."""
+"""Most tokens of a step that is recorded, in general and for models with at most `SMALL_MODEL` parameters. Computing
+larger steps takes longer than launching their kernels."""
 
 AT_LAST = -1
-"""Stands for a span's start: the position of its request's last known token, which only the device may know."""
+"""Placeholder for a span's start: the position of its request's last known token, if only the device knows it."""
 
 CHUNK = 64
-"""Tokens of a step that holds more than decodes are a multiple of this."""
+"""The number of tokens of a step with prompts is padded to a multiple of this."""
 
 
 class Size(NamedTuple):
@@ -53,7 +53,7 @@ class Size(NamedTuple):
 
 @dataclass(slots=True)
 class _Graph:
-    """A step of one size, recorded: write `inputs`, call `replay`, and `made` is new."""
+    """A recorded step of one size: write `inputs`, call `replay`, and read `made`."""
 
     inputs: Tensor
     replay: Callable[[], None]
@@ -61,24 +61,24 @@ class _Graph:
 
 
 class DeviceForward:
-    """Runs spans through the model; keeps the block tables of all requests on the device.
+    """Runs spans through the model, with the block tables of all requests on the device.
 
     Args:
-        kv: a cache a KV group.
-        most_spans: of a step.
-        width: blocks of the longest context.
+        kv: one cache per KV group.
+        most_spans: most spans of a step.
+        width: number of blocks of the longest context.
         graphs: "lazy", "eager" or "off"; see `EngineConfig.cuda_graphs`.
-        spare: bytes of the device that must be free for another graph: its own, and those of steps without one.
+        spare: bytes that must be free to record another graph: for it, and for steps without one.
         aux_layers: see `HostForward`.
-        largest: tokens of the largest step that is recorded.
-        keeps: tokens of each request in `recent`.
+        largest: most tokens of a step that is recorded.
+        keeps: number of tokens per request in `recent`.
 
     Attributes:
-        graphs: the same.
-        recent: [requests, keeps] int64, tokens of each row of the tables by position modulo `keeps`: the last ones that
-            are known, and what is drafted after them.
-        lengths: [requests] int32, how many tokens of each are known. Whoever sends spans that start at `AT_LAST` or
-            more than one sampled token a span keeps both.
+        graphs: see above.
+        recent: [requests, keeps] int64, recent tokens for each row of the tables, by position modulo `keeps`: the last
+            known ones, followed by drafts.
+        lengths: [requests] int32, number of known tokens. The caller maintains both if spans start at `AT_LAST`, or
+            sample more than one token.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class DeviceForward:
         self._most_spans, self.graphs, self._spare, self._largest = most_spans, graphs, spare, largest
         self._recorded: dict[Size, _Graph] = {}
         self._full = False  # no memory for more graphs
-        # Twice the spans: requests that were preempted keep their row. More grow the tables, and record again.
+        # Twice the spans, since preempted requests keep their row. Growing the tables means recording graphs again.
         with device.active():
             shape = len(kv), 2 * most_spans, width  # groups, requests, blocks
             self._tables = torch.zeros(shape, dtype=torch.int32, device=device.torch)
@@ -108,11 +108,11 @@ class DeviceForward:
 
     @property
     def last_tokens(self) -> Tensor:
-        """See `HostForward`; where no more tokens than that are kept."""
+        """See `HostForward`; only if no other tokens are kept."""
         return self.recent[:, 0]
 
     def set_blocks(self, rows: Sequence[int], starts: Sequence[int], blocks: Sequence[Blocks]) -> None:
-        """Entries of some rows of the tables, each from its start on."""
+        """Set entries in some rows of the tables, each from its start on."""
         if max(rows) >= len(self.lengths):
             self._grow(max(rows) + 1)
         groups, height, width = self._tables.shape
@@ -126,13 +126,13 @@ class DeviceForward:
         self._tables.view(-1).index_copy_(0, where, what)
 
     def _grow(self, height: int) -> None:
-        """More rows. What was recorded reads the old tables, so it is forgotten."""
+        """Add rows, and drop all graphs, since they read the old tables."""
         more = max(height, 2 * len(self.lengths)) - len(self.lengths)
         tables = torch.nn.functional.pad(self._tables, (0, 0, 0, more))
         recent = torch.nn.functional.pad(self.recent, (0, 0, 0, more))
         lengths = torch.nn.functional.pad(self.lengths, (0, more))
         self._recorded, self._full = {}, False
-        self._tables, self.recent, self.lengths = tables, recent, lengths  # all or none, whatever may fail
+        self._tables, self.recent, self.lengths = tables, recent, lengths  # all or none, whatever fails
 
     def slots(self, row: int, positions: Sequence[int]) -> list[Tensor]:
         """See `HostForward.slots`."""
@@ -146,14 +146,14 @@ class DeviceForward:
         row_starts: NDArray[np.int64],
         branches: Mapping[int, Branch] = NO_BRANCHES,
     ) -> list[RaggedBatch]:
-        """All spans one after the other, a group each, without padding; see `__call__`."""
+        """The spans as one batch per group, without padding; see `__call__`."""
         size = Size(int(row_starts[-1]), len(spans))
         if not branches:
             return self._batches(self._write(self._inputs(size), size, spans, rows, row_starts), size)
         by_span = {index: branches[span.request] for index, span in enumerate(spans) if span.request in branches}
         bases, ends = np.zeros((2, len(spans)), np.int32)
         spans = list(spans)
-        for index, branch in by_span.items():  # its first row's slot, in place of its position
+        for index, branch in by_span.items():  # its first row's slot, instead of its position
             spans[index] = replace(spans[index], start=branch.base + branch.slots[0])
             bases[index], ends[index] = branch.base, tree_end(branch)
         depths, paths = (table.astype(np.int32) for table in tree_rows(by_span, row_starts))
@@ -168,14 +168,14 @@ class DeviceForward:
         row_starts: NDArray[np.int64],
         branches: Mapping[int, Branch] = NO_BRANCHES,
     ) -> Forwarded:
-        """Computes the spans: see `HostForward`.
+        """Compute the spans: see `HostForward`.
 
-        What it returns has rows of padding after those of the spans, and is overwritten by the next step.
+        The result is padded with rows after those of the spans, and is overwritten by the next step.
 
         Args:
-            rows: which row of the tables belongs to each span's request.
-            row_starts: first row of each span, and one entry more.
-            branches: by request, where a span's rows do not continue one another; no graph is captured then.
+            rows: the row in the tables of each span's request.
+            row_starts: first row of each span, and the end of the last one.
+            branches: trees of drafts, by request; these use no graph.
         """
         if branches:
             return self._forward(self.batches(spans, rows, row_starts, branches))
@@ -186,31 +186,31 @@ class DeviceForward:
             graph.replay()
             return graph.made
         inputs = self._write(self._inputs(size), size, spans, rows, row_starts)
-        made = self._run(inputs, size)  # this step itself: it compiles what is not compiled yet
+        made = self._run(inputs, size)  # this step itself, which also compiles kernels
         if self.graphs != "off" and size.tokens <= self._largest and not self._full:
             self._record(inputs, size)
         return made
 
     def record(self, sizes: set[Size], report: Callable[[float], None]) -> None:
-        """Record these sizes, or as many as fit; `report` is told the share that is done."""
+        """Record these sizes, or as many as fit; `report` is called with the progress."""
         for index, size in enumerate(sorted(sizes, reverse=True)):
             if self._full:
                 break
             report(index / len(sizes))
             inputs = self._inputs(size)
-            inputs.zero_()  # no span has a row: nothing is stored but in the null block
+            inputs.zero_()  # no span has a row, so only the null block is written
             self._run(inputs, size)
             self._record(inputs, size)
         report(1.0)
 
     @property
     def num_graphs(self) -> int:
-        """Sizes that are recorded."""
+        """Number of recorded sizes."""
         return len(self._recorded)
 
     def _record(self, inputs: Tensor, size: Size) -> None:
         begin = time.perf_counter()
-        self._device.release()  # what is kept for steps cannot serve a recording
+        self._device.release()  # cached memory cannot be used for recording
         try:
             enough = self._device.memory()[0] >= self._spare
             recorded = self._device.record(lambda: self._run(inputs, size)) if enough else None
@@ -231,13 +231,13 @@ class DeviceForward:
     # -- computing -----------------------------------------------------------------------------------------
 
     def _inputs(self, size: Size) -> Tensor:
-        """Memory for what is sent of a step; see `_write`."""
+        """Memory for a step's description; see `_write`."""
         return torch.empty(_places(size)[-1].stop, dtype=torch.int32, device=self._device.torch)
 
     def _write(
         self, inputs: Tensor, size: Size, spans: list[Span], rows: NDArray[np.int64], begins: NDArray[np.int64]
     ) -> Tensor:
-        """Send what the device must know: row starts, starts and table rows of the spans, tokens, span of each row."""
+        """Send a step's description: row starts, starts and table rows of the spans, tokens, and each row's span."""
         count, real = len(spans), int(begins[-1])
         sent = np.zeros(len(inputs), np.int32)
         row_starts, starts, table_rows, tokens, span_of_row = (sent[place] for place in _places(size))
@@ -250,15 +250,15 @@ class DeviceForward:
         return inputs
 
     def _run(self, inputs: Tensor, size: Size) -> Forwarded:
-        """The forward pass, from what `_write` has sent. Its launches depend on `size` alone."""
+        """The forward pass, given the inputs of `_write`. Its launches depend only on `size`."""
         return self._forward(self._batches(inputs, size))
 
     def _batches(
         self, inputs: Tensor, size: Size, trees: DeviceTrees | None = None, reach: Tensor | None = None
     ) -> list[RaggedBatch]:
-        """What kernels read. `reach` [spans]: contexts go at least so far, as ancestors may lie after a row."""
+        """The kernels' input. `reach` [spans]: least context lengths, as a row's ancestors may be stored after it."""
         row_starts, starts, table_rows, tokens, span_of_row = (inputs[place] for place in _places(size))
-        if self.recent.shape[1] > 1:  # else the lengths are not kept
+        if self.recent.shape[1] > 1:  # otherwise lengths are not maintained
             starts = torch.where(starts == AT_LAST, self.lengths.index_select(0, table_rows) - 1, starts)
         contexts = torch.empty_like(starts)
         batches = [
@@ -274,7 +274,7 @@ class DeviceForward:
         return RaggedBatch(ids, positions, slots, [], [], spans.block_tables[:0], self._size, spans)
 
     def decodes(self, table_rows: Tensor, starts: Tensor, tokens: Tensor) -> RaggedBatch:
-        """A token of each of some requests, of which the host knows nothing but how many they are, for what drafts.
+        """A batch of one token per request for a draft model, of which the host knows only the number of requests.
 
         Args:
             table_rows: [requests] int32, their rows of the tables.
@@ -300,9 +300,9 @@ class DeviceForward:
 
 
 def padded(tokens: int, spans: int, most_spans: int) -> Size:
-    """The size in which a step is computed: few enough to record them all, and little of it wasted.
+    """The padded size of a step, so that there are few sizes to record, and little padding.
 
-    Only pure decodes have as many tokens as spans, so that kernels can tell by the size.
+    Only steps of decodes alone have as many tokens as spans, which kernels make use of.
     """
     if tokens == spans:
         count = _padded_decodes(tokens)
@@ -312,7 +312,7 @@ def padded(tokens: int, spans: int, most_spans: int) -> Size:
 
 
 def _padded_decodes(count: int) -> int:
-    """1, 2, 4, then multiples of 8; from 128 on at most an eighth more."""
+    """Round up to 1, 2, 4, or a multiple of 8; from 128 on, to steps of at most an eighth."""
     if count <= 4:
         return 1 << (count - 1).bit_length()
     step = 1 << max(3, count.bit_length() - 4)
@@ -320,26 +320,26 @@ def _padded_decodes(count: int) -> int:
 
 
 def largest_graph(parameters: int) -> int:
-    """Tokens of the largest step that is recorded of a model with so many parameters."""
+    """Most tokens of a step that is recorded, for a model with this many parameters."""
     return LARGEST_SMALL_GRAPH if parameters <= SMALL_MODEL else LARGEST_GRAPH
 
 
 def decode_sizes(most_spans: int, largest: int = LARGEST_GRAPH) -> set[Size]:
-    """Every size of a step of decodes alone that is recorded."""
+    """All recorded sizes of steps of decodes alone."""
     return {padded(count, count, most_spans) for count in range(1, min(most_spans, largest) + 1)}
 
 
 def all_sizes(most_spans: int, largest: int = LARGEST_GRAPH) -> set[Size]:
-    """Every size of a step that is recorded, with at most `largest` tokens."""
+    """All recorded sizes, with at most `largest` tokens."""
     decodes = decode_sizes(most_spans, largest)
     spans = {1, *(count for count in (17, 65) if count <= most_spans)}
     mixed = {padded(tokens, count, most_spans) for count in spans for tokens in range(count + 1, largest + 1)}
     return {size for size in decodes | mixed if size.tokens <= largest}
 
 
-@functools.lru_cache(4096)  # batches of what drafts have any size
+@functools.lru_cache(4096)  # a draft model's batches have any size
 def _places(size: Size) -> list[slice]:
-    """Where the parts of a step's inputs lie, each from a multiple of 16 bytes on: kernels are compiled for that."""
+    """The slices of a step's inputs, each aligned to 16 bytes, for which kernels are compiled."""
     places, start = [], 0
     for length in (size.spans + 1, size.spans, size.spans, size.tokens, size.tokens):
         places.append(slice(start, start + length))

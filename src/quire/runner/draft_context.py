@@ -1,4 +1,4 @@
-"""A runner as proposers see it: batches in a request's own blocks, and drawing as the request itself would."""
+"""The proposers' view of a runner: batches in a request's own blocks, and sampling with the request's parameters."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from quire.runner.sampler import Sampler
 
 
 class DraftContext:
-    """What a proposer may use of the runner that it works for.
+    """What a proposer may use of its runner.
 
     Args:
-        kv: a cache a KV group; what drafts has its own in the first one's blocks.
-        row_of: a request's row of the block tables.
+        kv: one cache per KV group; a draft model's cache is in the first one's blocks.
+        row_of: returns a request's row in the block tables.
 
     Attributes:
-        vocab_size: of the model that verifies.
-        ranks: how many compute it.
+        vocab_size: the target model's.
+        ranks: number of the target model's ranks.
         upload, download: see `Device`.
     """
 
@@ -50,10 +50,10 @@ class DraftContext:
 
     @property
     def kv(self) -> KVCache:
-        """What the proposer keeps of each token: see `Speculation.kv_shape`.
+        """The draft model's KV cache: see `Speculation.kv_shape`.
 
         Raises:
-            RuntimeError: the blocks were made without it.
+            RuntimeError: the blocks were allocated without it.
         """
         cache = self._kv[0].draft_kv
         if cache is None:
@@ -63,11 +63,11 @@ class DraftContext:
         return cache
 
     def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
-        """A span a request: `tokens` from position `start` on, in the request's own blocks, for use with `kv`."""
+        """One span per request: `tokens` from position `start` on, in the request's own blocks, for use with `kv`."""
         return self._batch([Span(*span) for span in zip(requests, starts, map(list, tokens), strict=True)], {})
 
     def tree_batch(self, branches: Sequence[Branch]) -> RaggedBatch:
-        """The same with spans whose rows follow paths of their own."""
+        """The same for trees of drafts."""
         spans = [Span(branch.request, branch.base, list(branch.tokens)) for branch in branches]
         return self._batch(spans, {branch.request: branch for branch in branches})
 
@@ -76,64 +76,64 @@ class DraftContext:
         return self._tables.batches(spans, self.rows_of([span.request for span in spans]), row_starts, branches)[0]
 
     def rows_of(self, requests: Sequence[int]) -> NDArray[np.int64]:
-        """Their rows of the block tables."""
+        """Requests' rows in the block tables."""
         return np.array([self.row_of(request) for request in requests], np.int64)
 
     def draw(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-        """The token that each row's request would sample there from these logits [rows, vocabulary] fp32.
+        """Sample a token per row from logits [rows, vocabulary] fp32, with the request's parameters and noise.
 
-        With the same parameters and the same noise, so that equal logits give equal tokens. -1: no token is left. The
-        logits may be overwritten; no request goes on by it.
+        So equal logits give the tokens that the request itself will sample. -1 means that all tokens are masked. The
+        logits may be overwritten; no request advances.
         """
         tokens: list[int] = self.sampler.draw(logits, rows).tolist()
         return tokens
 
     def line(self, wanted: Sequence[Wanted], lead: int) -> Line:
-        """Draws drafts one after the other.
+        """Sample drafts one after the other.
 
         Args:
-            wanted: those that want the most drafts first, so that those that go on are always the first ones.
-            lead: the row of a token at position p is stored at p - lead.
+            wanted: in order of descending counts, so that the requests that want another draft are always the first.
+            lead: the KV of a token at position p is stored at p - lead.
         """
         requests, positions = [want.request for want in wanted], [want.position for want in wanted]
         filters = self.sampler.filters_ahead(requests, positions, wanting(wanted)[:-1])
         return Line(self, wanted, lead, filters)
 
     def rows_ahead(self, wanted: Sequence[Wanted], lead: int) -> RowsAhead:
-        """How the rows of drafts are computed that others continue: see `line` and `HostForward.rows_ahead`."""
+        """Batches for drafts that are followed by others: see `line` and `HostForward.rows_ahead`."""
         firsts = np.array([want.position - lead for want in wanted])
         rows = self.rows_of([want.request for want in wanted])
         return self._tables.rows_ahead(rows, np.arange(wanted[0].count - 1)[:, None] + firsts)
 
     def distributions(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        """What `draw` draws from: probabilities [rows, vocabulary] fp32, after edits, temperature and filters."""
+        """The distributions of `draw`: [rows, vocabulary] fp32, after edits, temperature and filters."""
         return self.sampler.distributions(logits, rows)
 
     def candidates(self, logits: Tensor, rows: Sequence[Row], width: int) -> tuple[Tensor, Tensor]:
-        """The `width` tokens that each row's request most likely samples: ids and log-confidences [rows, width].
+        """The `width` tokens that each row's request will most likely sample: ids and log-confidences [rows, width].
 
-        With the request's temperature and noise: the first one is usually what `draw` would give.
+        They depend on the request's temperature and noise; the first one is usually the result of `draw`.
         """
         return self.sampler.candidates(logits, rows, width)
 
     # -- for the drafter -----------------------------------------------------------------------------------
 
     def set_last(self, requests: Sequence[int], tokens: Sequence[int]) -> None:
-        """Say which token was sampled last for some requests, where the runner itself did not see it."""
+        """Set the last sampled tokens of requests for which the runner does not have them."""
         self._tables.last_tokens.index_copy_(0, *self.upload(self.rows_of(requests), np.array(tokens, np.int64)))
 
     def move(self, request: int, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Put the model's keys and values from positions of a request to others: accepted rows of a tree."""
+        """Copy a request's KV between positions: that of a tree's accepted rows."""
         slots = self._tables.slots(self.row_of(request), [*sources, *destinations])
         for kv, own in zip(self._kv, slots, strict=True):
             self.kernels.move_rows(kv, *own.chunk(2))
 
 
 class Line:
-    """Drafts one after the other, of several requests side by side. What depends on no token is made for all at once.
+    """Successive drafts of several requests. What does not depend on tokens is prepared once for all drafts.
 
     Args:
-        filters: how to sample each draft, see `Sampler.filters_ahead`; None: that depends on the drafts before it.
+        filters: how to sample each draft, see `Sampler.filters_ahead`; None if it depends on earlier drafts.
     """
 
     def __init__(
@@ -146,11 +146,11 @@ class Line:
         self._context, self._wanted, self._lead, self._filters = context, wanted, lead, filters
         self._rows: RowsAhead | None = None
         self._going = wanting(wanted)
-        self._drawn: list[Tensor] = []  # a draft each: [requests that wanted it] int64, -1: no token was left
+        self._drawn: list[Tensor] = []  # one per draft: [requests] int64, -1 if all was masked
 
     @property
     def rows(self) -> list[Row]:
-        """Where the next draft stands of each request that wants one."""
+        """The next draft's row of each request that wants one."""
         depth = len(self._drawn)
         ahead = zip(*(tokens.clamp(min=0).tolist() for tokens in self._drawn), strict=False) if depth else repeat(())
         return [
@@ -159,7 +159,7 @@ class Line:
         ]
 
     def draw(self, logits: Tensor) -> int:
-        """Those drafts from their logits, as `DraftContext.draw`; returns how many of the requests want another one."""
+        """Sample the next drafts, see `DraftContext.draw`. Returns the number of requests that want another one."""
         if self._filters is not None:
             tokens = self._context.kernels.sample(logits, self._filters[len(self._drawn)])
         else:
@@ -168,7 +168,7 @@ class Line:
         return self._going[len(self._drawn)]
 
     def batch(self) -> RaggedBatch:
-        """A row for the draft just drawn of each request that wants another one."""
+        """The batch of the latest drafts of the requests that want another one."""
         depth = len(self._drawn)
         tokens = self._drawn[-1].clamp(min=0)
         if len(tokens) > self._going[depth]:
@@ -178,48 +178,48 @@ class Line:
         return self._rows(depth - 1, tokens)
 
     def drafts(self) -> list[list[int]]:
-        """What was drawn, by request, up to where no token was left."""
+        """The drafts by request, up to one where all tokens were masked."""
         drawn = [tokens.tolist() for tokens in self._drawn]
         lines = [[tokens[i] for tokens in drawn[: want.count]] for i, want in enumerate(self._wanted)]
         return [line[: line.index(-1)] if -1 in line else line for line in lines]
 
 
 def wanting(wanted: Sequence[Wanted]) -> list[int]:
-    """How many want at least 1, 2, ... drafts, up to a number that none wants; the most comes first in `wanted`."""
+    """The number of requests that want at least 1, 2, ... drafts, the last one 0. Counts in `wanted` are descending."""
     return [sum(want.count > depth for want in wanted) for depth in range(wanted[0].count + 1)]
 
 
 class DeviceContext(DraftContext):
-    """The same where only the device knows where texts end, and what is drafted after them."""
+    """The same if lengths and drafts are known on the device only."""
 
     _tables: DeviceForward
 
     @property
     def recent(self) -> Tensor:
-        """[requests, size] int64: tokens of each row of the block tables by position modulo `size`.
+        """[requests, size] int64: recent tokens for each row of the block tables, by position modulo `size`.
 
-        `batch` takes from there where a token is -1 (the one of the row's position) or -2 (the next one).
+        In `batch`, the token -1 is replaced by the recent one at the row's position, -2 by the next one.
         """
         return self._tables.recent
 
     def ends(self, requests: Sequence[int]) -> Ends:
-        """Where the texts of these requests end."""
+        """The lengths of these requests."""
         [rows] = self.upload(self.rows_of(requests).astype(np.int32))
         return Ends(rows, self._tables.lengths.index_select(0, rows).long())
 
     def decodes(self, ends: Ends, offset: int, tokens: Tensor) -> RaggedBatch:
-        """A row a request, `offset` positions after its last known token: `tokens` [requests] int64."""
+        """One row per request, `offset` positions after its last known token: `tokens` [requests] int64."""
         return self._tables.decodes(ends.rows, (ends.lengths - 1 + offset).to(torch.int32), tokens)
 
     def draw_ahead(self, logits: Tensor, asked: Sequence[Asked], ends: Ends, drafts: Tensor) -> Tensor:
-        """As `draw`: the tokens [requests] after `drafts` [requests, count], which stay on the device."""
+        """Like `draw`: tokens [requests] after `drafts` [requests, count], without the host."""
         places = [(each.request, each.most + drafts.shape[1]) for each in asked]
         return self.sampler.draw_ahead(logits, places, Ahead(ends.lengths + drafts.shape[1], drafts))
 
     # -- for the drafter: the tables -----------------------------------------------------------------------
 
     def tell(self, requests: Sequence[int], lengths: NDArray[np.int64], last: NDArray[np.int64]) -> None:
-        """So many tokens of these requests are known, and the last one of each."""
+        """Set these requests' lengths, and their last tokens."""
         rows, keeps = self.rows_of(requests), self.recent.shape[1]
         places = rows * keeps + (lengths - 1) % keeps
         sent = self.upload(rows, lengths.astype(np.int32), places, last)
@@ -227,21 +227,20 @@ class DeviceContext(DraftContext):
         self.recent.view(-1).index_copy_(0, *sent[2:])
 
     def places(self, ends: Ends, count: int) -> Tensor:
-        """Of the positions after the known tokens, in `recent`: [requests, count] int64."""
+        """Indices into `recent` of the positions after the known tokens: [requests, count] int64."""
         keeps = self.recent.shape[1]
         positions = ends.lengths[:, None] + torch.arange(count, device=ends.lengths.device)
         return ends.rows[:, None].long() * keeps + positions % keeps
 
     def put_drafts(self, requests: Sequence[int], tokens: Tensor) -> None:
-        """Drafts [requests, count] after the known tokens; what is no token of the model's is none."""
+        """Write drafts [requests, count] after the known tokens; invalid ids become -1."""
         tokens = torch.where((tokens >= 0) & (tokens < self.vocab_size), tokens, -1)
         places = self.places(self.ends(requests), tokens.shape[1])
         self.recent.view(-1).index_copy_(0, places.flatten(), tokens.flatten())
 
     def putting(self, ends: Ends, places: Tensor, tokens: Tensor, counts: Tensor) -> Callable[[], None]:
-        """What puts tokens [requests, most] into these places, and makes the first `counts` of each known tokens.
-
-        Called once, it takes no memory.
+        """A function that writes tokens [requests, most] into these places, and extends lengths by `counts`. Calling it
+        allocates no memory.
 
         Args:
             counts: [requests] int32.

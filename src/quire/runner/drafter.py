@@ -1,7 +1,7 @@
-"""Drafts on their way through a step: proposed before it, verified by it, and told to the proposer after it.
+"""Drafts on the host: proposed before a step, verified by it, and followed by the proposer after it.
 
-Where drafts are made here, the host must know a step's tokens before it begins the next one: a device that works by
-itself is waited for. `device_drafter` does without.
+The host must know a step's tokens before it can launch the next step, so it waits for the device. `device_drafter`
+avoids that.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ NO_DRAFTS = Drafts([])
 
 @dataclass(slots=True)
 class _Text:
-    """What the host knows of a request's tokens: how many there are, and the last one.
+    """A request's number of tokens, and the last one.
 
     Attributes:
-        drafted: False once a row failed beside drafts: they may have caused that, so there are no more of them.
+        drafted: False once a row with drafts has failed: these may have caused it, so it gets no more drafts.
     """
 
     length: int
@@ -47,15 +47,14 @@ class _Text:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a step made of its spans, or of some of them.
+    """The results of a step, or of a part of it.
 
     Attributes:
-        results: one a span.
-        row_starts: first row of each span in `features`, and one entry more.
+        results: one per span.
+        row_starts: first row of each span in `features`, and the end of the last one.
         features: [rows, width], see `Forwarded`.
-        drafts: by request, what its span verified.
-        paths: by index of a span that verified drafts, the rows whose tokens count, in the order of positions; none
-            where the first one failed.
+        drafts: by request, the drafts that its span verified.
+        paths: by index of a span with drafts, its accepted rows, in order of position; empty if the first one failed.
     """
 
     spans: Sequence[Span]
@@ -67,18 +66,18 @@ class Outcome:
 
 
 class Guard:
-    """Calls a proposer: one that fails costs speed and nothing else, unless the device has failed.
+    """Calls a proposer and ignores its errors, since without drafts only speed is lost; unless the device has failed.
 
     Args:
-        ranks: how many compute the model. Drafts of several must be the same, so a failure of one fails the step.
+        ranks: number of ranks of the model. With several, drafts must be the same on all, so an error fails the step.
     """
 
     def __init__(self, ranks: int = 1) -> None:
         self._alone = ranks == 1
-        self._failures: set[str] = set()  # what it failed to do
+        self._failures: set[str] = set()  # calls that have failed
 
     def __call__(self, what: str, call: Callable[[], T]) -> T | None:
-        """What `call` returns; None where it fails."""
+        """The result of `call`; None if it fails."""
         try:
             return call()
         except (torch.AcceleratorError, DeviceLostError):
@@ -93,16 +92,16 @@ class Guard:
 
 
 class Drafter:
-    """Stands between the plans, which say how many drafts there may be, and the proposer, which says which.
+    """Fills in the drafts that plans ask for, with a proposer.
 
     Args:
-        proposer: guesses.
-        context: what it may use.
+        proposer: drafts tokens.
+        context: the proposer's view of the runner.
         rejection: see `Speculation`.
 
     Attributes:
-        waits: whether the host must know what came of a step before the next one is launched. Then steps in which
-            nothing is drafted are sampled as if there were no drafter.
+        waits: whether the host must know a step's result before the next one is launched. If so, steps without drafts
+            are sampled as if there were no drafter.
     """
 
     waits = True
@@ -113,7 +112,7 @@ class Drafter:
         self._ask = Guard(context.ranks)
 
     def start(self, info: RequestInfo) -> None:
-        """A request is new to the runner; one that is not followed gets no drafts."""
+        """Add a request; it is followed if it may get drafts."""
         if not info.drafting_enabled:
             return
         tokens = [*info.prompt_token_ids, *info.output_token_ids]
@@ -121,25 +120,25 @@ class Drafter:
         self._ask("start a request", lambda: self._proposer.start(info))
 
     def end(self, request: int) -> None:
-        """Forget it; one that is not known is ignored."""
+        """Remove a request; an unknown one is ignored."""
         if self._texts.pop(request, None) is not None:
             self._ask("end a request", lambda: self._proposer.end(request))
 
     @property
     def following(self) -> bool:
-        """Whether there is a request that may be drafted; without any, steps need not come by here."""
+        """Whether any request is followed; if not, steps need not involve the drafter."""
         return bool(self._texts)
 
     def drop_drafting(self, requests: Sequence[int]) -> None:
-        """Follow some no longer; one that is not known is ignored."""
+        """Stop following requests; unknown ones are ignored."""
         known = [request for request in requests if request in self._texts]
-        if known:  # the next step finds their last tokens where it would if they had never been followed
+        if known:  # the next step needs their last tokens, as if they had never been followed
             self._context.set_last(known, [self._texts[request].last for request in known])
         for request in known:
             self.end(request)
 
     def resolve(self, spans: list[Span]) -> tuple[list[Span], dict[int, Drafts]]:
-        """Spans with true starts and ids in place of what stood for them; by request, the drafts that they verify."""
+        """Replace placeholders in spans by true starts and ids. Returns the spans, and by request, their drafts."""
         known, wanted = [], []
         for span in spans:
             text = self._texts.get(span.request) if span.tokens[-1] < 0 else None
@@ -165,12 +164,12 @@ class Drafter:
         return Span(span.request, start, tokens, 1, span.targets)
 
     def _forced(self, wanted: list[Wanted]) -> dict[int, Drafts]:
-        """By request, what its grammar has one way for: no proposer could do better."""
+        """By request, the tokens that its grammar forces, which are better than any proposer's."""
         made = {want.request: self._context.sampler.forced(want.request)[: want.count] for want in wanted}
         return {request: Drafts(tokens) for request, tokens in made.items() if tokens}
 
     def _propose(self, wanted: list[Wanted]) -> dict[int, Drafts]:
-        """By request; a proposer that fails proposes nothing, and one that says too much is not listened to."""
+        """The proposer's drafts, by request; invalid or surplus ones are dropped."""
 
         def ask() -> dict[int, Drafts]:
             proposed = self._proposer.propose(wanted, self._context)
@@ -191,11 +190,11 @@ class Drafter:
         drafts: Mapping[int, Drafts],
         logits: Callable[[Tensor], Tensor],
     ) -> tuple[Sampled | None, Tensor]:
-        """Samples the last rows of spans, those of `drafts` among them.
+        """Sample the last rows of spans, including those of `drafts`.
 
         Returns:
-            Sampled rows, in the order of the spans; and the drafts that they verified where only the device knew them,
-            [sampled spans, most], of which a span had `num_sampled - 1`, on the host once the device has come so far.
+            The sampled rows, in the order of the spans; and the drafts that were known on the device only,
+            [sampled spans, most], of which a span has `num_sampled - 1`, valid on the host once the device is done.
         """
         rows: list[int] = []
         places: list[Row] = []
@@ -205,7 +204,7 @@ class Drafter:
                 continue
             own = drafts.get(span.request, NO_DRAFTS)
             first, known = row_starts[index + 1] - span.num_sampled, len(span.tokens) - len(own.tokens)
-            if self._rejection and own.tokens and own.parents is None:  # a tree's are sampled exactly
+            if self._rejection and own.tokens and own.parents is None:  # trees are verified exactly
                 verified.append(Verified(len(rows), own.tokens, own.distributions))
             for row, ahead in enumerate(drafts_before(own)):
                 rows.append(first + row)
@@ -218,9 +217,9 @@ class Drafter:
         return sampled, torch.empty(0, 0)
 
     def settle(self, outcome: Outcome) -> None:
-        """A step has run: take in its tokens, put accepted rows into place, and tell the proposer."""
+        """A step has run: record its tokens, move the KV of accepted rows into place, and tell the proposer."""
         computed = []
-        others: dict[int, int] = {}  # the last tokens of those that are not followed
+        others: dict[int, int] = {}  # the last tokens of requests that are not followed
         for index, (span, result) in enumerate(zip(outcome.spans, outcome.results, strict=True)):
             if result.error is not None:
                 continue
@@ -237,7 +236,7 @@ class Drafter:
                 next_token = result.tokens[-1]
                 text.last = next_token
                 text.length += len(result.tokens)
-                if outcome.drafts:  # else the sampler knows
+                if outcome.drafts:  # otherwise the sampler has them
                     self._context.sampler.take(span.request, result.tokens)
             first = outcome.row_starts[index]
             tokens: list[int] = span.tokens
@@ -254,10 +253,10 @@ class Drafter:
 
 
 def _usable(drafts: Drafts, count: int, vocab_size: int) -> Drafts:
-    """The first drafts, as many as may be verified, up to one that is no token of the model's.
+    """The first `count` drafts, up to one that is not a token of the model.
 
     Raises:
-        TypeError, ValueError: they are not what `Drafts` says.
+        TypeError, ValueError: they are not valid `Drafts`.
     """
     tokens = list(map(operator.index, drafts.tokens))
     parents, distributions = drafts.parents, drafts.distributions
@@ -276,10 +275,10 @@ def _usable(drafts: Drafts, count: int, vocab_size: int) -> Drafts:
 
 
 def accepted_path(sampled: Sequence[int], drafts: Drafts) -> list[int]:
-    """Rows, 0 the last known token's and j draft j's, along which each draft is what was sampled before it.
+    """The accepted rows (0: the last known token, j: draft j), each of whose drafts equals the token sampled before it.
 
     Args:
-        sampled: a token a row.
+        sampled: one token per row.
     """
     path = [0]
     for row, draft in enumerate(drafts.tokens, start=1):
@@ -290,7 +289,7 @@ def accepted_path(sampled: Sequence[int], drafts: Drafts) -> list[int]:
 
 
 def drafts_before(drafts: Drafts) -> list[list[int]]:
-    """Per row, the drafts on the way to it, its own the last; none for row 0."""
+    """Per row, the drafts on the path to it, including its own; none for row 0."""
     before: list[list[int]] = [[]]
     for row, draft in enumerate(drafts.tokens, start=1):
         before.append([*before[drafts.parent(row)], draft])
@@ -298,7 +297,7 @@ def drafts_before(drafts: Drafts) -> list[list[int]]:
 
 
 def branch_of(span: Span, drafts: Drafts) -> Branch | None:
-    """The tree that a span verifies; None: its rows continue one another."""
+    """The tree of drafts that a span verifies; None if it has no branches."""
     if drafts.parents is None or drafts.parents == list(range(len(drafts.tokens))):
         return None
     paths: list[list[int]] = [[0]]

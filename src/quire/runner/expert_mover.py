@@ -1,5 +1,5 @@
-"""Experts move from rank to rank under running requests: what a rank will have is read while steps go on, a piece at a
-time, and all ranks use it from the same step on. No bit depends on it: see `ops/cpu/src/experts.cpp`.
+"""Moves experts between ranks while requests run: a rank reads its new experts piece by piece during steps, and all
+ranks use them from the same step on. No result depends on the placement: see `ops/cpu/src/experts.cpp`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class Prepared(msgspec.Struct, tag=True):
-    """What a rank says of a move that it has prepared for.
+    """A rank's report that it is prepared for a move.
 
     Attributes:
-        seconds: that reading took.
-        error: why the experts cannot be read; "": they are there.
+        seconds: how long reading took.
+        error: why the experts cannot be read; "" if they have been.
     """
 
     version: int
@@ -34,20 +34,19 @@ class Prepared(msgspec.Struct, tag=True):
 
 
 class ExpertMover:
-    """A rank's side of moves, one at a time.
+    """A rank's part in moves, one at a time.
 
-    A thread of its own reads what this rank has not and will have. With each step it begins one more piece, at most: so
-    no step waits for a disk, and what reading takes from the steps in processor time and memory rate is an expert's
-    worth, however many move. (It has no lower priority: one that is put aside while it holds Python's lock would hold
-    up the steps. Its loops give way instead, see `Kernels.giving_way`.)
+    A background thread reads the rank's new experts, at most one piece per step. So no step waits for a disk, and a
+    step loses at most the processor time and memory bandwidth of reading one expert. (The thread has no lower priority:
+    if it were preempted while it holds the GIL, steps would wait. Its loops yield instead, see `Kernels.giving_way`.)
 
     Args:
-        layers: those with experts that this rank has, by number.
-        kernels: what the experts are packed for.
+        layers: this rank's layers with experts, by number.
+        kernels: for which experts are packed.
 
     Attributes:
-        version: of the last move that is in force; 0: none.
-        on_prepared: told, by another thread, when what a move needs is there, or cannot be read.
+        version: of the last move that is in effect; 0 if there is none.
+        on_prepared: called from another thread when a move's experts have been read, or cannot be.
     """
 
     def __init__(self, layers: Mapping[int, ExpertsLayer], kernels: Kernels) -> None:
@@ -55,16 +54,16 @@ class ExpertMover:
         self.version = 0
         self.on_prepared: Callable[[Prepared], None] = lambda prepared: None
         self._move: ExpertMove | None = None
-        self._reading: _Reading | None = None  # None: the layer of the move at hand is not here
-        self._piece: Future[None] | None = None  # the last one that was begun
-        # Not a daemon: the interpreter's end would break it off inside a kernel, and abort the process.
+        self._reading: _Reading | None = None  # None: the current move's layer is not on this rank
+        self._piece: Future[None] | None = None  # the last one that was submitted
+        # Not a daemon, which would be killed inside a kernel when the interpreter exits, and abort the process.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="quire-experts")
 
     def follow(self, plan: StepPlan) -> None:
-        """What the plan of the step at hand says of experts.
+        """Carry out what a plan says about experts.
 
         Raises:
-            DeviceLostError: what is to be used from this step on is not there: this rank can compute no step more.
+            DeviceLostError: experts to be used from this step on have not been read: this rank cannot continue.
         """
         self._use(plan.expert_version)
         if plan.expert_move is not None:
@@ -73,7 +72,7 @@ class ExpertMover:
             self._piece = self._reader.submit(self._read, self._reading)
 
     def _prepare(self, move: ExpertMove) -> None:
-        """A move begins; one that has begun is not begun again."""
+        """Begin a move, unless it has begun already."""
         if move.version <= self.version or (self._move is not None and self._move.version == move.version):
             return
         layer = self._layers.get(move.layer)
@@ -82,14 +81,14 @@ class ExpertMover:
             self.on_prepared(Prepared(move.version, 0.0))
 
     def _read(self, reading: _Reading) -> None:
-        """One piece."""
+        """Read one piece."""
         with self._kernels.giving_way():
-            reading.go_on()
+            reading.read_next()
         if reading.ended:
             self.on_prepared(Prepared(reading.version, reading.seconds, reading.error))
 
     def _use(self, version: int) -> None:
-        """The experts as this move has arranged them."""
+        """Use the placement of the move with this version."""
         if version == self.version:
             return
         move, reading, self._move, self._reading = self._move, self._reading, None, None
@@ -101,12 +100,12 @@ class ExpertMover:
 
 
 class _Reading:
-    """A layer's experts, which are being read.
+    """The reading of a layer's new experts.
 
     Attributes:
-        arranged: what the layer will use, once all are there.
-        ended: all are there, or cannot be read: then `error` says why.
-        seconds: that reading took.
+        arranged: the layer's new placement, once all experts have been read.
+        ended: all have been read, or cannot be; `error` says why.
+        seconds: time spent reading.
     """
 
     def __init__(self, move: ExpertMove, layer: ExpertsLayer) -> None:
@@ -116,8 +115,8 @@ class _Reading:
         self._number = move.layer
         self._pieces: Generator[None, None, Arranged] = layer.arrange(move.slots)
 
-    def go_on(self) -> None:
-        """Read one piece more."""
+    def read_next(self) -> None:
+        """Read one more piece."""
         begin = time.monotonic()
         try:
             with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""How many KV blocks fit: a plan that is printed at start, and refused where it cannot work."""
+"""Plans the memory: how many KV blocks fit, and whether the options can work at all."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from quire.runner.kv_pools import GroupPlan, Pools, longest_held
 from quire.runner.proposer import Speculation
 
 LOGIT_SLICE_BYTES = 64 * 2**20
-"""Logits of prompts are made in slices of about this size."""
+"""Prompt logits are computed in slices of about this size."""
 
 FREE_SHARE = 0.5
-"""Share of the free memory that KV takes on a CPU, where other programs live in it too."""
+"""Share of the free memory that KV takes on a CPU, where other programs need memory, too."""
 
 
 class Measured(msgspec.Struct, tag=True, frozen=True):
-    """What a rank has found, once all have loaded.
+    """A rank's free memory, once all ranks have loaded.
 
     Attributes:
-        free: bytes that it may take.
-        activations: the largest step's intermediate results; None: they are to be counted.
+        free: bytes that it may use.
+        activations: the measured size of the largest step's intermediate results; None if it must be estimated.
     """
 
     free: int
     activations: int | None = None
 
     def and_of(self, others: Sequence[Measured]) -> Measured:
-        """What fits all."""
+        """The least free memory, and the largest activations, of all ranks."""
         found = [self, *others]
         counted = [each.activations for each in found if each.activations is not None]
         return Measured(min(each.free for each in found), max(counted) if counted else None)
@@ -47,22 +47,22 @@ class Measured(msgspec.Struct, tag=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What the memory is used for. Sizes are bytes.
+    """The use of the memory. Sizes are in bytes.
 
     Attributes:
-        weights: packed weights, of what drafts too.
-        quantization: how they are quantized, for people; None: they are not.
+        weights: packed weights, including a draft model's.
+        quantization: a description of their quantization, for people; None if there is none.
         activations: the largest step's intermediate results.
         groups: the pool of each KV group, the one that keeps most first.
-        draft_kv_bytes_per_token: of the first group's, those of what drafts.
+        draft_kv_bytes_per_token: the part of the first group's bytes per token that belongs to a draft model.
         kv_saving: see `Model`.
-        block_size: tokens a block.
+        block_size: tokens per block.
         max_model_len: longest context in tokens.
-        logit_rows: rows whose logits are made at once for prompt log-probabilities.
-        notes: what was decided without being asked for.
-        ranks: processes that share the model; sizes are those of each.
-        shared: what they have in common, through which they gather.
-        max_num_seqs: so many requests run at once at most; 0: as many as were asked for.
+        logit_rows: most rows whose logits are computed at once for prompt log-probabilities.
+        notes: messages about values that were chosen or lowered.
+        ranks: number of processes that share the model; sizes are those of each.
+        shared: memory shared by the ranks, for collectives.
+        max_num_seqs: most requests that run at once; 0: as configured.
     """
 
     weights: int
@@ -81,22 +81,22 @@ class MemoryPlan:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """All layers that keep any of each, and those of what drafts."""
+        """Of all layers that keep KV per token, including a draft model's."""
         return sum(group.bytes_per_token for group in self.groups if not group.recurrent)
 
     @property
     def num_blocks(self) -> int:
-        """Of the first group's pool, the null block included."""
+        """Size of the first group's pool, including the null block."""
         return self.groups[0].num_blocks
 
     @property
     def num_usable(self) -> int:
-        """Blocks of all pools without the null blocks."""
+        """Number of blocks in all pools, without the null blocks."""
         return sum(group.num_usable for group in self.groups)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the first group's pool holds."""
+        """Number of tokens that fit into the first group's pool."""
         return self.groups[0].num_usable * self.block_size
 
     @property
@@ -105,16 +105,16 @@ class MemoryPlan:
 
     @property
     def full_length_requests(self) -> float:
-        """So many of the longest context fit at once."""
+        """Number of requests of the longest context that fit at once."""
         return min(group.longest_requests for group in self.groups)
 
     def lacking(self, requests: int, tokens: int) -> GroupPlan | None:
-        """The group whose pool does not hold so many requests of so many tokens; None: all do."""
+        """A group whose pool is too small for this many requests of this many tokens; None if there is none."""
         blocks = -(-tokens // self.block_size)
         return next((group for group in self.groups if group.needed(requests, blocks) > group.num_usable), None)
 
     def table(self) -> list[tuple[str, str]]:
-        """Rows to print: what, and how much."""
+        """Rows to print: names and sizes."""
         a_token = f"{format_size(self.kv_bytes_per_token)} a token"
         if self.draft_kv_bytes_per_token:
             a_token += f", {format_size(self.draft_kv_bytes_per_token)} of it for drafts"
@@ -158,19 +158,18 @@ def plan_memory(
     """Divide the memory.
 
     Args:
-        config: options; `num_kv_blocks` and `kv_cache_memory` decide where they are set.
-        model: already loaded, so that `free_bytes` is what remains.
-        free_bytes: memory that could be taken now.
-        activations: the largest step's intermediate results without drafts, where they were measured; otherwise they
-            are counted.
-        share: of what is free beside them, for KV.
-        speculation: what drafts, with weights and KV of its own.
+        config: options; `num_kv_blocks` and `kv_cache_memory` take precedence if they are set.
+        model: already loaded, so `free_bytes` does not include its weights.
+        free_bytes: memory that is available now.
+        activations: measured size of the largest step's intermediate results without drafts; None: it is estimated.
+        share: the share of the memory besides activations that is used for KV.
+        speculation: the proposer, with its own weights and KV.
 
     Raises:
-        PoolTooSmallError: the pool does not hold one request of the `max_model_len` that was asked for.
-        MemoryPlanError: what was asked for is more than what is free, or not even one small request fits.
-        ConfigError: `max_model_len` exceeds what the model was made for, or a step cannot hold a whole prompt
-            although chunked prefill is off.
+        PoolTooSmallError: the pool is too small for one request of the configured `max_model_len`.
+        MemoryPlanError: the configured sizes exceed the free memory, or not even one small request fits.
+        ConfigError: `max_model_len` exceeds the model's, or a step cannot hold a whole prompt although chunked prefill
+            is off.
     """
     trained, rows = longest_context(config, model), logit_rows(model)
     if activations is None:
@@ -209,7 +208,7 @@ def plan_memory(
 
 
 def _notes(asked: int, requests: int, trained: int, longest: int) -> tuple[str, ...]:
-    """What was decided without being asked for: how many requests run at once, and the longest context."""
+    """Messages about limits that are lower than configured: running requests, and the longest context."""
     notes = []
     if requests < asked:
         notes.append(
@@ -225,7 +224,7 @@ def _notes(asked: int, requests: int, trained: int, longest: int) -> tuple[str, 
 
 
 def _pool_sizes(config: EngineConfig, pools: Pools, room: int, tokens: int) -> list[int]:
-    """The blocks of each pool for contexts of this many tokens: as the options say, or what is useful and fits."""
+    """The size of each pool, in blocks, for contexts of this many tokens: as configured, or as useful and available."""
     if config.num_kv_blocks is not None:
         return pools.of_first(config.num_kv_blocks + 1, tokens)
     if config.kv_cache_bytes is not None:
@@ -254,18 +253,17 @@ def _too_long(pools: Pools, max_model_len: int, usable: int, fits: int, block_si
 
 
 def logit_rows(model: Model) -> int:
-    """How many rows of logits are made at once for prompts."""
+    """Number of rows whose logits are computed at once for prompts."""
     return max(8, LOGIT_SLICE_BYTES // (model.vocab_size * 4))
 
 
 def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int:
-    """Intermediate results of the largest admissible step without drafts, counted rather than run.
+    """Estimate the size of the intermediate results of the largest step without drafts.
 
-    A step of 2,048 tokens through a 0.6B model takes seconds on a CPU, which is too long for a start, and
-    memory there is not a hard limit. Counted are, for each token: the residual and the normed state, the
-    fused q/k/v rows, attention's fp32 rows, and the fused gate/up rows with their product; what layers with experts
-    need, and latent attention where it may restore keys and values; then logits in the model's type and three times
-    in fp32 (the sampler copies and sorts).
+    It is not measured on CPUs, where a step of 2,048 tokens through a 0.6B model takes seconds, and memory is no hard
+    limit. The estimate has, for each token: the residual and the normed state, the fused q/k/v rows, attention's fp32
+    rows, and the fused gate/up rows with their product; what layers with experts need, and latent attention if it
+    expands keys and values; and logits in the model's type and three times in fp32 (the sampler copies and sorts).
     """
     layer, tokens, itemsize = model.config.layer, config.max_num_batched_tokens, model.dtype.itemsize
     layers = [model.config.layer_at(index) for index in range(model.config.num_layers)]
@@ -276,25 +274,25 @@ def activation_bytes(config: EngineConfig, model: Model, logit_rows: int) -> int
     if (net := model.config.recurrent) is not None:
         room = 4 * layer.hidden_size * itemsize + net.row * (itemsize + 4) + 4 * net.width
         per_token = max(per_token, room)
-    if apart:  # normed apart: copies, and of what is turned in plain torch fp32 ones
+    if apart:  # separate norms: copies, in fp32 for rotations in plain torch
         per_token += 4 * 4 * heads
     restored = RESTORED_BYTES if layer.expands and may_expand(model.kernels) else 0
     if layer.index is not None:
         restored = sparse.SCORE_BYTES + 2 * sparse.GATHERED_BYTES + 2 * 8 * layer.index.top * tokens
-    body = Scratch.room(tokens * per_token + _mlp_bytes(model, tokens))  # most of it lies in a buffer that stays
+    body = Scratch.room(tokens * per_token + _mlp_bytes(model, tokens))  # most of it is a persistent buffer
     shapes = [each for each in model.kv_shapes(config.kv_cache_dtype) if isinstance(each, KVShape) and each.sides > 1]
     body += max((model.kernels.attention_scratch(each) for each in shapes), default=0)
     return body + restored + _logits(config, model, logit_rows, 0)
 
 
 def _logits(config: EngineConfig, model: Model, logit_rows: int, drafts: int) -> int:
-    """Of a step in which each request has so many drafts."""
+    """Size of the logits of a step in which each request has this many drafts."""
     rows = max(min(config.max_num_seqs * (1 + drafts), config.max_num_batched_tokens), logit_rows)
     return rows * model.vocab_size * (model.dtype.itemsize + 12)
 
 
 def _draft_bytes(config: EngineConfig, model: Model, logit_rows: int, speculation: Speculation) -> int:
-    """What drafts add to a step: the drafter's state, the hidden states that it reads, and logits."""
+    """Additional memory for drafts in a step: the proposer's state, the hidden states that it reads, and logits."""
     features = len(speculation.aux_layers) * model.config.layer.hidden_size * model.dtype.itemsize
     most = config.speculation.num_speculative_tokens if config.speculation else 0
     logits = _logits(config, model, logit_rows, most) - _logits(config, model, logit_rows, 0)
@@ -302,7 +300,7 @@ def _draft_bytes(config: EngineConfig, model: Model, logit_rows: int, speculatio
 
 
 def _mlp_bytes(model: Model, tokens: int) -> int:
-    """Of a layer's MLP or its experts, whichever need more."""
+    """The largest workspace of a layer's MLP or experts."""
     config, sparse = model.config, model.expert_layers
     needs = [each.workspace(tokens, config.layer.hidden_size, model.dtype) for each in sparse.values()]
     inner = max(config.layer_at(index).intermediate_size for index in range(config.num_layers))
@@ -313,8 +311,8 @@ def _mlp_bytes(model: Model, tokens: int) -> int:
 
 
 def free_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that this process could take now: what the system has, or what its control group leaves. Where the system
-    does not tell (macOS), half of the memory that there is.
+    """Memory that this process could allocate now, in bytes: the system's free memory, limited by its control group.
+    If the system does not report it (macOS), half of the total.
     """
     try:
         [line] = [line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
@@ -326,7 +324,7 @@ def free_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def _file_cache(group: Path) -> int:
-    """Bytes of cached files, which a control group counts as used and the system takes back when it needs them."""
+    """Size of cached files, which a control group counts as used, but the system frees when necessary."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:
@@ -336,7 +334,7 @@ def _file_cache(group: Path) -> int:
 
 
 def format_size(size: float) -> str:
-    """Bytes for people: 3 significant digits and a binary unit."""
+    """Format a size in bytes with 3 significant digits and a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024 or unit == "GiB":
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"
@@ -345,7 +343,7 @@ def format_size(size: float) -> str:
 
 
 def _check_free(pools: Pools, num_blocks: list[int], activations: int, free_bytes: int, longest: int) -> None:
-    """What was asked for must fit into what is free, or the system would kill the process in the middle of work."""
+    """Check that everything fits into the free memory; otherwise the system would kill the process later."""
     kv_bytes = pools.bytes(num_blocks)
     if kv_bytes + activations > free_bytes:
         room = max(0, free_bytes - activations)
@@ -357,10 +355,10 @@ def _check_free(pools: Pools, num_blocks: list[int], activations: int, free_byte
 
 
 def longest_context(config: EngineConfig, model: Model) -> int:
-    """The context that was asked for, or else the longest that the model was made for.
+    """The configured `max_model_len`, or the model's.
 
     Raises:
-        ConfigError: more was asked for.
+        ConfigError: the configured one exceeds the model's.
     """
     asked, trained = config.max_model_len, model.max_position_embeddings
     if asked is not None and asked > trained:

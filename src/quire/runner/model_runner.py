@@ -1,9 +1,9 @@
 """Computes a step: from a plan through the model and the sampler to the result.
 
-A step has two halves. `launch` tells the device all that there is to do, and does not wait: the sampled tokens stay
-there, where the next step finds them. `LaunchedStep.wait` waits, and makes the result of what came back. On a CPU
-everything is done when `launch` returns. Where tokens are drafted on the host (see `drafter`), a step is launched once
-that knows what the one before it has sampled; where on a device (see `device_drafter`), it need not.
+A step has two halves. `launch` queues all work on the device, and does not wait: the sampled tokens stay there for the
+next step. `LaunchedStep.wait` waits, and makes the result. On a CPU everything is done when `launch` returns. If tokens
+are drafted on the host (see `drafter`), a step is launched once the previous one's tokens are known; if on the device
+(see `device_drafter`), it need not wait for them.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ OUT_OF_MEMORY = (
 
 
 class ModelRunner:
-    """Runs plans, in their order, on one model and its KV caches.
+    """Runs plans, in order, on a model and its KV caches.
 
     Args:
         model: the loaded model.
-        kv: its blocks, a cache a KV group.
-        logit_rows: most rows whose logits are made at once for prompt log-probabilities.
-        threads: how many a step may use. torch keeps that number for the whole process, so it is set for each
-            step and put back after it: engines side by side, and the program around them, keep their own.
-        device: where the model lies.
-        forward: how spans get through the model; what suits the kernels, unless said.
-        speculation: drafts tokens; None: there are no drafts.
-        host: the host tier's memory; None: there is none.
+        kv: its blocks, one cache per KV group.
+        logit_rows: most rows whose logits are computed at once for prompt log-probabilities.
+        threads: number of threads of a step. torch has one number per process, so it is set for each step and restored
+            after it, and does not affect other engines or the rest of the program.
+        device: the model's device.
+        forward: runs spans through the model; by default for kernels that read a step's shape on the host.
+        speculation: the proposer; None if there are no drafts.
+        host: the host tier's memory; None if there is no host tier.
         grammars: see `Sampler`.
-        halves: whether a step that fails is computed again in halves; else it is what `launch` raises.
+        halves: whether a step that fails is retried in halves; otherwise `launch` raises the error.
 
     Attributes:
-        num_halved: how often not all spans could be computed at once.
-        mover: moves experts to and from other ranks; None where ranks have no experts of their own.
+        num_halved: how often a step, or a part of one, failed and was halved.
+        mover: moves experts to and from other ranks; None if ranks have no experts of their own.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class ModelRunner:
         self._requests: dict[int, _Request] = {}
         self._drafter: Drafter | DeviceDrafter | None = None
         self.mover = ExpertMover(model.expert_layers, model.kernels) if model.expert_slots else None
-        self._next_number: int | None = 0  # None: a step was begun and not launched
+        self._next_number: int | None = 0  # None: the last step could not be launched
         self._forget()
 
     def _forget(self) -> None:
-        """Know no request, whatever was left half-way."""
+        """Forget all requests, also after a step that failed halfway."""
         for request in self._requests:
             if self._drafter is not None:
                 self._drafter.end(request)
@@ -117,13 +117,13 @@ class ModelRunner:
         self.sampler = Sampler(self.model.vocab_size, self.model.kernels, self.device, self.grammars)
         self._drafter = None if self._speculation is None else self._make_drafter(self._speculation)
         self._free_rows: list[int] = []  # of the block tables
-        self._failed: set[int] = set()  # their later steps, planned before the engine could know, are not computed
-        self._unsettled: deque[LaunchedStep] = deque()  # their tokens have not been taken in
+        self._failed: set[int] = set()  # requests whose later steps, planned already, are not computed
+        self._unsettled: deque[LaunchedStep] = deque()  # whose tokens the drafter does not have yet
         self._unchecked: deque[LaunchedStep] = deque()  # not compared among ranks
 
     def _make_drafter(self, speculation: Speculation) -> Drafter | DeviceDrafter:
-        """The one place that asks whether drafts are made on the host or stay on the device."""
-        requests = self._requests  # not `self`: whoever drops the runner drops its memory
+        """Make the drafter for drafts on the host, or on the device."""
+        requests = self._requests  # not `self`: a cycle would keep the runner's memory allocated
 
         def row_of(request: int) -> int:
             return requests[request].row
@@ -141,13 +141,13 @@ class ModelRunner:
         return self.launch(plan).wait()
 
     def drain(self) -> None:
-        """Let what is on its way through a pipeline go on: here, nothing is."""
+        """See `PipelineRunner.drain`; does nothing here."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Start one step. After one that could not be started, a plan after a gap must come, see `StepPlan.number`.
+        """Launch a step. If that fails, the next plan's number must leave a gap, see `StepPlan.number`.
 
         Raises:
-            RuntimeError: this is such a plan, and not all state was sent again.
+            RuntimeError: it leaves a gap, but does not send all state again.
         """
         try:
             return self._launch(plan)
@@ -160,7 +160,7 @@ class ModelRunner:
         next_number, self._next_number = self._next_number, None
         with torch.inference_mode(), self.device.active(), self.model.kernels.threads(self._threads):
             begin = self.device.mark()
-            self.kv[0].pulse[0] += 1  # a replay passes no layer
+            self.kv[0].pulse[0] += 1  # replaying a graph does not
             if plan.number != next_number:
                 check_complete(plan, next_number)
                 for group in self.model.rank_groups:
@@ -186,22 +186,22 @@ class ModelRunner:
                 if not self.device.asynchronous:
                     self._settle()
                     step.settled = self.device.mark()
-            if self.model.ranks.size > 1:  # last: until here, a failure of one rank is a failure of the step
+            if self.model.ranks.size > 1:  # last: before this, a failure of one rank fails the step
                 self._check(step)
             self._next_number = plan.number + 1
             return step
 
     def _check(self, step: LaunchedStep) -> None:
-        """That all ranks have computed it, and the same tokens. A device is not waited for: it is the step before."""
+        """Check that all ranks have computed the same tokens; of the previous step, on an asynchronous device."""
         self._unchecked.append(step)
         if len(self._unchecked) > int(self.device.asynchronous):
             step = self._unchecked.popleft()
             self.model.stage.check(step.digest())
-            if self.model.replicas > 1:  # they have other tokens
+            if self.model.replicas > 1:  # replicas have different tokens
                 self.model.ranks.check(step.number)
 
     def _settle(self) -> None:
-        """What came of steps, before anything that depends on it; the last one is waited for only if it must be."""
+        """Give the drafter the results of earlier steps; waits for the last one only if necessary."""
         while self._drafter is not None and self._unsettled:
             if not (self._drafter.waits or len(self._unsettled) > 1 or self._unsettled[0].known):
                 break
@@ -212,9 +212,9 @@ class ModelRunner:
                 self._drafter.settle(part.outcome(results))
 
     def _move_blocks(self, plan: StepPlan) -> tuple[list[int], float]:
-        """Blocks out of the pool, before anything is written there, and into it.
+        """Save blocks, before anything is overwritten, and load others.
 
-        Returns the slots whose loads are bad here, and the seconds that loads took.
+        Returns the slots whose loads are bad on this rank, and the seconds that loads took.
         """
         if self.host is None:
             return [], 0.0
@@ -224,7 +224,7 @@ class ModelRunner:
         return self.host.load(pools, plan.loads), time.monotonic() - begin
 
     def _bad_for_any(self, plan: StepPlan, bad_loads: list[int]) -> list[int]:
-        """The slots whose loads are bad on any rank that computes the plan."""
+        """The slots whose loads are bad on any rank of the plan."""
         if not plan.loads or self.model.ranks.size == 1:
             return bad_loads
         group = self.model.stage if self.model.replicas > 1 else self.model.ranks
@@ -232,7 +232,7 @@ class ModelRunner:
         return sorted({slot for part in found for slot in part.clone().view(torch.int64).tolist()})
 
     def _take_in(self, plan: StepPlan) -> None:
-        """What the plan says of requests and blocks, before anything is computed."""
+        """Apply the plan's changes of requests and block tables, before computing."""
         self._drafting_ends(plan)
         self._take_in_ends(plan)
         self._take_in_starts(plan)
@@ -274,7 +274,7 @@ class ModelRunner:
                 self.model.kernels.copy_blocks(kv, copies)
 
     def _compute(self, spans: list[Span], drafts: Mapping[int, Drafts], halvings: int = 0) -> list[Part]:
-        """All spans at once; where that fails, usually for want of memory, one half after the other."""
+        """Compute all spans at once; if that fails, usually for lack of memory, in two halves."""
         try:
             return [self._compute_at_once(spans, drafts)]
         except Exception as error:
@@ -288,7 +288,7 @@ class ModelRunner:
         return self._compute(spans[:half], drafts, halvings) + self._compute(spans[half:], drafts, halvings)
 
     def _fail(self, spans: list[Span], error: Exception, halvings: int) -> Part | None:
-        """Spans could not be computed at once: the end of a request that was alone, else nothing."""
+        """Handle a failure: with a single span, returns a part with its error; with more, None, to retry in halves."""
         self.num_halved += 1
         scarce = is_out_of_memory(error)
         why = "out of memory" if scarce else f"{type(error).__name__}: {error}"
@@ -305,7 +305,7 @@ class ModelRunner:
         return Part(spans, error=OUT_OF_MEMORY if scarce else STEP_FAILED)
 
     def _compute_at_once(self, spans: list[Span], drafts: Mapping[int, Drafts]) -> Part:
-        """Launch the forward pass, the scores of prompts, and sampling; what comes back, in an order that is kept."""
+        """Launch the forward pass, the scoring of prompts, and sampling."""
         rows = np.array([self._requests[span.request].row for span in spans])
         row_starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
         made = self._forward(spans, rows, row_starts, branches_of(spans, drafts))
@@ -314,7 +314,7 @@ class ModelRunner:
     def _finish(
         self, spans: list[Span], rows: IntArray, row_starts: IntArray, made: Forwarded, drafts: Mapping[int, Drafts]
     ) -> Part:
-        """What follows the forward pass."""
+        """Launch everything after the forward pass."""
         hidden, finite, features = made
         part = Part(spans, row_starts=row_starts.tolist())
         for index in [index for index, span in enumerate(spans) if span.targets]:
@@ -323,10 +323,10 @@ class ModelRunner:
             end = row_starts[index + 1]
             part.pooled[index] = self._pool(spans[index], hidden[end - spans[index].num_pooled : end])
         part.chosen = [index for index, span in enumerate(spans) if span.num_sampled]
-        # Sampling comes last: if there is no memory for anything else, no request has gone on yet.
+        # Sampling comes last: if memory runs out before it, no request has advanced yet.
         [part.finite] = self.device.download(finite)
         drafter, part.drafts = self._drafter, drafts
-        if drafter is not None and drafter.waits:  # else all that needs the features is launched by `sample`
+        if drafter is not None and drafter.waits:  # otherwise `sample` launches what needs the features
             part.features = features
         if drafter is not None and (drafts or not drafter.waits):
             part.sampled, part.ahead = drafter.sample(spans, part.row_starts, made, drafts, self.model.logits)
@@ -335,7 +335,7 @@ class ModelRunner:
         return part
 
     def _score_prompt(self, span: Span, hidden: Tensor) -> list[Scored]:
-        """Prompt log-probabilities, a slice of rows at a time, since logits are wide."""
+        """Launch prompt log-probabilities, in slices of rows, since logits are large."""
         top = self._requests[span.request].prompt_logprobs
         return [
             self.sampler.launch_score(self.model.logits(hidden[start:stop]), list(span.targets[start:stop]), top)
@@ -343,17 +343,17 @@ class ModelRunner:
         ]
 
     def _pool(self, span: Span, hidden: Tensor) -> Pooled:
-        """What the request wants of these rows: see `PoolingParams`."""
+        """Launch the pooling of these rows, see `PoolingParams`."""
         pooling = self._requests[span.request].pooling
         if pooling is not None and pooling.label_token_ids:
             return launch_labels(self.model.kernels, self.device, self.model.logits(hidden), pooling.label_token_ids)
         return launch_sum(self.device, hidden)
 
     def _sample(self, part: Part, hidden: Tensor, rows: IntArray) -> Sampled:
-        """One token for each span that ends at the last known one."""
+        """Launch the sampling of one token for each span that reaches its request's last known token."""
         chosen, spans = np.array(part.chosen), [part.spans[index] for index in part.chosen]
         places = [(span.request, span.start + len(span.tokens)) for span in spans]
-        if len(chosen) == part.row_starts[-1]:  # every row: decodes alone
+        if len(chosen) == part.row_starts[-1]:  # decodes only
             [table_rows] = self.device.upload(rows)
             logits = self.model.logits(hidden[: len(chosen)])
         else:
@@ -365,11 +365,11 @@ class ModelRunner:
 
 
 class LaunchedStep:
-    """A step that the device was told to compute.
+    """A step that was launched.
 
     Attributes:
-        parts: what it was computed in.
-        settled: when what drafts knew of it, too; the end of it, unless it was settled at once.
+        parts: the parts in which it was computed.
+        settled: the end of the step; with a drafter that was told immediately, the end of that.
         bad_loads, loading: see `StepResult`.
     """
 
@@ -382,35 +382,35 @@ class LaunchedStep:
 
     @property
     def known(self) -> bool:
-        """Whether somebody has waited for it."""
+        """Whether its results are on the host."""
         return self._results is not None
 
     @property
     def number(self) -> int:
-        """Its plan's."""
+        """The number of its plan."""
         return self._plan.number
 
     def digest(self) -> int:
-        """Of what was computed, to be compared among ranks; once the device has computed it."""
+        """A digest of the results, to compare among ranks; waits for the device."""
         self._end.wait()
         return functools.reduce(lambda digest, part: part.digest(digest), self.parts, 0)
 
     def results(self) -> list[list[SpanResult]]:
-        """One a span of each part, once the device has computed them."""
+        """The results of each part, one per span; waits for the device."""
         if self._results is None:
             self._end.wait()
             self._results = [part.results() for part in self.parts]
         return self._results
 
     def wait(self) -> StepResult:
-        """Its result, once the device has computed it."""
+        """The result; waits for the device."""
         self.settled.wait()
         results = self.results()
         began, drafted, computed = self._begin.time(), self._drafted.time(), self._end.time()
         ended = computed if self.settled is self._end else self.settled.time()
         if len(self.parts) == 1 and len(self.parts[0].spans) == len(self._plan.spans):
             [spans] = results
-        else:  # computed in parts, or without those that failed before
+        else:  # computed in parts, or without requests that failed before
             found = {
                 span.request: r
                 for part, own in zip(self.parts, results, strict=True)
@@ -422,17 +422,17 @@ class LaunchedStep:
 
 
 class Part:
-    """Spans that were computed at once, and what comes back of them.
+    """Spans that were computed at once, and their results.
 
     Attributes:
-        row_starts: first row of each span, and one entry more.
-        finite: [tokens] whether each row's hidden state is.
-        scored: by index of the span, the slices of its prompt's scores. pooled: by the same, see `SpanResult`.
+        row_starts: first row of each span, and the end of the last one.
+        finite: [tokens] whether each row's hidden state is finite.
+        scored: by span index, the slices of its prompt's scores. pooled: by span index, see `SpanResult`.
         chosen: indices of the spans that sample, in the order of `sampled`.
-        drafts: by request, those that its span verifies.
-        ahead: [sampled spans, most] those that only the device knew, in the order of `chosen`.
-        features: see `Forwarded`; empty where they are not needed any longer.
-        error: why none of them has a result.
+        drafts: by request, the drafts that its span verifies.
+        ahead: [sampled spans, most] drafts that were known on the device only, in the order of `chosen`.
+        features: see `Forwarded`; empty if they are no longer needed.
+        error: why no span has a result.
     """
 
     def __init__(self, spans: list[Span], row_starts: list[int] | None = None, error: str | None = None) -> None:
@@ -448,12 +448,12 @@ class Part:
         self._paths: dict[int, list[int]] = {}  # see `Outcome`
 
     def digest(self, before: int) -> int:
-        """Of what was computed, and of what was `before`."""
+        """A digest of the results, continuing the one `before`."""
         sampled = b"" if self.sampled is None else self.sampled.on_host.numpy().tobytes()
         return zlib.crc32(self.finite.numpy().tobytes(), zlib.crc32(sampled, before))
 
     def results(self) -> list[SpanResult]:
-        """One a span."""
+        """One result per span."""
         if self.error is not None:
             return [SpanResult([], error=self.error) for _ in self.spans]
         results = self._finite_results()
@@ -483,10 +483,10 @@ class Part:
         return results
 
     def _take_verified(self, index: int, result: SpanResult, drafts: Drafts, rows: list[SampledRow]) -> None:
-        """The drafts that were accepted, and one token more.
+        """Take the accepted drafts, and one more token.
 
-        A row that failed after drafts counts for nothing: the next step computes it again, as it would without drafts.
-        Nor does the first one, which drafts may have made so: 0 times a value that is not finite is none either.
+        A row that failed after drafts is ignored: the next step computes it again, as it would without drafts. So is a
+        first row that failed, since drafts may have caused that: 0 times a non-finite value is not finite.
         """
         first = self.row_starts[index + 1] - len(rows)
         finite = self.finite[first : first + len(rows)].tolist()
@@ -500,14 +500,14 @@ class Part:
         self._paths[index] = [*range(known), *(known + row for row in path)]
 
     def outcome(self, results: list[SpanResult]) -> Outcome:
-        """What the drafter is told, with this part's `results`."""
+        """What the drafter needs, given this part's `results`."""
         return Outcome(self.spans, results, self.row_starts, self.features, self.drafts, self._paths)
 
     def _finite_results(self) -> list[SpanResult]:
-        """An empty result a span, or an error for each span with a row that is not finite.
+        """An empty result per span, or an error if one of its rows is not finite.
 
-        A key or value that is not finite makes its own row so, since each token attends to itself: rows
-        without logits are checked too, or a bad block could be shared.
+        A non-finite key or value makes its own row non-finite, since each token attends to itself. So rows without
+        logits are checked, too; otherwise a bad block could be shared.
         """
         finite = self.finite[: self.row_starts[-1]]
         if bool(finite.all()):
@@ -525,7 +525,7 @@ def _take_scores(result: SpanResult, entries: list[TokenLogprobs]) -> None:
 
 @dataclass(slots=True)
 class _Request:
-    """What the runner keeps of a request; `row` is its row in the block tables."""
+    """The runner's state of a request; `row` is its row in the block tables."""
 
     row: int
     prompt_logprobs: int
@@ -533,7 +533,7 @@ class _Request:
 
 
 def check_complete(plan: StepPlan, next_number: int | None) -> None:
-    """Raises RuntimeError unless a plan after a gap brings all that it needs."""
+    """Raises RuntimeError if a plan after a gap lacks state that it needs."""
     started = {info.request for info in plan.started}
     lacking = [span.request for span in plan.spans if span.request not in started]
     if lacking:
@@ -545,7 +545,7 @@ def check_complete(plan: StepPlan, next_number: int | None) -> None:
 
 
 def branches_of(spans: Sequence[Span], drafts: Mapping[int, Drafts]) -> dict[int, Branch]:
-    """By request, the trees that spans verify."""
+    """By request, the trees of drafts that spans verify."""
     trees = {span.request: branch_of(span, drafts[span.request]) for span in spans if span.request in drafts}
     return {request: branch for request, branch in trees.items() if branch is not None}
 

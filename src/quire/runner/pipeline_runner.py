@@ -1,16 +1,16 @@
-"""A stage of a pipeline: each rank has some of the layers, and steps follow one another through them.
+"""Pipeline parallelism: each stage has some of the layers, and steps pass through the stages one after the other.
 
-All stages move at once. In the *slot* of plan k, stage s computes its layers for plan k - s: so there are as many steps
-on their way as there are stages. Then each brings what it has made, in one collective: a stage's rows go to the next
-one, and the last one's, which are through all layers, to all of them. So all ranks have what a step has come to, and
-sample all of it, as ranks do that share each layer: with a part of the head each.
+All stages advance together. In the *slot* of plan k, stage s computes its layers for plan k - s, so the number of steps
+in the pipeline is that of the stages. Then one collective exchanges the results: a stage's rows go to the next stage,
+and the last stage's, which have passed all layers, to all stages. So all ranks sample every step, with a shard of the
+head each, like ranks that share each layer.
 
-A request's next token waits until its last one is known, as many slots later as there are stages; the scheduler deals
-the requests that decode out over the steps. So where a step enters, all ranks know its requests' tokens, and what the
-model made of them: what drafts is computed whole on each, which so have the same drafts.
+A request's next token is computed when its last one is known, which takes as many slots as there are stages; the
+scheduler distributes decoding requests over the steps. So when a step enters the pipeline, all ranks know its requests'
+tokens and hidden states. The draft model is replicated on every rank, and drafts are the same on all of them.
 
-What a plan says of blocks is done where its step enters, on all stages: blocks that it takes are in no step on its way,
-and those that it reads are of steps that are through. Its block tables stay as they were then.
+All stages apply a plan's changes of blocks when its step enters: blocks that it allocates are in no step in the
+pipeline, and blocks that it reads belong to steps that are through. The step keeps its block tables of that time.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 
 
 class PipelinedStep(LaunchedStep):
-    """A step on its way; it may be waited for when it is through.
+    """A step in the pipeline. `wait` may be called once it is through.
 
     Args:
-        spans: the plan's, with their drafts. drafts: by request.
+        spans: the plan's, with drafts filled in. drafts: by request.
 
     Attributes:
-        rows: of the block tables, one a span.
-        row_starts: first row of each span, and one entry more.
-        batches: what the layers are given, a KV group each; none where there are no spans.
-        aux: what enters the layers of which features for drafts are made.
+        rows: the row in the block tables of each span's request.
+        row_starts: first row of each span, and the end of the last one.
+        batches: the layers' input, one per KV group; empty without spans.
+        aux: inputs of the layers that provide features for drafts.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class PipelinedStep(LaunchedStep):
         self.aux = AuxHiddenStates(())
 
     def ends(self, part: Part, end: Mark) -> None:
-        """It is through."""
+        """It has passed through all stages."""
         self.parts.append(part)
         self._end = self.settled = end
 
 
 class PipelineRunner(ModelRunner):
-    """See above. `launch` is the slot of a plan; where none follows, `drain` is a slot without one.
+    """See above. `launch` is the slot of a plan; if no plan follows, `drain` is a slot without one.
 
     Attributes:
-        busy: seconds that each stage has computed since the start: its layers, its part of the head, and tokens.
-        seconds: of all slots.
+        busy: seconds that each stage has computed since the start: its layers, its shard of the head, and sampling.
+        seconds: total duration of all slots.
     """
 
     def __init__(
@@ -99,17 +99,16 @@ class PipelineRunner(ModelRunner):
         self._stage, self._stages = self._pipe.rank // model.stage.size, model.stages
         self._aux_layers = speculation.aux_layers if speculation else ()
         self.busy, self.seconds = [0.0] * self._stages, 0.0
-        self._sampling = 0.0  # seconds in the last slot, of which the others have not been told yet
+        self._sampling = 0.0  # seconds in the last slot, not reported to the others yet
 
     def _forget(self) -> None:
         super()._forget()
-        self._flow: deque[PipelinedStep | None] = deque()  # the newest first: stage s computes what is at index s
-        self._entering = self._hidden = torch.empty(
-            0
-        )  # x and residual of this stage's next step; of one that is through
+        self._flow: deque[PipelinedStep | None] = deque()  # newest first: stage s computes index s
+        # The input (x and residual) of this stage's next step; the hidden states of the step that is through.
+        self._entering = self._hidden = torch.empty(0)
 
     def launch(self, plan: StepPlan) -> PipelinedStep:
-        """See `ModelRunner.launch`: the plan's step enters the pipeline, and all others go on by a stage."""
+        """See `ModelRunner.launch`: the plan's step enters the pipeline, and all others advance by a stage."""
         next_number, self._next_number = self._next_number, None
         try:
             if plan.number != next_number:
@@ -127,7 +126,7 @@ class PipelineRunner(ModelRunner):
 
     @torch.inference_mode()
     def _entered(self, plan: StepPlan) -> PipelinedStep:
-        """The plan's step, with its drafts."""
+        """Make the plan's step, with its drafts."""
         begin, spans = self.device.mark(), plan.spans
         drafts: Mapping[int, Drafts] = {}
         bad_loads, loading = self._move_blocks(plan)
@@ -145,10 +144,10 @@ class PipelineRunner(ModelRunner):
         return step
 
     def _take_in_ends(self, plan: StepPlan) -> None:
-        """Steps before it may still be on their way, of requests that have ended: see `_sample_all`."""
+        """Done in `_sample_all`, since earlier steps of ended requests may still be in the pipeline."""
 
     def _tell_loads(self) -> None:
-        """To all stages, how many tokens the experts of each have got."""
+        """Exchange the experts' token counts among the stages."""
         model, own = self.model, self.model.expert_layers
         for index in model.expert_loads:
             brings = index in own and model.stage.rank == 0
@@ -157,10 +156,10 @@ class PipelineRunner(ModelRunner):
                 model.loads_elsewhere[index] = torch.cat(parts).view(torch.int64)
 
     def drain(self) -> None:
-        """A slot without a plan: what is on its way goes on by a stage. Raises what `launch` does.
+        """A slot without a plan: all steps in the pipeline advance by a stage. Raises what `launch` does.
 
-        After a slot that failed here there is nothing on its way: what entered may not have come to this stage, and the
-        first rank, which asked for this slot before it knew, gives all of it up.
+        After a slot that failed on this rank, it does nothing: the first rank requested this slot before it knew, and
+        gives up all steps in the pipeline.
         """
         next_number, self._next_number = self._next_number, None
         if next_number is None:
@@ -174,7 +173,7 @@ class PipelineRunner(ModelRunner):
 
     def _give_up(self, number: int, error: BaseException) -> None:
         if isinstance(error, RankLostError):
-            self._pipe.lose(error.rank)  # the others wait for this one, which waited for that one
+            self._pipe.lose(error.rank)  # others wait for this rank, which waited for that one
         for group in self.model.rank_groups:
             group.give_up(number)
 
@@ -196,7 +195,7 @@ class PipelineRunner(ModelRunner):
             self._sampling, self.seconds = end - through, self.seconds + end - begin
 
     def _through_layers(self, own: PipelinedStep) -> list[Tensor]:
-        """This stage's layers of a step: x and residual, or what the last norm makes of them."""
+        """Compute this stage's layers of a step: returns x and residual, or in the last stage, the normed result."""
         model, batches = self.model, own.batches
         if not batches:
             return []
@@ -208,9 +207,9 @@ class PipelineRunner(ModelRunner):
         return [model.norm.with_residual(x, residual)[0]] if self._stage == self._stages - 1 else [x, residual]
 
     def _pass_on(self, made: list[Tensor], seconds: float) -> None:
-        """All stages' rows to those who go on with them, and how long each has computed.
+        """Exchange all stages' rows, and the times that they have computed.
 
-        Ranks that share layers have the same rows; the first of them brings them.
+        Ranks of a stage have the same rows; the first of them sends them.
         """
         hidden, dtype, width = self.model.config.layer.hidden_size, self.model.dtype, self.model.stage.size
         rows = [int(step.row_starts[-1]) if step else 0 for step in self._flow]
@@ -223,7 +222,7 @@ class PipelineRunner(ModelRunner):
         self._hidden = parts[-1][8:].clone().view(dtype).view(-1, hidden)
 
     def _tell_features(self, layer: int) -> None:
-        """To all stages, what has entered this layer in the step that its stage has computed."""
+        """Send all stages this layer's input in the step that its stage has just computed."""
         stage = stage_of(layer, self._stages, self.model.config.num_layers)
         step = self._flow[stage] if stage < len(self._flow) else None
         if step is None or not step.batches:
@@ -233,7 +232,7 @@ class PipelineRunner(ModelRunner):
         step.aux.taken[layer] = torch.cat(parts).view(self.model.dtype).view(step.row_starts[-1], -1)
 
     def _sample_all(self, step: PipelinedStep) -> None:
-        """What follows the forward pass of a step that is through all layers, on every stage."""
+        """Sample a step that has passed all layers, on every stage."""
         hidden = self._hidden
         super()._take_in_ends(step.plan)
         features = step.aux.features() if self._aux_layers and step.batches else hidden

@@ -1,4 +1,4 @@
-"""From a loaded model to a runner that is ready: memory is planned, blocks are made, kernels are compiled."""
+"""Starts a runner for a loaded model: plans memory, allocates blocks, and compiles kernels."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from quire.grammar.grammars import Grammars
 
 OnLoad = Callable[[str, float], None]
-"""Told (phase, share done from 0 to 1) while an engine starts."""
+"""Called with (phase, progress from 0 to 1) while an engine starts."""
 
 ALONE = (64, 256, 512, 1024, 2048)
-"""Tokens of prompts for which some kernel takes other tiles than for decodes or for the longest prompt."""
+"""Prompt lengths for which some kernel uses other tiles than for decodes or for the longest prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A runner, its caches, one a KV group, and what was decided for it."""
+    """A runner, its caches, one per KV group, and messages for the user."""
 
     runner: ModelRunner
     kv: list[KVCache]
@@ -65,26 +65,26 @@ def start_runner(
     host_fd: int = -1,
     grammars: Grammars | None = None,
 ) -> Started:
-    """Make the runner, and what it needs of the memory. Ranks on devices do so together.
+    """Make the runner, and allocate its memory. Ranks with GPUs must do so together.
 
     Args:
         plan: see `planned`.
-        speculation: drafts for it.
-        kv_key: 32 secret bytes, with which blocks outside the pool are checked.
-        host_fd: of the host tier's memory, which ranks have in common; -1: there is one rank.
+        speculation: its proposer.
+        kv_key: 32 secret bytes, with which blocks outside the pool are verified.
+        host_fd: descriptor of the host tier's memory, which ranks share; -1 with one rank.
         grammars: see `Sampler`.
 
     Raises:
-        ConfigError: what was asked for does not fit.
+        ConfigError: the configured sizes do not fit.
     """
     draft_kv = speculation.kv_shape if speculation else None
-    with device.active():  # cleared in the order of the steps, or a GPU may clear what the first ones have written
+    with device.active():  # on the steps' stream, so that they are zeroed before the first step writes
         kv = model.new_caches(
             [group.num_blocks for group in plan.groups], config.block_size, config.kv_cache_dtype, draft_kv
         )
     host = _host_tier(config, model, kv, plan, kv_key, host_fd)
     notes = [] if host is None else [_describe(host, config)]
-    halves = model.ranks.size == 1  # several ranks give a step up together, and the engine halves it
+    halves = model.ranks.size == 1  # several ranks give up a step together, and the engine retries it
     if not model.kernels.reads_spans:
         if model.stages > 1:
             return Started(
@@ -112,10 +112,10 @@ def start_runner(
 
 
 def free_for_each(config: EngineConfig, model: Model, ranks: int, neighbours: int = 0) -> int:
-    """Bytes that each of so many ranks of this machine may take now, beside what they have in common.
+    """Memory that each of this machine's ranks may use now, in bytes, besides the memory that they share.
 
     Args:
-        neighbours: engines like this one that are still to come: they load as much, and then take as much.
+        neighbours: number of engines like this one that will start on this machine, and need as much.
     """
     of_each = model.shared_bytes + config.host_kv_bytes
     to_load = neighbours * ranks * model.weight_bytes
@@ -125,10 +125,10 @@ def free_for_each(config: EngineConfig, model: Model, ranks: int, neighbours: in
 def _host_tier(
     config: EngineConfig, model: Model, kv: list[KVCache], plan: MemoryPlan, key: bytes, fd: int
 ) -> HostTier | None:
-    """Memory for blocks that the pool gives up, where it was asked for.
+    """The host tier, if it is configured.
 
     Raises:
-        ConfigError: it would hold no block of some layers, or so much memory cannot be pinned.
+        ConfigError: it has no room for a block of some group, or its memory cannot be pinned.
     """
     if not config.host_kv_bytes:
         return None
@@ -144,7 +144,7 @@ def _host_tier(
         Slots(count, size - slot_bytes(0), share) for count, size, share in zip(counts, sizes, shares, strict=True)
     ]
     prefaulters = []
-    if config.kv_role == "decode" and not kv[0].memory.is_cuda:  # where streams are to keep their pace
+    if config.kv_role == "decode" and not kv[0].memory.is_cuda:  # to keep streams even
         prefaulters = [
             Prefaulter(cache.memory, group.peak_blocks) for cache, group in zip(kv, plan.groups, strict=True)
         ]
@@ -158,11 +158,11 @@ def _host_tier(
 
 
 def _slot_counts(memory: int, sizes: Sequence[int], blocks: Sequence[int]) -> list[int]:
-    """How many slots there are for each KV group's blocks: one, and of what is left as many as its pool has to those of
-    the others. None for any where there is not one for each.
+    """Number of slots for each KV group: one, and the rest in proportion to the groups' pools. All zeros if there is no
+    room for one slot each.
 
     Args:
-        sizes: bytes of a slot, by group. blocks: of the pools.
+        sizes: by group, bytes of a slot. blocks: by group, blocks of the pool.
     """
     left, whole = memory - sum(sizes), sum(size * count for size, count in zip(sizes, blocks, strict=True))
     return [0 if left < 0 else 1 + left * count // whole for count in blocks]
@@ -187,13 +187,13 @@ def measure(
     ranks: int = 1,
     neighbours: int = 0,
 ) -> Measured:
-    """What a rank finds, once all have loaded; on devices all run the same trial steps, together.
+    """Measure a rank's memory, once all ranks have loaded. Ranks with GPUs run the same trial steps, together.
 
     Args:
-        ranks, neighbours: see `free_for_each`; of a CPU.
+        ranks, neighbours: see `free_for_each`; for CPUs.
 
     Raises:
-        MemoryPlanError: the device has no room for such a step.
+        MemoryPlanError: the device has no room for the largest step.
     """
     if not device.asynchronous:
         return Measured(free_for_each(config, model, ranks, neighbours))
@@ -204,13 +204,13 @@ def measure(
 def planned(
     config: EngineConfig, model: Model, device: Device, measured: Measured, speculation: Speculation | None = None
 ) -> MemoryPlan:
-    """What the memory is used for.
+    """Plan the use of the memory.
 
     Args:
-        measured: what each rank has.
+        measured: the memory of each rank.
 
     Raises:
-        ConfigError: what was asked for does not fit; see `plan_memory`.
+        ConfigError: the configured sizes do not fit, see `plan_memory`.
     """
     if config.host_kv_bytes > (found := free_memory()):
         raise MemoryPlanError(
@@ -238,10 +238,10 @@ def _device_forward(
 
 
 def _granted(config: EngineConfig, device: Device) -> int:
-    """Bytes of the device that Quire may still take.
+    """Device memory that Quire may still use, in bytes.
 
     Raises:
-        MemoryPlanError: others and the weights have taken more than its share already.
+        MemoryPlanError: weights and other programs use more than `gpu_memory_utilization` already.
     """
     device.release()
     free, total = device.memory()
@@ -257,15 +257,15 @@ def _granted(config: EngineConfig, device: Device) -> int:
 
 
 def _measured_activations(config: EngineConfig, model: Model, device: Device, speculation: Speculation | None) -> int:
-    """Most bytes that the largest admissible step holds: such a step is run, on pools of two blocks.
+    """Measure the activations of the largest step, by running it with pools of two blocks.
 
-    They have the KV of what drafts, too: kernels are compiled for how far apart blocks are, and for its own sizes.
+    These include a draft model's KV, since kernels are compiled for the distance between blocks.
 
     Raises:
-        MemoryPlanError: there is not enough for it.
+        MemoryPlanError: there is not enough memory.
     """
     if speculation is not None and speculation.kv_shape is None:
-        speculation = None  # it drafts without a model
+        speculation = None  # it has no draft model
     draft_kv = speculation.kv_shape if speculation else None
     with device.active():
         kv = model.new_caches([2] * len(model.groups), config.block_size, config.kv_cache_dtype, draft_kv)
@@ -274,7 +274,7 @@ def _measured_activations(config: EngineConfig, model: Model, device: Device, sp
     drafts = config.speculation.num_speculative_tokens if config.speculation and speculation else 0
     with torch.inference_mode(), device.active():
         model.kernels.warm_up(model.vocab_size)
-        for cache in kv:  # as where a request goes on within a cached block
+        for cache in kv:  # as for a match within a block
             model.kernels.copy_blocks(cache, [(0, 1, 1)])
     try:
         return device.peak(lambda: _run_largest(runner, config, model, drafts))
@@ -288,10 +288,10 @@ def _measured_activations(config: EngineConfig, model: Model, device: Device, sp
 
 
 def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model, drafts: int = 0) -> None:
-    """A step with all tokens and all requests that one may hold, every one of them sampled with all filters.
+    """Run a step with the most tokens and requests, all sampled with all filters.
 
-    Then decodes of all, or of fewer with so many `drafts` each, a single decode, and prompts alone from short to long,
-    with their log-probabilities, so that no user waits while their kernels are compiled.
+    Then run decodes of all requests, or of fewer with `drafts` each, a single decode, and single prompts from short to
+    long with log-probabilities, so that no user waits while kernels are compiled.
     """
     requests = min(config.max_num_seqs, config.max_num_batched_tokens)
     each, rest = divmod(config.max_num_batched_tokens, requests)
@@ -321,7 +321,7 @@ def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model, drafts
 
 
 def _prompts(number: int, first: int, lengths: list[int], params: SamplingParams) -> StepPlan:
-    """A step of new requests, numbered from `first` on; their blocks are all the null block."""
+    """A step of new requests, numbered from `first` on, whose blocks are all the null block."""
     plan = StepPlan(number, [])
     for index, length in enumerate(lengths, start=first):
         tokens = [0] * length
