@@ -1,4 +1,4 @@
-"""Rows of one matrix on the device, one for each request that asks for one."""
+"""A matrix on the device with a row for each request that needs one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from quire.runner.device import Device
 
 
 class DeviceRows:
-    """A row of one matrix for each request that asks for one; rows double when all are taken.
+    """A matrix with a row for each request that needs one; it doubles when all rows are in use.
 
     Args:
-        vocab_size: columns.
-        dtype: of an entry.
-        device: where they lie. What is done here is queued there, in the order of the calls.
+        vocab_size: number of columns.
+        dtype: the matrix's.
+        device: the matrix's; all work is queued there, in order.
 
     Attributes:
-        matrix: [1 + requests, vocab]; the first row is no request's.
+        matrix: [1 + requests, vocab]; the first row belongs to no request.
     """
 
     def __init__(self, vocab_size: int, dtype: torch.dtype, device: Device) -> None:
@@ -26,7 +26,7 @@ class DeviceRows:
             self.matrix = torch.zeros(1, vocab_size, dtype=dtype, device=device.torch)
 
     def take_row(self) -> int:
-        """One that is free; what is in it is anything."""
+        """A free row, with undefined contents."""
         if not self._free:
             rows, vocab = self.matrix.shape
             grown = max(2 * rows, 8)
@@ -35,6 +35,6 @@ class DeviceRows:
         return self._free.pop()
 
     def end(self, row: int) -> None:
-        """The request has ended; row 0 is no request's, and ignored."""
+        """Free a row; row 0 is ignored."""
         if row:
             self._free.append(row)

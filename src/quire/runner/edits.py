@@ -1,8 +1,7 @@
-"""What changes a request's logits before they are filtered: penalties, bias, allowed tokens, `min_tokens`, bad words,
-grammars.
+"""Changes of a request's logits before filtering: penalties, bias, allowed tokens, `min_tokens`, bad words, grammars.
 
-`Edits` (`ops/logit_edits.py`) are these of all edited rows of a step, which a kernel applies; here is what is kept of
-each request, and how a step's are made of it.
+A kernel applies a step's `Edits` (`ops/logit_edits.py`). This module has the state of each request, and makes the edits
+of a step from it.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ NOTHING_LEFT = (
 
 @dataclass(slots=True)
 class EditedRequest:
-    """What is kept of a request whose logits are edited, beside its rows of tables.
+    """The state of a request whose logits are edited, besides its rows in tables.
 
     Attributes:
-        prompt_length: tokens before the output.
-        known: tokens of prompt and output that the host knows of.
-        output: tokens so far; kept only for `bad_words`.
+        prompt_length: number of prompt tokens.
+        known: number of tokens, of prompt and output, that the host knows.
+        output: output tokens so far; maintained only for `bad_words`.
         stop_ids: banned before `min_tokens`.
-        matcher: follows the grammar of the output; None: there is none.
+        matcher: follows the output's grammar; None without a grammar.
     """
 
     prompt_length: int
@@ -56,15 +55,15 @@ class EditedRequest:
 
     @property
     def follows(self) -> bool:
-        """Whether what is masked depends on which the tokens before are."""
+        """Whether the masks depend on earlier tokens."""
         return bool(self.bad_words) or self.matcher is not None
 
     def needs_host(self, length: int) -> bool:
-        """Whether what is masked after `length` tokens or more depends on what these are, or how many."""
+        """Whether the masks after at least `length` tokens depend on these tokens or their number."""
         return self.follows or (bool(self.stop_ids) and length - self.prompt_length < self.min_tokens)
 
     def append(self, token: int) -> None:
-        """Learn the next token; a negative one is none, and what comes after it is not used."""
+        """Add the next token; a negative one means none, and later results are not used."""
         self._note(token)
         if token >= 0 and self.matcher is not None:
             self.matcher.append(token)
@@ -75,7 +74,7 @@ class EditedRequest:
             self.output.append(token)
 
     def why_nothing_is_left(self) -> str:
-        """Where all tokens are masked."""
+        """The error if all tokens are masked."""
         failed = self.matcher and self.matcher.error
         return f"structured_outputs: {failed}" if failed else NOTHING_LEFT
 
@@ -88,7 +87,7 @@ class EditedRequest:
             )
 
     def banned(self, position: int, ahead: Sequence[int]) -> NDArray[np.int64]:
-        """Ids that must not come next: stop ids before `min_tokens`, ends of bad words."""
+        """Ids that are banned next: stop ids before `min_tokens`, and last tokens of bad words."""
         ids = self.stop_ids if position - self.prompt_length < self.min_tokens else []
         if not self.bad_words and not ids:
             return _NO_IDS
@@ -102,24 +101,24 @@ class EditedRequest:
 
 
 def append(tokens: Sequence[tuple[EditedRequest, int]]) -> None:
-    """The next tokens of different requests: `EditedRequest.append` for each, and their matchers in one call."""
+    """Add the next tokens of different requests: `EditedRequest.append` for each, with one call for all matchers."""
     for request, token in tokens:
         request._note(token)
     grammars.append([(each.matcher, token) for each, token in tokens if token >= 0 and each.matcher is not None])
 
 
 def edited_request(info: RequestInfo, vocab_size: int, matcher: Matcher | None = None) -> EditedRequest | None:
-    """None where nothing changes the request's logits.
+    """The state of a new request; None if its logits are not edited.
 
     Args:
-        matcher: of its grammar, after the output that it has.
+        matcher: of its grammar, after its output so far.
 
     Raises:
-        ValueError: a token id is not one of the vocabulary's.
+        ValueError: a token id is not in the vocabulary.
     """
     params = info.params
     bias, allowed = params.logit_bias or {}, params.allowed_token_ids or ()
-    # What cannot be sampled need not be banned, and a word cannot be completed that holds such a token.
+    # Words with tokens that are not in the vocabulary are never completed.
     bad_words = [word for word in info.bad_words if word and max(word) < vocab_size]
     penalized = has_penalties(info)
     if not (penalized or bias or allowed or bad_words or matcher or params.min_tokens > 0):
@@ -152,9 +151,9 @@ def _check_ids(info: RequestInfo, name: str, ids: Iterable[int], vocab_size: int
 
 
 class AllowedTokens(DeviceRows):
-    """Which tokens may be sampled, of all requests that allow but some; 4 bytes a token (594 KiB for 151,936).
+    """The masks of all requests with `allowed_token_ids`, of 4 bytes per token (594 KiB for 151,936).
 
-    They are made and sent once a request, since a step would take longer to do so than to sample.
+    A mask is made and sent once per request, since that takes longer than sampling a step.
 
     Attributes:
         matrix: see `Masks.masks`.
@@ -166,7 +165,7 @@ class AllowedTokens(DeviceRows):
             self.matrix.fill_(torch.inf)
 
     def start(self, allowed: Collection[int]) -> int:
-        """A row that masks all but these; 0 where there are none."""
+        """A row that masks all other tokens; 0 if `allowed` is empty."""
         if not allowed:
             return 0
         row = self.take_row()
@@ -179,7 +178,7 @@ class AllowedTokens(DeviceRows):
 def edit_arrays(
     state: NDArray[Any], rows: NDArray[np.int64], requests: Sequence[EditedRequest], ahead: Sequence[Sequence[int]]
 ) -> list[NDArray[Any]]:
-    """What `make_edits` takes, for some of a step's rows, the requests that they belong to, and drafts before them."""
+    """The arrays for `make_edits`, given some of a step's rows, their requests, and the drafts before them."""
     places = list(zip(requests, state["next"].tolist(), ahead, strict=True))
     for request, position, drafts in places:
         request.check_known(position, drafts)
@@ -195,7 +194,7 @@ def edit_arrays(
 
 
 NUM_EDIT_ARRAYS = 13
-"""Of `edit_arrays`."""
+"""Number of arrays that `edit_arrays` returns."""
 
 
 def make_edits(
@@ -204,7 +203,7 @@ def make_edits(
     penalties: ListedPenalties | DevicePenalties,
     drafts: Tensor | None,
 ) -> Edits:
-    """From the tensors of `edit_arrays` and, after them, of `penalties.arrays`; `drafts`: see `penalties.seen`."""
+    """The edits, given the tensors of `edit_arrays`, followed by `penalties.arrays`; `drafts`: see `penalties.seen`."""
     rows, repetition, frequency, presence, masks = sent[:5]
     bias, banned = Lists(*sent[5:8]), Lists(*sent[8:11])
     bits = BitMasks(*sent[11:NUM_EDIT_ARRAYS])

@@ -1,4 +1,4 @@
-"""A step's forward pass where kernels read its shape on the host: the CPU."""
+"""A step's forward pass on a CPU, whose kernels read the step's shape on the host."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from quire.runner.proposer import Branch
 NO_BRANCHES: Mapping[int, Branch] = {}
 
 Blocks = Sequence[Sequence[int]]
-"""Of one request, block ids: as many for each KV group."""
+"""Block ids of one request, the same number for each KV group."""
 
 
 class Forwarded(NamedTuple):
-    """What a forward pass makes of a step's rows.
+    """The result of a forward pass.
 
     Attributes:
         hidden: [tokens, hidden] after the last norm.
-        finite: [tokens] whether each is.
-        features: [tokens, width] what a drafting head is fed: what enters some layers, or `hidden` itself.
+        finite: [tokens] whether each row of `hidden` is finite.
+        features: [tokens, width] input for a drafting head: the inputs of some layers, or `hidden` itself.
     """
 
     hidden: Tensor
@@ -38,24 +38,24 @@ class Forwarded(NamedTuple):
 
 
 RowsAhead = Callable[[int, Tensor], RaggedBatch]
-"""The batch of one row a request with this index, of the first requests: their tokens [rows] int64."""
+"""Makes the batch with this index, of one row per request, for the first requests: their tokens [rows] int64."""
 
 
 def forward(
     model: Model, batches: Sequence[RaggedBatch], kv: Sequence[KVCache], aux_layers: Sequence[int]
 ) -> Forwarded:
-    """Through the model; `aux_layers` are the layers of which features are made."""
+    """Run the model; `aux_layers` are the layers whose inputs are features."""
     aux = AuxHiddenStates(aux_layers) if aux_layers else None
     hidden = model.forward(batches, kv, aux)
     return Forwarded(hidden, model.kernels.finite_rows(hidden), aux.features() if aux else hidden)
 
 
 class HostForward:
-    """Runs spans through the model; keeps the block tables of all requests.
+    """Runs spans through the model, with the block tables of all requests.
 
     Args:
-        kv: a cache a KV group.
-        aux_layers: layers of which `Forwarded.features` are made.
+        kv: one cache per KV group.
+        aux_layers: layers whose inputs are `Forwarded.features`.
 
     Attributes:
         last_tokens: [requests] int64, the last sampled token of each row of the tables.
@@ -64,18 +64,18 @@ class HostForward:
     def __init__(self, model: Model, kv: Sequence[KVCache], aux_layers: Sequence[int] = ()) -> None:
         self._model, self._kv, self._aux_layers = model, kv, aux_layers
         self._size = kv[0].block_size
-        # [groups, requests, blocks]; grows, so that a step gathers them at once
+        # [groups, requests, blocks]: one array, so that a step gathers all tables at once
         self._tables = np.zeros((len(kv), 16, 64), np.int64)
         self.last_tokens = torch.zeros(self._tables.shape[1], dtype=torch.int64)
 
     def set_blocks(self, rows: Sequence[int], starts: Sequence[int], blocks: Sequence[Blocks]) -> None:
-        """Entries of some rows of the tables, each from its start on."""
+        """Set entries in some rows of the tables, each from its start on."""
         self._grow(max(rows) + 1, max(start + len(part[0]) for start, part in zip(starts, blocks, strict=True)))
         for row, start, part in zip(rows, starts, blocks, strict=True):
             self._tables[:, row, start : start + len(part[0])] = part
 
     def _grow(self, height: int, width: int) -> None:
-        """More room, at least twice as much in a direction that lacks it."""
+        """Grow the tables to at least this size, doubling dimensions that are too small."""
         rows, columns = (
             0 if need <= have else max(need - have, have)
             for need, have in zip((height, width), self._tables.shape[1:], strict=True)
@@ -83,10 +83,10 @@ class HostForward:
         if rows or columns:
             tables = np.pad(self._tables, ((0, 0), (0, rows), (0, columns)))
             last_tokens = torch.nn.functional.pad(self.last_tokens, (0, rows))
-            self._tables, self.last_tokens = tables, last_tokens  # both or none, whatever may fail
+            self._tables, self.last_tokens = tables, last_tokens  # both or none, whatever fails
 
     def slots(self, row: int, positions: Sequence[int]) -> list[Tensor]:
-        """Where tokens of a row's request are stored, by group: see `RaggedBatch.slots`."""
+        """The slots of positions of a row's request, by group: see `RaggedBatch.slots`."""
         blocks, offsets = np.divmod(positions, self._size)
         return [torch.from_numpy(table[row, blocks] * self._size + offsets) for table in self._tables]
 
@@ -97,12 +97,12 @@ class HostForward:
         row_starts: NDArray[np.int64],
         branches: Mapping[int, Branch] = NO_BRANCHES,
     ) -> Forwarded:
-        """Computes the spans.
+        """Compute the spans.
 
         Args:
-            rows: which row of the tables belongs to each span's request.
-            row_starts: first row of each span, and one entry more.
-            branches: by request, where a span's rows do not continue one another.
+            rows: the row in the tables of each span's request.
+            row_starts: first row of each span, and the end of the last one.
+            branches: trees of drafts, by request.
         """
         return forward(self._model, self.batches(spans, rows, row_starts, branches), self._kv, self._aux_layers)
 
@@ -113,12 +113,12 @@ class HostForward:
         row_starts: NDArray[np.int64],
         branches: Mapping[int, Branch] = NO_BRANCHES,
     ) -> list[RaggedBatch]:
-        """All spans one after the other, a group each; see `__call__`."""
+        """The spans as one batch per group; see `__call__`."""
         size = self._size
         tokens = list(chain.from_iterable(span.tokens for span in spans))
         ends = [span.start + len(span.tokens) for span in spans]
         rows_of = rows if len(tokens) == len(spans) else rows.repeat(np.diff(row_starts))  # [tokens]
-        if FROM_PREVIOUS in tokens:  # a step that failed left -1: what this one makes of it is not used
+        if FROM_PREVIOUS in tokens:  # -1 after a failed step: the result is not used
             last = self.last_tokens.numpy()[rows_of].clip(min=0).tolist()
             tokens = [last[i] if token == FROM_PREVIOUS else token for i, token in enumerate(tokens)]
         positions = np.array([*chain.from_iterable(map(range, (span.start for span in spans), ends))])
@@ -144,19 +144,17 @@ class HostForward:
         ]
 
     def rows_ahead(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> RowsAhead:
-        """What batches of one row a request need: one for each line of `positions` [batches, requests], which rise.
-
-        They are for what drafts, whose KV lies in the blocks of the first group.
+        """Prepare batches of one row per request for a draft model, whose KV is in the first group's blocks.
 
         Args:
-            rows: which row of the tables belongs to each request.
-            positions: they may go beyond what a request has blocks for, as long as its rows there are not asked for.
+            rows: the row in the tables of each request.
+            positions: [batches, requests] ascending; those beyond a request's blocks must not be used.
         """
         size, table = self._size, self._tables[0]
         blocks, offsets = np.divmod(positions, size)
         blocks = blocks.clip(max=table.shape[1] - 1)
         slots = table[rows, blocks] * size + offsets
-        tables = torch.from_numpy(_heads(table, rows, blocks[-1] + 1))  # they may go on after the context of one
+        tables = torch.from_numpy(_heads(table, rows, blocks[-1] + 1))  # may be longer than a request's context
 
         def batch(index: int, tokens: Tensor) -> RaggedBatch:
             count = len(tokens)
@@ -184,16 +182,17 @@ def _heads(table: NDArray[np.int64], rows: NDArray[np.int64], lengths: NDArray[n
 
 
 def tree_end(branch: Branch) -> int:
-    """The position after all slots that rows of a tree are stored in or see."""
+    """The end of all positions that a tree's rows are stored at or attend to."""
     return branch.base + 1 + max(max(branch.slots), *map(max, branch.paths))
 
 
 def tree_rows(
     branches: Mapping[int, Branch], row_starts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of each row of a batch with trees, by index of the span: its depth, -1 in no tree, and its path, then 0.
+    """Each row's depth in its tree, or -1 [tokens], and its path, padded with 0 [tokens, width].
 
-    Shapes: [tokens] and [tokens, width].
+    Args:
+        branches: trees, by index of the span.
     """
     width = max(len(path) for branch in branches.values() for path in branch.paths)
     depths, paths = np.full(row_starts[-1], -1), np.zeros((row_starts[-1], width), np.int64)
@@ -210,7 +209,7 @@ def _trees(
     places: NDArray[np.int64],
     contexts: NDArray[np.int64],
 ) -> Trees:
-    """The trees of a batch, by index of the span; what the other arguments say of their rows and spans is set right."""
+    """The trees of a batch, by index of the span. Sets the positions, places and contexts of their rows and spans."""
     depths, paths = tree_rows(branches, row_starts)
     for index, branch in branches.items():
         rows = slice(row_starts[index], row_starts[index + 1])

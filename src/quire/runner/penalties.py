@@ -1,8 +1,8 @@
-"""What penalties count: how often each token stands in a request's prompt and output.
+"""Counts for penalties: how often each token occurs in a request's prompt and output.
 
-There is one contract, and two ways to keep the counts, since kernels read them in two ways: lists of the tokens seen on
-a CPU (`Lists`), where a row of the vocabulary's width would cost up to 30 times as much; on a device a matrix
-(`History`), where a step can count what it has sampled before the host knows it.
+There are two implementations with the same interface, for two kinds of kernels. On a CPU they read lists of the tokens
+that occur (`Lists`), since a row of the vocabulary's width would cost up to 30 times as much. On a GPU they read a
+matrix (`History`), in which a step can count its tokens before the host knows them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def has_penalties(info: RequestInfo) -> bool:
 
 
 class TokenCounts:
-    """The different tokens of one request. Arrays that grow, so that a step does not convert a long text again."""
+    """The distinct tokens of one request, in growing arrays, so that long texts are not converted in every step."""
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         counts = Counter(output)
@@ -41,7 +41,7 @@ class TokenCounts:
         self._counts = np.array([counts[token] for token in distinct], np.float32)
 
     def add(self, token: int) -> None:
-        """The next token of the output."""
+        """Add the next output token."""
         place = self._place.setdefault(token, len(self._place))
         if place == len(self._ids):
             room = max(64, place)
@@ -51,7 +51,7 @@ class TokenCounts:
         self._counts[place] += 1
 
     def with_drafts(self, drafts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Each different token, and how often it stands in the output, as if drafts were tokens of the output."""
+        """The distinct tokens and their counts in the output, as if drafts were part of it."""
         count = len(self._place)
         ids, counts = self._ids[:count], self._counts[:count]
         if not drafts:
@@ -75,7 +75,7 @@ class ListedPenalties:
         self._next = 1
 
     def start(self, info: RequestInfo) -> int:
-        """A row for a request, with its tokens so far; 0, no request's, where it has no penalties."""
+        """Add a request with its tokens so far; returns its row, or 0 without penalties."""
         if not has_penalties(info):
             return 0
         row, self._next = self._next, self._next + 1
@@ -87,7 +87,7 @@ class ListedPenalties:
         self._counts.pop(row, None)
 
     def arrays(self, rows: NDArray[np.int64], ahead: Sequence[Sequence[int]]) -> list[NDArray[np.generic]]:
-        """What must be on the device for `seen`, of some rows, each with the drafts before it."""
+        """The arrays to upload for `seen`, given rows and the drafts before each."""
         seen = [
             self._counts[row].with_drafts(drafts) if row else _NOTHING_SEEN
             for row, drafts in zip(rows.tolist(), ahead, strict=True)
@@ -95,28 +95,28 @@ class ListedPenalties:
         return list(list_arrays([ids for ids, _ in seen], [counts for _, counts in seen]))
 
     def seen(self, sent: Sequence[Tensor], drafts: Tensor | None) -> Lists:
-        """See `Edits.seen`, from the tensors of `arrays`.
+        """See `Edits.seen`; given the tensors of `arrays`.
 
         Args:
-            drafts: [rows, most] int64 before each row, -1 where there are fewer, where only the device knows them.
+            drafts: [rows, most] int64, the drafts before each row, padded with -1, if only the device knows them.
         """
         return Lists(*sent)
 
     def count(self, rows: NDArray[np.int64], tokens: Tensor) -> None:
-        """Counts sampled tokens [rows, most] as the next of each row's output, -1 where there are fewer."""
+        """Count the next output tokens of each row: [rows, most], padded with -1."""
         for row, line in zip(rows.tolist(), tokens.tolist(), strict=True) if rows.any() else ():
             self.add(row, [token for token in line if token >= 0])
 
     def add(self, row: int, tokens: Sequence[int]) -> None:
-        """The same for one row, where the host knows them; 0 is ignored."""
+        """Count the next output tokens of one row, given on the host; row 0 is ignored."""
         for token in tokens if row else ():
             self._counts[row].add(token)
 
 
 class DevicePenalties(DeviceRows):
-    """The same on the device, where a step can count what it has sampled.
+    """Counts on the device, where a step can count the tokens that it has sampled.
 
-    A row has 4 bytes a token of the vocabulary (594 KiB for 151,936). A request without penalties takes none.
+    A row has 4 bytes per token of the vocabulary (594 KiB for 151,936). A request without penalties has none.
 
     Attributes:
         matrix: see `History.counts`.
@@ -149,9 +149,9 @@ class DevicePenalties(DeviceRows):
         return seen if drafts is None else self._with_drafts(seen, drafts)
 
     def _with_drafts(self, seen: History, drafts: Tensor) -> History:
-        """The history of rows as if the drafts [rows, most] before them were tokens of the output; a copy.
+        """A copy of the rows' history, as if the drafts [rows, most] before them were part of the output.
 
-        Its first row is no request's, as in the original, so that rows without penalties stay without.
+        Its first row belongs to no request, as in the original, for rows without penalties.
         """
         requests = torch.cat([seen.requests.new_zeros(1), seen.requests])
         history = History(self.matrix[requests], torch.arange(1, len(requests), device=self.matrix.device))

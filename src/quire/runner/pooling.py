@@ -1,4 +1,4 @@
-"""What becomes of a prompt's hidden states where no tokens are made of them: see `core/pooling.py`."""
+"""Pools a prompt's hidden states: see `core/pooling.py`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from quire.runner.device import Device
 from quire.runner.scores import Scored, launch_scores
 
 ROWS = 64
-"""So many rows are summed at once: their sums take eight bytes a number."""
+"""Number of rows that are summed at once, which takes eight bytes per number."""
 
 TOO_LARGE = f"the model's hidden states are larger than {MOST}, which is more than pooling counts"
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 
 
 class Pooled(Protocol):
-    """What a span's rows are pooled to, on which the device may still be working."""
+    """The pooled rows of a span, which the device may still be computing."""
 
     def finish(self) -> tuple[list[float] | None, str | None]:
-        """The numbers, or why there are none; to be called once the device has come past the launch."""
+        """The numbers, or an error; to be called when the device is done."""
         ...
 
 
@@ -50,14 +50,14 @@ class _Labels:
 
 
 def launch_sum(device: Device, hidden: Tensor) -> Pooled:
-    """Queues the sum of hidden states [rows, hidden], in parts of `UNIT`."""
+    """Queue the sum of hidden states [rows, hidden], as multiples of 1 / `UNIT`."""
     parts = [(part.double() * UNIT).round_().to(torch.int64).sum(0) for part in torch.split(hidden, ROWS)]
     total, largest = device.download(torch.stack(parts).sum(0), hidden.abs().max().float())
     return _Sum(total, largest)
 
 
 def launch_labels(kernels: Kernels, device: Device, logits: Tensor, labels: Sequence[int]) -> Pooled:
-    """Queues the log-probabilities of some tokens in one row of logits [1, vocab]."""
+    """Queue the log-probabilities of some tokens in one row of logits [1, vocab]."""
     none = np.zeros(len(labels), np.int64)
     rows, ids = device.upload(none, np.array(labels, np.int64))
     return _Labels(launch_scores(kernels, device, logits, rows, ids, none))

@@ -1,4 +1,4 @@
-"""The table of what the sampler must know of each request, so that a step is prepared for all rows at once."""
+"""The requests' sampling parameters in one table, so that a step is prepared for all rows at once."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from quire.runner.proposer import Row
 
 STATE = np.dtype(
     [
-        ("next", np.int64),  # the position that the next token takes
+        ("next", np.int64),  # position of the next token
         ("stream", np.uint64),  # `noise_stream`
-        ("accept", np.uint64),  # those of rejection sampling
+        ("accept", np.uint64),  # for rejection sampling
         ("resample", np.uint64),
         ("temperature", np.float32),  # 0: greedy
         ("log_min_p", np.float32),
         ("top_k", np.int64),
         ("top_p", np.float64),
-        ("logprobs", np.int64),  # how many to report beside the token's; -1: none at all
+        ("logprobs", np.int64),  # number of top tokens to report besides the sampled one; -1: nothing
         ("edited", np.bool_),
         ("repetition", np.float32),
         ("frequency", np.float32),
@@ -32,7 +32,7 @@ STATE = np.dtype(
         ("mask", np.int64),  # row of the allowed tokens; 0: none
     ]
 )
-"""What a request's row says."""
+"""A row of the table."""
 
 _STREAMS = {"stream": ops.Purpose.SAMPLE, "accept": ops.Purpose.ACCEPT, "resample": ops.Purpose.RESAMPLE}
 
@@ -51,12 +51,12 @@ class SamplingTable:
         self._slots: dict[int, int] = {}
 
     def start(self, info: RequestInfo, edited: bool, history: int, mask: int) -> None:
-        """Takes up a request.
+        """Add a request.
 
         Args:
-            edited: whether anything changes its logits.
-            history: its row of the penalties.
-            mask: its row of the allowed tokens.
+            edited: whether its logits are edited.
+            history: its row in the penalties.
+            mask: its row in the allowed tokens.
         """
         params = info.params.resolved()
         state = {
@@ -81,7 +81,7 @@ class SamplingTable:
         self.rows[slot] = tuple(state[name] for name in STATE.names or ())
 
     def end(self, request: int) -> Any | None:
-        """Forgets a request: what its row said; None where it is not known."""
+        """Remove a request; returns its row, or None if it is unknown."""
         slot = self._slots.pop(request, None)
         if slot is None:
             return None
@@ -89,14 +89,14 @@ class SamplingTable:
         return self.rows[slot]
 
     def slots(self, requests: Sequence[int]) -> NDArray[np.int64]:
-        """Where the requests' rows are."""
+        """The indices of the requests' rows."""
         return np.array([self._slots[request] for request in requests], np.int64)
 
     def next(self, places: Sequence[tuple[int, int]]) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """Where the requests' rows are, and what they say: places are (request, the position that comes next).
+        """The indices and contents of rows, given (request, next position).
 
         Raises:
-            ValueError: another position is next.
+            ValueError: a request's next position is another one.
         """
         slots = self.slots([request for request, _ in places])
         state = self.rows[slots]
@@ -108,13 +108,13 @@ class SamplingTable:
         return slots, state
 
     def at(self, places: Sequence[tuple[int, int]]) -> NDArray[Any]:
-        """What the rows of these requests say, with these positions in `next`."""
+        """Copies of the requests' rows, with these positions in `next`."""
         state = self.rows[self.slots([request for request, _ in places])]
         state["next"] = [position for _, position in places]
         return state
 
     def with_drafts(self, rows: Sequence[Row]) -> NDArray[Any]:
-        """The same for rows that have drafts before them; raises what `next` does."""
+        """The same for positions after drafts; raises what `next` does."""
         self.next([(row.request, row.position - len(row.ahead)) for row in rows])
         return self.at([(row.request, row.position) for row in rows])
 
@@ -123,9 +123,8 @@ NUM_FILTER_ARRAYS = 5
 
 
 def filter_arrays(state: NDArray[Any], positions: NDArray[np.int64] | None) -> list[NDArray[Any]]:
-    """What `make_filters` takes; the last one, of the noise, in the shape of `positions` [..., rows].
-
-    Without positions, that is not the keys, but the streams of which they are made.
+    """The arrays for `Filters`. The last one has the noise keys, in the shape of `positions` [..., rows]; without
+    positions, the streams from which keys are made.
     """
     temperature = state["temperature"]
     if positions is None:

@@ -1,5 +1,5 @@
-"""Rejection sampling of drafts: what a step's rows make of them. (Without it, drafts count while they are what was
-sampled, which needs nothing but comparing: see `drafter.accepted_path`.)"""
+"""Verifies drafts by rejection sampling. (Without it, drafts are accepted while they equal the sampled tokens, see
+`drafter.accepted_path`.)"""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Verified(NamedTuple):
     """Rows of one request that verify drafts by rejection sampling: see `rejection.verify`.
 
     Attributes:
-        first: its first row; each of the drafts has one, and there is one more.
-        distributions: [drafts, vocabulary], what they were drawn from; None: each was certain.
+        first: its first row; there is one row per draft, and one more.
+        distributions: [drafts, vocabulary] from which they were sampled; None if they were not sampled.
     """
 
     first: int
@@ -28,19 +28,19 @@ class Verified(NamedTuple):
 
 
 def verify(logits: Tensor, filters: Filters, state: NDArray[Any], tokens: Tensor, verified: Sequence[Verified]) -> None:
-    """Put into `tokens` what rejection sampling makes of drafts.
+    """Write the result of rejection sampling into `tokens`.
 
     Args:
         logits: [rows, vocab] fp32, edited.
         state: [rows] of the sampler's table, with the position of each row in `next`.
-        tokens: [rows] int64, what was sampled.
+        tokens: [rows] int64, the sampled tokens.
     """
     accept = noise_keys(state["accept"], state["next"]).tolist()
     resample = noise_keys(state["resample"], state["next"]).tolist()
     for first, drafts, distributions in verified:
         rows = torch.arange(first, first + len(drafts), device=logits.device)
         if bool((tokens[rows] < 0).any()):
-            continue  # not finite: the drafts that are sampled by chance count, and the request ends there
+            continue  # not finite: drafts count while they equal the sampled tokens, then the request ends
         place = slice(first, first + len(drafts))
         target = rejection.probabilities(logits[rows], filters.of(rows))
         accepted, drawn = rejection.verify(target, drafts, distributions, accept[place], resample[place])
