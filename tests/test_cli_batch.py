@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -198,6 +199,31 @@ def test_an_answer_that_cannot_be_had_leaves_no_line(tmp_path):
 
     counts, found = batch(lines, tmp_path, later)
     assert (counts.completed, counts.failed, len(found)) == (9, 0, 9) and len(asked) == 9 - len(done)
+
+
+def test_a_full_disk_ends_a_batch_in_words_and_it_goes_on_later(tmp_path, monkeypatch):
+    async def post(url: str, body: bytes) -> Answer:
+        return Answer(200, "r", b"{}")
+
+    write, room = os.write, 500
+
+    def until_full(descriptor: int, data: memoryview) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write(descriptor, data[:room])
+        room -= written
+        return written
+
+    lines: list[object] = [request(str(number)) for number in range(9)]
+    with monkeypatch.context() as patch:
+        patch.setattr("quire.server.batch_lines.os.write", until_full)
+        with pytest.raises(ExceptionGroup) as caught:
+            batch(lines, tmp_path, post)
+    assert caught.group_contains(BatchError, match="^the answer file cannot be written: No space left")
+    assert not (tmp_path / "out").read_text().endswith("\n"), "the last line was cut"
+    counts, found = batch(lines, tmp_path, post)
+    assert (counts.completed, len(found)) == (9, 9)
 
 
 def test_two_batches_do_not_write_one_file(tmp_path):

@@ -28,6 +28,7 @@ from quire.server import context, routes_info
 from quire.server.app import create_app
 from quire.server.auth import Tenants, tenant_of
 from quire.server.context import AppContext
+from quire.server.dialects import OTHER_ROUTES
 from quire.server.replies import json_reply
 from quire.server.routes_info import ROUTER_SECONDS
 from tests.server_fakes import AppThread, FakeEngineClient, app_context, wait_until
@@ -330,6 +331,35 @@ def test_an_unknown_path_is_a_404_in_openais_shape(site: Site, path: str) -> Non
     assert status == 404
     error = error_in(body)
     assert error["code"] in ("unknown_url", "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "word"),
+    [
+        ("POST", "/generate", "/v1/completions"),  # SGLang
+        ("POST", "/api/chat", "/v1/chat/completions"),  # Ollama
+        ("GET", "/ping", "/health"),  # vLLM
+        ("POST", "/v1/audio/transcriptions", "only text"),  # OpenAI
+        ("POST", "/v1/files", "quire batch"),
+        ("POST", "/reset_prefix_cache", "--admin"),
+        ("POST", "/v1//chat/completions", "use /v1/chat/completions"),
+        ("GET", "/health/", "use /health"),
+        ("GET", "/generated", "/docs"),
+        ("GET", "/nothing/", "/docs"),
+    ],
+)
+def test_a_route_of_another_engine_is_a_404_that_says_what_to_use(
+    site: Site, method: str, path: str, word: str
+) -> None:
+    status, body = site.raw(method, path)
+    assert status == 404 and word in error_in(body)["message"]
+
+
+def test_no_route_of_another_engine_is_one_of_ours() -> None:
+    with Site(admin=True) as site:
+        known = site.http.get("/openapi.json").json()["paths"]
+    admins = {"/reset_prefix_cache", "/debug/requests", "/debug/steps"}
+    assert admins <= known.keys() and not known.keys() & (OTHER_ROUTES.keys() - admins)
 
 
 def test_a_path_in_a_message_is_short_and_printable(site: Site) -> None:

@@ -291,6 +291,18 @@ def test_a_body_that_does_not_say_that_it_is_json_is_a_415_that_helps(
     assert "Content-Type: application/json" in message and len(message) < 300
 
 
+@pytest.mark.parametrize(
+    ("coding", "status"), [("gzip", 415), ("identity", 200), ("zstd, gzip", 415), ("Identity", 200)]
+)
+def test_a_body_that_is_compressed_is_refused_by_name(site: Site, coding: str, status: int) -> None:
+    found, document = site.post(f"content-encoding: {coding}")
+    assert found == status
+    assert status == 200 or (document["error"]["code"], coding in document["error"]["message"]) == (
+        "unsupported_media_type",
+        True,
+    )
+
+
 def test_two_content_types_are_none(site: Site) -> None:
     assert site.post("content-type: text/plain")[0] == 415
 

@@ -275,6 +275,8 @@ def test_tools_and_their_messages_are_read() -> None:
     call = chat(messages=said, tools=[CALLED], tool_choice={"type": "function", "function": {"name": "f"}})
     assert call.messages[1]["tool_calls"] == calls and call.messages[1]["content"] == ""
     assert call.messages[2] == {"role": "tool", "tool_call_id": "a", "content": "2"}
+    for null in ({"reasoning": "hm"}, {}):  # vLLM's answers have no content where all of it was reasoning
+        assert chat(messages=[*HELLO, {"role": "assistant", "content": None, **null}]).messages[1]["content"] == ""
     assert call.reply.callable == [CALLED["function"]]
     assert chat(tools=[CALLED], tool_choice="none").reply.callable == []
     assert chat(reasoning_effort="low", enable_thinking=True).chat_template_kwargs == {
@@ -378,7 +380,8 @@ def test_messages_keep_names_and_text_parts_and_developers_are_system() -> None:
 BAD_MESSAGES: list[tuple[Any, str]] = [
     (None, "messages"), ([], "messages"), ("Hello", "messages"), ({}, "messages"), ([1], "messages"),
     ([[]], "messages"), ([{}], "messages[0].role"), ([{"content": "x"}], "messages[0].role"),
-    ([{"role": "user"}], "messages[0].content"), ([{"role": "user", "content": None}], "messages[0].content"),
+    ([{"role": "user"}], "messages[0].content"), ([{"role": "assistant"}], "messages[0].content"),
+    ([{"role": "user", "content": None}], "messages[0].content"),
     ([*HELLO, {"role": "tool", "content": "x", "tool_call_id": 1}], "messages[1].tool_call_id"),
     ([{"role": "function", "content": "x"}], "messages[0].role"), ([{"role": 5, "content": "x"}], "messages[0].role"),
     ([{"role": "<|im_start|>", "content": "x"}], "messages[0].role"),

@@ -158,7 +158,7 @@ class RouterApp:
         """Pass a small request on to any server."""
         site = self._site
         request = Request(scope, receive)
-        check_media_type(request.headers.getlist("content-type"))
+        check_media_type(request.headers)
         with site.bodies.holding(tenant_of(scope).owner) as fits:
             body = await read_body(request, site.config.max_body_bytes, fits)
         servers = site.servers

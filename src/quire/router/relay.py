@@ -129,7 +129,7 @@ class Relay:
         scope, config = self._scope, self._site.config
         with self._site.bodies.holding(tenant_of(scope).owner) as fits:
             request = Request(scope, self._receive)
-            check_media_type(request.headers.getlist("content-type"))
+            check_media_type(request.headers)
             body = await read_body(request, config.max_body_bytes, fits)
             self._key = self._site.key_for(scope)
             # A large body is parsed in a thread, so that it does not delay the tokens of other requests.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
@@ -26,8 +27,10 @@ from quire.log import event, log_request
 from quire.server import request_log, routes_info
 from quire.server.auth import AuthMiddleware
 from quire.server.context import AppContext, stop_error
+from quire.server.dialects import instead_of
 from quire.server.errors import ApiError, api_error
 from quire.server.host_policy import HostPolicy
+from quire.server.metrics import ROUTES
 from quire.server.openapi import openapi_document
 from quire.server.prefix import PrefixMiddleware
 from quire.server.replies import error_reply, send_error
@@ -172,9 +175,18 @@ def _routing_error(request: Request, error: Exception) -> ApiError:
         message = f"{path} does not take {_shown(request.method)}{allowed}"
         return ApiError(405, message, code="method_not_allowed", headers=headers)
     if status == 404:
-        message = f"there is nothing at {path}; /docs lists what this server offers"
+        message = f"there is nothing at {path}; {_instead(request)}"
         return ApiError(404, message, code="unknown_url", headers=headers)
     return ApiError(status, "the request could not be served", headers=headers)
+
+
+def _instead(request: Request) -> str:
+    """What to ask for instead of a path that is not there."""
+    asked = request.scope["path"]
+    plain = re.sub("/+", "/", asked).rstrip("/")  # a base URL that ends with a slash makes two
+    if plain != asked and plain in ROUTES:
+        return f"use {plain}"
+    return instead_of(asked) or "/docs lists what this server offers"
 
 
 def _query_error(error: Exception) -> ApiError:

@@ -216,7 +216,11 @@ class Answers:
         os.ftruncate(self._descriptor, whole)
 
     def add(self, name: str, answer: Answer | None, problem: str = "") -> None:
-        """Append an answer, or why there is none."""
+        """Append an answer, or why there is none.
+
+        Raises:
+            BatchError: the file cannot be written; what of the line is there is removed when the batch resumes.
+        """
         digest = hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
         line = {
             "id": f"batch_req_{digest}",
@@ -230,8 +234,11 @@ class Answers:
             "error": None if answer else {"code": "invalid_request", "message": problem},
         }
         data = memoryview(msgspec.json.encode(line) + b"\n")
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError as error:
+            raise BatchError(f"the answer file cannot be written: {error.strerror or error}") from error
         self.done[name] = answer is not None and answer.status == 200
 
     def close(self) -> None:

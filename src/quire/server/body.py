@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
+from starlette.datastructures import Headers
 
 from quire.server.errors import ApiError, invalid
 
@@ -29,15 +30,18 @@ T = TypeVar("T")
 _POSITION = re.compile(r"\(byte (\d+)\)")
 
 
-def check_media_type(values: Sequence[str]) -> None:
-    """Refuse a body that is not declared as JSON, which a web page of another origin cannot send.
-
-    Args:
-        values: of the `Content-Type` headers.
+def check_media_type(headers: Headers) -> None:
+    """Refuse a body that is not declared as JSON, which a web page of another origin cannot send, or is compressed.
 
     Raises:
         ApiError: 415.
     """
+    for coding in headers.getlist("content-encoding"):
+        if coding.strip().lower() not in ("", "identity"):
+            message = f"the body has the Content-Encoding {shorten(coding)}, which is not supported; send it as it is"
+            refused = {"accept-encoding": "identity"}  # as RFC 9110, 15.5.16, wants it
+            raise ApiError(415, message, code="unsupported_media_type", headers=refused)
+    values = headers.getlist("content-type")
     if len(values) == 1 and values[0].partition(";")[0].strip().lower() == JSON:
         return
     found = (

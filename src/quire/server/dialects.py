@@ -1,4 +1,4 @@
-"""Sampling options of other engines' HTTP interfaces that Quire does not have.
+"""Other engines' HTTP interfaces: sampling options that Quire does not have, and routes.
 
 Values that would change tokens are refused by name, never ignored; those without effect are accepted, since clients of
 those engines send their defaults. Hints that change no token (`cache_prompt`, `id_slot`) are not listed here: they are
@@ -66,3 +66,66 @@ OTHER_DIALECTS: dict[str, tuple[Any, ...]] = {
     "template": ("",),
 }
 """Names, each with the values that have no effect."""
+
+_CHAT, _COMPLETION, _EMBEDDING = "use /v1/chat/completions", "use /v1/completions", "use /v1/embeddings"
+_MODELS, _INFO, _HEALTH = "use /v1/models", "use /server_info", "use /health"
+_CLEAR = "a server started with --admin has POST /reset_prefix_cache"
+_ADMIN = "start the server with --admin to have it"
+_TEXT = "only text models are served"
+_NO_LORA = "LoRA adapters are not supported yet"
+_NO_SLEEP = "an engine cannot release its memory and resume"
+_BATCH = "use 'quire batch IN.jsonl OUT.jsonl --url URL', which answers such files"
+
+OTHER_ROUTES: dict[str, str] = {
+    # Quire's, with --admin
+    **dict.fromkeys(("/reset_prefix_cache", "/debug/requests", "/debug/steps"), _ADMIN),
+    # OpenAI's
+    **dict.fromkeys(("/v1/files", "/v1/batches"), _BATCH),
+    **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/moderations", "/v1/realtime", "/v1/videos"), _TEXT),
+    "/v1/engines": _COMPLETION,
+    # vLLM's
+    "/classify": "use /v1/score, or /v1/completions with structured_outputs.choice",
+    "/collective_rpc": "an engine runs no other code",
+    "/inference/v1/generate": "use /v1/completions, whose prompt may be token ids, with return_token_ids",
+    "/invocations": _CHAT,
+    "/is_sleeping": _NO_SLEEP,
+    "/ping": _HEALTH,
+    "/pooling": _EMBEDDING,
+    "/sleep": _NO_SLEEP,
+    "/start_profile": "start the server with --profile DIR",
+    "/stop_profile": "start the server with --profile DIR",
+    "/v1/load_lora_adapter": _NO_LORA,
+    "/v1/unload_lora_adapter": _NO_LORA,
+    "/wake_up": _NO_SLEEP,
+    # SGLang's
+    "/flush_cache": _CLEAR,
+    "/generate": _COMPLETION,
+    "/get_model_info": _MODELS,
+    "/get_server_info": _INFO,
+    "/health_generate": _HEALTH,
+    "/model_info": _MODELS,
+    # llama.cpp's
+    "/apply-template": "use /tokenize with messages and return_token_strs",
+    "/completion": _COMPLETION,
+    "/embedding": _EMBEDDING,
+    "/infill": "filling in is not supported",
+    "/props": _INFO,
+    "/slots": "use /view, or with --admin /debug/requests",
+    # Ollama's
+    "/api/chat": _CHAT,
+    "/api/embed": _EMBEDDING,
+    "/api/embeddings": _EMBEDDING,
+    "/api/generate": _COMPLETION,
+    "/api/ps": _MODELS,
+    "/api/show": _MODELS,
+    "/api/tags": _MODELS,
+    "/api/version": "use /version",
+}
+"""Paths, with those below them, and what to do instead."""
+
+
+def instead_of(path: str) -> str | None:
+    """What to use instead of another engine's route; None if this is none."""
+    parts = path.split("/")
+    above = ("/".join(parts[:count]) for count in range(len(parts), 1, -1))
+    return next((OTHER_ROUTES[one] for one in above if one in OTHER_ROUTES), None)

@@ -300,7 +300,10 @@ _MESSAGE: Schema = {
     "required": ["role"],
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]},
+        "content": {
+            "anyOf": [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}, {"type": "null"}],
+            "description": "null is for the assistant's messages alone.",
+        },
         "name": {"type": "string"},
         "reasoning": {"type": "string"},
         "reasoning_content": {"type": "string"},

@@ -118,7 +118,7 @@ async def read_call(shared: Shared, request: Request, parse: Callable[[bytes, Li
         ApiError: it is not valid. ClientDisconnect: the client left before it was complete.
     """
     server, info = shared.context.server, shared.context.client.info
-    check_media_type(request.headers.getlist("content-type"))
+    check_media_type(request.headers)
     if (number := request.headers.get(REPLICA)) is not None:
         request.scope[REPLICA] = _replica(number, len(shared.context.client.links))
     limits = Limits(max_model_len=info.max_model_len if info is not None else None)

@@ -102,8 +102,8 @@ def _check_message(where: str, message: Message) -> dict[str, Any]:
     content = plain.get("content")
     if isinstance(content, list):
         plain["content"] = "\n".join(_text_part(f"{where}, part {i}", part) for i, part in enumerate(content))
-    elif content is None and plain["role"] == "assistant" and plain.get("tool_calls"):
-        plain["content"] = ""  # an answer that only calls tools
+    elif content is None and plain["role"] == "assistant" and ("content" in plain or plain.get("tool_calls")):
+        plain["content"] = ""  # an answer that only calls tools, or only reasons
     elif not isinstance(content, str):
         raise ChatTemplateError(
             f"{where} has the content {_short(content)}; it must be a string or a list of text parts"
