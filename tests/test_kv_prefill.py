@@ -19,6 +19,7 @@ import pytest
 
 from quire import LLM
 from quire.config import EngineConfig
+from quire.core.orders import Have
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
@@ -377,7 +378,7 @@ def test_blocks_for_a_request_that_is_gone_are_not_read_and_counted(options: dic
     assert exporter is not None
     [who] = exporter._importers
     exporter._known[99] = who, 12345
-    exporter.have(99, 0, [0, 1])
+    exporter.announce(Have(99, 0, (0, 1)))
     wait_until(lambda: engine.stats.kv_tiers["peer"]["unwanted"] == 2)
     del exporter._known[99]
     assert run(engine, [prompt(100)]) == alone(options, [prompt(100)]) and peer(engine) == 6

@@ -39,14 +39,9 @@ class Chain:
     """
 
     def __init__(self, cache: PrefixCache, hashes: list[bytes], first: int, last: int, back: int = 0) -> None:
-        self.cache, self.all_hashes, self._back = cache, hashes, back
+        self.cache, self.hashes, self._back = cache, hashes, back
         self.first, self.last = first, min(last, len(hashes))  # without a cache there are no hashes
         self._numbers = sorted(range(len(cache.groups)), key=lambda number: cache.groups[number].window is not None)
-
-    @property
-    def hashes(self) -> list[bytes]:
-        """The hashes of these blocks."""
-        return self.all_hashes[self.first : self.last]
 
     def reach(self, there: Callable[[bytes], bool]) -> int:
         """After how many blocks the request could begin if all parts named in `there` were in the pool."""
@@ -54,8 +49,8 @@ class Chain:
         runs = {number: first - self._seen(number, first) for number in self._numbers}  # lengths, as of a place
         for place in range(first, self.last):
             for number in self._numbers:
-                name = part_name(self.all_hashes[place], number)
-                here = there(name) or self.cache.has(self.all_hashes[place], number)
+                name = part_name(self.hashes[place], number)
+                here = there(name) or self.cache.has(self.hashes[place], number)
                 if not here and groups[number].window is None:
                     return end
                 runs[number] = runs[number] + 1 if here else 0
@@ -77,9 +72,9 @@ class Chain:
     def _absent(self, places: Iterable[tuple[int, int]]) -> list[Part]:
         """The parts of these (place, group) that are not in the pool."""
         return [
-            Part(place, number, part_name(self.all_hashes[place], number))
+            Part(place, number, part_name(self.hashes[place], number))
             for place, number in places
-            if not self.cache.has(self.all_hashes[place], number)
+            if not self.cache.has(self.hashes[place], number)
         ]
 
     def needs(self, part: Part) -> bool:
@@ -90,7 +85,7 @@ class Chain:
         """(place, group, block) of the needed parts that are in the pool, last place first; and of the parts of the
         last block before `first`, so that it stays in the tree."""
         for place in range(end - 1, -1, -1):
-            node = self.cache.find(self.all_hashes[place])
+            node = self.cache.find(self.hashes[place])
             for number in self._numbers if node is not None else ():
                 needed = place >= self._seen(number, end) or place == self.first - 1
                 if node is not None and needed and node.blocks[number] != NULL_BLOCK:

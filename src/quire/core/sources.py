@@ -346,7 +346,7 @@ class Sources:
                 blocks.append((slot, part.name))
                 taken.append(part)
             reached = max(reached, part.place + 1)
-        hashes, sizes = chain.all_hashes[chain.first : reached], [self.sizes[part.group] for part in taken]
+        hashes, sizes = chain.hashes[chain.first : reached], [self.sizes[part.group] for part in taken]
         brings = len({part.place for part in taken})
         slots, names = [slot for slot, _ in blocks], [name for _, name in blocks]
         fetch = SlotFetch(source, hashes, slots, names, sizes, pinned, brings, now)

@@ -19,7 +19,7 @@ from quire.config import EngineConfig
 from quire.core.holders import Holders, Published
 from quire.core.kv_manager import KVManager
 from quire.core.lockstep import Lockstep
-from quire.core.orders import Ban, Forget, Have, Lacks, Locate, Prefill, Pull, Read, Write
+from quire.core.orders import Ban, Forget, Lacks, Locate, Prefill, Pull, Read, Write
 from quire.core.scheduler import Scheduler
 from quire.core.sources import DISK, HOST, PEER, REMOTE, Sources
 from quire.errors import ConfigError
@@ -276,44 +276,29 @@ class KVTiers:
             self.exporter.steps = num_steps
             for told in exports.advance(kvs):
                 to = self.store if self.store is not None and told.number >= STORE_NUMBERS else self.exporter
-                if isinstance(told, Have):
-                    to.have(*told)
-                else:
-                    to.gone(told.number)
+                to.announce(told)
 
     def _order(self, sources: Sources) -> None:
+        disk, importer, agent, nodes = self.disk, self.importer, self.agent, self.nodes
         for order in sources.orders:
-            if isinstance(order, Prefill):
-                if self.importer is not None:
-                    self.importer.order(order)
-            elif isinstance(order, Forget | Read | Write):
-                if self.disk is not None:
-                    self._order_disk(self.disk, order)
-            elif self.agent is not None and self.nodes is not None:
-                self._order_node(self.agent, self.nodes, order)
+            match order:
+                case Forget(block_hash) if disk:
+                    disk.forget(block_hash)
+                case Read(number, blocks) if disk:
+                    disk.read(number, blocks)
+                case Write(slot, block_hash) if disk:
+                    disk.write(slot, block_hash)
+                case Prefill() if importer:
+                    importer.order(order)
+                case Locate() | Lacks() if agent:
+                    agent.order(order)
+                case Pull() if agent and nodes:
+                    nodes.pull(order, agent.nodes.get(order.node))
+                case Ban(node, block_hash) if agent and nodes:
+                    logger.error("KV node %s gave a block with other bytes: nothing more is read from it", node)
+                    nodes.ban(node)
+                    agent.order(Lacks(node, [block_hash]))
         sources.orders.clear()
-
-    def _order_disk(self, disk: DiskTier, order: Forget | Read | Write) -> None:
-        match order:
-            case Forget(block_hash):
-                disk.forget(block_hash)
-            case Read(number, blocks):
-                disk.read(number, blocks)
-            case Write(slot, block_hash):
-                disk.write(slot, block_hash)
-
-    def _order_node(
-        self, agent: DirectoryAgent | StoreAgent, nodes: NodeReaders | StoreAgent, order: Locate | Pull | Lacks | Ban
-    ) -> None:
-        match order:
-            case Locate() | Lacks():
-                agent.order(order)
-            case Pull():
-                nodes.pull(order, agent.nodes.get(order.node))
-            case Ban(node, block_hash):
-                logger.error("KV node %s gave a block with other bytes: nothing more is read from it", node)
-                nodes.ban(node)
-                agent.order(Lacks(node, [block_hash]))
 
     def _take_in(self, sources: Sources, kvs: Sequence[KVManager], news: object) -> None:
         exports = sources.exports

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from quire.core.orders import Gone, Have
 from quire.curve import Address, Curve, Doorkeeper
 from quire.errors import ConfigError
 from quire.kv import wire
@@ -105,19 +106,19 @@ class Exporter:
         """Its name and address, as fields of `kv_transfer_params`."""
         return {"remote_engine_id": self.name, "remote_host": self.address.host, "remote_port": self.address.port}
 
-    def have(self, number: int, first: int, slots: Sequence[int]) -> None:
-        """Tell the importer that blocks can be read, until they are released or dropped."""
-        offsets = [self._tier.place(slot)[0] for slot in slots]
-        self._outbox.post((number, first, offsets, [self._tier.checks[slot] for slot in slots]))
-
-    def gone(self, number: int) -> None:
-        """Tell the importer that no more blocks of this `Want` will come."""
-        self._outbox.post((number, -1, [], []))
+    def announce(self, news: Have | Gone) -> None:
+        """Tell the importer that blocks can be read, until they are released or dropped; or that no more will come."""
+        if isinstance(news, Gone):
+            self._outbox.post(wire.Gone(news.number))
+            return
+        offsets = [self._tier.place(slot)[0] for slot in news.slots]
+        checks = [self._tier.checks[slot] for slot in news.slots]
+        self._outbox.post(wire.Have(news.number, news.first, offsets, checks))
 
     def all_gone(self) -> None:
         """Tell all importers that no more blocks of any `Want` will come."""
         for number in list(self._known):
-            self.gone(number)
+            self.announce(Gone(number))
 
     def close(self) -> None:
         """Stop listening, and end the thread."""
@@ -207,14 +208,11 @@ class Exporter:
         self._mailbox.post(Wanted(self._next, want))
 
     def _tell(self) -> None:
-        """Send what the engine has to say."""
+        """Send the engine's announcements, with the importers' own numbers."""
         for news in self._outbox.take():
-            if news is None:
-                return
-            number, first, offsets, checks = news
-            if number in self._known:  # otherwise it has been dropped
-                who, theirs = self._known[number]
-                self._send(who, wire.Gone(theirs) if first < 0 else wire.Have(theirs, first, offsets, checks))
+            if news is not None and news.number in self._known:  # otherwise it has been dropped
+                who, theirs = self._known[news.number]
+                self._send(who, msgspec.structs.replace(news, number=theirs))
 
     def _beat(self, now: float) -> None:
         for who, importer in list(self._importers.items()):

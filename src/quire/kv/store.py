@@ -104,13 +104,9 @@ class StoreAgent(Agent):
         """Order blocks to be read into slots; answered by an `Ended`."""
         self._outbox.post(order if node is not None else order._replace(blocks=()))
 
-    def have(self, number: int, first: int, slots: Sequence[int]) -> None:
-        """Blocks that were requested are in these slots until they are released."""
-        self._outbox.post(Have(number, first, tuple(slots)))
-
-    def gone(self, number: int) -> None:
-        """No further blocks of this request will come."""
-        self._outbox.post(Gone(number))
+    def announce(self, news: Have | Gone) -> None:
+        """Blocks that were requested are in slots until they are released; or no more will come."""
+        self._outbox.post(news)
 
     def all_gone(self) -> None:
         """No further blocks of any request will come."""

@@ -56,8 +56,7 @@ class Want(msgspec.Struct, tag="want"):
     Attributes:
         number: chosen by the importer.
         hashes: the blocks' names, in order.
-        tokens: the prompt that has them, of which the exporter computes what it does not have. None: it computes
-            nothing.
+        tokens: the prompt that has them, of which the exporter computes what it does not have; if empty, nothing.
         priority, owner, scope: the request's.
     """
 
