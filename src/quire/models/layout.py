@@ -1,11 +1,11 @@
-"""A checkpoint whose tensors lie otherwise than the model asks for them, presented as one in which they do not.
+"""Presents a checkpoint with other names, fused tensors or other orders as one in the layout that the model expects.
 
-Families name the same parts differently, join some of them in one tensor, put other towers beside the text's, and turn
-other pairs of a head's dimensions. All of that is undone here, as the tensors are read, so that nothing else knows of
-it. What the model calls its tensors is what Llama's checkpoints call them.
+Families name the same parts differently, fuse some of them into one tensor, have other towers besides the text model,
+and rotate other pairs of a head's dimensions. All of that is undone here when tensors are read, so that nothing else
+knows of it. The model's names are those of Llama's checkpoints.
 
-A head's dimensions may be put into any order, if queries and keys have the same one: their products stay. So whatever
-pairs a family turns, they are brought where the kernels turn them: dimension i of a head with i + head_dim / 2.
+A head's dimensions may be permuted if queries and keys have the same order, since that does not change their products.
+So the pairs that a family rotates are moved to where the kernels rotate them: dimension i and i + head_dim / 2.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from quire.ops.fp8 import Fp8Weight
 from quire.ops.mxfp4 import Mxfp4Weight
 
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""What a layer's experts are called where they lie in one tensor, "PREFIX.experts.gate_up_proj" [experts, outputs,
-inputs], and apart, "PREFIX.experts.0.gate_proj.weight"."""
+"""Names of a layer's experts in one tensor, "PREFIX.experts.gate_up_proj" [experts, outputs, inputs], and in separate
+ones, "PREFIX.experts.0.gate_proj.weight"."""
 JOINED_EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(_bias)?")
 HEADS = re.compile(r".*\.self_attn\.(q|k)_(proj|norm)\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What differs from what the model asks for.
+    """The differences from the layout that the model expects.
 
     Attributes:
-        renamed: (pattern, replacement) of names, each applied to all in turn. A name that is what the model calls it
-            must stay as it is.
-        skipped: how names begin of tensors that are not the text's; they are counted, and told at start.
-        joined: by the end of a tensor's name, the parts that lie in it one after another, with their rows: "qkv_proj".
-        by_heads: the same where each of so many heads has its rows of all parts together: (end, heads, parts with the
-            rows of one head).
-        experts_by_turns: where all experts lie in one tensor, gate and up have by turns a row of it.
-        experts_transposed: and its weights are [experts, inputs, outputs].
-        order: of a head's dimensions: the i-th is the checkpoint's order[i]; None: the checkpoint's.
+        renamed: (pattern, replacement) of names, applied one after the other. Names that are right already must not
+            change.
+        skipped: prefixes of tensors that do not belong to the text model; they are reported at start.
+        joined: by suffix of a fused tensor's name, such as "qkv_proj", its parts and their rows, in order.
+        by_heads: the same if the parts are interleaved by head: (suffix, number of heads, parts and their rows per
+            head).
+        experts_by_turns: in a tensor of all experts, the rows of gate and up alternate.
+        experts_transposed: in a tensor of all experts, weights are [experts, inputs, outputs].
+        order: of a head's dimensions: the i-th is the checkpoint's order[i]; None if it is unchanged.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
@@ -56,7 +56,7 @@ class Layout:
     order: tuple[int, ...] | None = None
 
     def name(self, stored: str) -> str:
-        """What the model calls a tensor."""
+        """The model's name of a tensor."""
         for pattern, replacement in self.renamed:
             stored = re.sub(pattern, replacement, stored)
         return stored
@@ -64,14 +64,14 @@ class Layout:
 
 TABLE = "embed_tokens.weight"
 WITHOUT_HEAD = Layout(renamed=((r"^(?=(embed_tokens|layers|norm)\.)", "model."),))
-"""A model that was saved without its head, as Qwen3-Embedding's, whose table is called `TABLE`."""
+"""A model that was saved without its head, such as Qwen3-Embedding, whose table is called `TABLE`."""
 
 
 def partly_turned(head_dim: int, turning: int, interleaved: bool = False) -> tuple[int, ...] | None:
-    """The order of a head's dimensions of which the first `turning` turn; None: it is the kernels' already.
+    """The order of a head's dimensions if only the first `turning` are rotated; None if it is the kernels' already.
 
     Args:
-        interleaved: dimensions 2i and 2i + 1 turn together, not i and i + turning / 2.
+        interleaved: dimensions 2i and 2i + 1 are a pair, not i and i + turning / 2.
     """
     if turning == head_dim and not interleaved:
         return None
@@ -81,14 +81,14 @@ def partly_turned(head_dim: int, turning: int, interleaved: bool = False) -> tup
 
 
 class LaidOutCheckpoint(Checkpoint):
-    """A checkpoint under the names, and with the tensors, that the model asks for.
+    """A checkpoint with the names and tensors that the model expects.
 
     Attributes:
-        passed_over: the entries of tensors that are not the text's.
+        passed_over: the entries of tensors that do not belong to the text model.
 
     Raises:
         UnexpectedTensorError: two tensors would have the same name.
-        TensorShapeError: a tensor that holds several has not the rows of all of them.
+        TensorShapeError: a fused tensor does not have the rows of all its parts.
     """
 
     def __init__(self, base: Checkpoint, layout: Layout) -> None:
@@ -97,8 +97,8 @@ class LaidOutCheckpoint(Checkpoint):
         self.entries: dict[str, TensorEntry] = {}
         self.passed_over: list[TensorEntry] = []
         self._transposed: set[str] = set()
-        self._heads: dict[str, int] = {}  # by stored tensor that has its parts by heads
-        self._parts: dict[str, tuple[str, tuple[int | slice, ...]]] = {}  # by name: a stored tensor, and where in it
+        self._heads: dict[str, int] = {}  # by stored tensor whose parts are interleaved by head
+        self._parts: dict[str, tuple[str, tuple[int | slice, ...]]] = {}  # by name: stored tensor, index in it
         for stored, entry in base.entries.items():
             if stored.startswith(layout.skipped):
                 self.passed_over.append(entry)
@@ -106,7 +106,7 @@ class LaidOutCheckpoint(Checkpoint):
                 self._add(stored, entry)
 
     def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
-        """A tensor: see `Checkpoint`. A copy where dimensions of heads change places."""
+        """A tensor: see `Checkpoint`. A copy if heads' dimensions are permuted."""
         stored, where = self._parts[name]
         tensor = self._base.tensor(stored, dtypes)
         if (heads := self._heads.get(stored)) is not None:
@@ -119,8 +119,7 @@ class LaidOutCheckpoint(Checkpoint):
         return tensor.view(-1, len(order), *tensor.shape[1:])[:, list(order)].reshape(tensor.shape)
 
     def coded(self, name: str) -> Mxfp4Weight | Fp8Weight | None:
-        """See `Checkpoint`. Such a tensor is renamed, and in fp8 dimensions of heads change places; None: it is one of
-        several in one tensor."""
+        """See `Checkpoint`; with the model's name, and in fp8 with permuted heads. None for parts of fused ones."""
         stored, where = self._parts[name]
         weight, order = None if where else self._base.coded(stored), self._layout.order
         if order is None or not HEADS.fullmatch(name) or not isinstance(weight, Fp8Weight):
@@ -137,7 +136,7 @@ class LaidOutCheckpoint(Checkpoint):
                 return
         for end, heads, parts in self._layout.by_heads:
             if name.replace(end, parts[-1][0]) in self._base.entries:
-                continue  # they lie apart already
+                continue  # they are separate already
             if (found := re.fullmatch(rf"(.*){re.escape(end)}\.(weight|bias)", name)) is not None:
                 self._add_by_heads(found[1], found[2], heads, parts, stored, entry)
                 return
@@ -148,7 +147,7 @@ class LaidOutCheckpoint(Checkpoint):
         self._add_part(name, stored, entry, ())
 
     def _add_experts(self, prefix: str, called: Sequence[str], kind: str, stored: str, entry: TensorEntry) -> None:
-        """All experts of a layer, which lie in one tensor."""
+        """Add all experts of a layer, which are in one tensor."""
         if self._layout.experts_transposed and kind == "weight":
             self._transposed.add(stored)
             entry = replace(entry, shape=(entry.shape[0], *entry.shape[:0:-1]))
@@ -165,7 +164,7 @@ class LaidOutCheckpoint(Checkpoint):
     def _add_parts(
         self, names: Sequence[tuple[str, int]], stored: str, entry: TensorEntry, where: tuple[int, ...]
     ) -> None:
-        """Parts of a tensor that lie one after another, each so many rows."""
+        """Add the parts of a tensor, each with this many consecutive rows."""
         rows = sum(count for _, count in names)
         shape = entry.shape[len(where) :]
         if not shape or shape[0] != rows:
@@ -181,7 +180,7 @@ class LaidOutCheckpoint(Checkpoint):
     def _add_by_heads(
         self, prefix: str, kind: str, heads: int, parts: Sequence[tuple[str, int]], stored: str, entry: TensorEntry
     ) -> None:
-        """Parts of which each head's rows lie one after another."""
+        """Add the parts of a tensor that are interleaved by head."""
         rows = sum(count for _, count in parts)
         if not entry.shape or entry.shape[0] != heads * rows:
             raise TensorShapeError(

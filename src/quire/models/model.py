@@ -1,4 +1,4 @@
-"""A loaded model: embedding, decoder layers, norm and head. Architectures differ in what `read_config` says alone."""
+"""A loaded model: embedding, decoder layers, norm and head. Architectures differ only in their `read_config`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from quire.parallel.group import Group, OneRank, Split, own_heads
 
 
 class AuxHiddenStates:
-    """What enters some layers in one step: the residual stream, as EAGLE-3 reads it.
+    """Inputs of some layers in one step (the residual stream), which EAGLE-3 uses as features.
 
     Args:
         layers: numbers of the layers.
 
     Attributes:
-        taken: of each layer that the step has come to, [tokens, hidden].
+        taken: by layer, its input [tokens, hidden], once the step has reached it.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -37,43 +37,44 @@ class AuxHiddenStates:
         self.taken: dict[int, torch.Tensor] = {}
 
     def take(self, layer: int, x: torch.Tensor | None, residual: torch.Tensor) -> None:
-        """Told before each layer what it gets (see `DecoderLayer`), which the layer may overwrite: a copy is kept."""
+        """Called before each layer with its input (see `DecoderLayer`). Copies it, as the layer may overwrite it."""
         if layer in self.layers:
             self.taken[layer] = residual.clone() if x is None else x + residual
 
     def features(self) -> torch.Tensor:
-        """Side by side in the order of `layers`: [tokens, len(layers) * hidden]."""
+        """Concatenated in the order of `layers`: [tokens, len(layers) * hidden]."""
         return torch.cat([self.taken[layer] for layer in self.layers], dim=1)
 
 
 class ModelSizes:
-    """What memory and time need to know of a model.
+    """A model's sizes, from which memory and time are estimated.
 
     Args:
-        config: what config.json says.
+        config: the parsed config.json.
         dtype: of activations and KV, and of weights that are not quantized.
-        quantization: how the linear layers are quantized; None: they are not.
-        expands: latent attention keeps weights of its own to restore keys with.
+        quantization: of the linear layers; None if they are not quantized.
+        expands: latent attention has additional weights to expand keys with.
 
     Attributes:
-        vocab_size: ids run from 0 to vocab_size - 1.
-        num_layers, num_kv_heads, head_dim: the shape of a token's KV; where layers differ, of most of them.
-        windows: per layer, how many tokens back it sees, itself included; None where all.
+        vocab_size: token ids are 0 to vocab_size - 1.
+        num_layers, num_kv_heads, head_dim: the shape of a token's KV; if layers differ, that of most.
+        windows: per layer, the number of positions that a token sees, including itself; None for all.
         groups: layers that keep the same positions in the same shape, and so share blocks; most models have one group.
         kv_sides: see `LayerConfig`.
-        kv_saving: how many times more numbers the keys and values of all heads would have than what is stored of a
-            token; None: they are what is stored.
-        attention_width: numbers of a key and its value that each query head is multiplied with, the mean of all layers.
-        num_parameters: numbers in the checkpoint; a tied head is counted once.
-        weight_bytes: what memory holds of them, and a step of many tokens reads. An embedding table is not among
-            them: it stays a mapped file, of which a step reads a row a token. A tied one is there as the head. Nor is
-            a table of per-layer inputs.
-        expert_parameters, expert_bytes: those of them in experts that tokens are sent to, of which a step reads what
-            some token chose; 0 where there are none.
-        active_parameters: numbers that one token is computed with, and the embedding table.
-        pair_share: operations of a token and one that it sees, in all layers without a window, as a share of those of
-            a token's products with weights, the head's left out.
-        causal: tokens see nothing that follows them; else prompts are computed whole, and embedded alone.
+        kv_saving: size of the keys and values of all heads, relative to what is stored per token; None if these are
+            stored.
+        attention_width: length of a key plus its value, with which each query head is multiplied; the mean of all
+            layers.
+        num_parameters: number of parameters in the checkpoint; a tied head counts once.
+        weight_bytes: size of the parameters in memory, all of which a step of many tokens reads. Without the embedding
+            table, which remains a mapped file of which a step reads one row per token (if it is tied, it is included as
+            the head), and without a table of per-layer inputs.
+        expert_parameters, expert_bytes: the part of these in routed experts, of which a step reads only the chosen
+            ones; 0 without experts.
+        active_parameters: number of parameters with which one token is computed, plus the embedding table.
+        pair_share: operations for a token and one that it attends to, in all layers without a window, relative to those
+            of a token's products with weights, without the head.
+        causal: tokens do not see those that follow them; if false, prompts are computed whole, and only embedded.
     """
 
     stage: Group = OneRank()
@@ -114,18 +115,18 @@ class ModelSizes:
         self.pair_share = layer.num_heads * self.attention_width * self.num_layers * seeing_all / max(1, products)
 
     def kv_shape(self) -> KVShape:
-        """What it keeps of each token in all layers, if each has the shape of most."""
+        """The KV of a token in all layers, assuming the shape of most layers."""
         shape = (self.num_layers, self.num_kv_heads, self.head_dim)
         return KVShape(*shape, self.dtype, "auto", self.kv_sides)
 
     def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto", block_size: int = 16) -> list[KVShape | RecurrentShape]:
-        """What each group keeps of a token; of recurrent layers, in blocks of so many tokens."""
+        """Each group's KV of a token; for recurrent layers, in blocks of this many tokens."""
         return [self._kept(group, len(group.layers), kv_cache_dtype, block_size) for group in self.groups]
 
     def _kept(
         self, group: LayerGroup, layers: int, kv_cache_dtype: KVCacheDtype, block_size: int
     ) -> KVShape | RecurrentShape:
-        """What so many layers of a group keep of a token."""
+        """The KV of a token in this many layers of a group."""
         if group.recurrent and self.config.recurrent is not None:
             return self.config.recurrent.state_shape(layers, block_size, self.dtype, self.stage)
         layer = self.config.layer_at(group.layers[0])
@@ -137,28 +138,28 @@ class Model(ModelSizes):
     """A loaded causal language model.
 
     Args:
-        config: what config.json says.
+        config: the parsed config.json.
         weights: the checkpoint's.
-        ranks: those that share it; None: it is whole.
-        stage: those of them that share each of this one's layers; None: all do.
-        stages: how many groups of layers there are, each of which another `stage` has. Where there is one, and not all
-            share it, each stage is a replica: they have only experts in common.
+        ranks: the group of all ranks; None for a single one.
+        stage: the group of ranks that share this rank's layers; None for all.
+        stages: number of pipeline stages. If it is 1, and `stage` is not all ranks, each `stage` is a replica, and
+            replicas share only the experts.
 
     Attributes:
         kernels: the implementation that computes it.
         ranks, stage, stages: see above.
-        replicas: how many groups of ranks have the same layers.
-        rank_groups: in which this one meets others, the smallest first.
-        embedding: its table of tokens.
+        replicas: number of groups of ranks with the same layers.
+        rank_groups: the groups that this rank belongs to, the smallest first.
+        embedding: the embedding table.
         rotary: the rotary embedding of most layers.
         max_position_embeddings: the longest context, in tokens.
         eos_token_ids: ids that end a text.
-        expert_layers: the layers' experts, by number of the layer; none where there are none.
+        expert_layers: the layers' experts, by layer number; empty without experts.
         expert_slots: see `LayerWeights`.
-        loads_elsewhere: see `expert_loads`; of other stages' layers, as they were last told.
-        mtp: what predicts one token more; None unless it was asked for.
+        loads_elsewhere: see `expert_loads`; of other stages' layers, as last exchanged.
+        mtp: the multi-token prediction layer; None unless it was requested.
         architecture: its name in config.json.
-        notes: what a user should know at start-up.
+        notes: messages for the user.
     """
 
     architecture: str = ""
@@ -188,7 +189,7 @@ class Model(ModelSizes):
         self.num_kv_heads = own_heads(self.num_kv_heads, self.stage)
         self.max_position_embeddings = config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
-        # The largest tensor first: memory's peak is then not the whole model and once more this.
+        # The largest tensor first, so that peak memory is not the whole model plus this tensor.
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self.head = weights.linear(head, split=Split.VOCABULARY)
         self.embedding = weights.embedding("model.embed_tokens", _embedding_scale(config, self.dtype))
@@ -221,7 +222,7 @@ class Model(ModelSizes):
         self.mtp = MultiTokenPrediction(config, weights, self) if config.mtp else None
 
     def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto", block_size: int = 16) -> list[KVShape | RecurrentShape]:
-        """See `ModelSizes`. All stages have the same blocks, as large as the one with most layers of a group needs."""
+        """See `ModelSizes`. All stages have blocks of the same size, for the most layers of a group in any stage."""
         if self.stages == 1:
             return super().kv_shapes(kv_cache_dtype, block_size)
         parts = [layers_of(stage, self.stages, self.config.num_layers) for stage in range(self.stages)]
@@ -233,19 +234,19 @@ class Model(ModelSizes):
 
     @property
     def shared_bytes(self) -> int:
-        """Of the memory through which the ranks of a machine gather, all of it."""
+        """Size of all memory that the ranks of a machine share for collectives."""
         parts = self.stages * self.replicas
         return self.ranks.shared_bytes + (parts * self.stage.shared_bytes if parts > 1 else 0)
 
     @property
     def expert_loads(self) -> dict[int, torch.Tensor]:
-        """By number, of each layer with experts: [experts] int64, tokens that each has got."""
+        """By layer number, the number of tokens that each expert has processed: [experts] int64."""
         own = {index: layer.load for index, layer in self.expert_layers.items()}
         return dict(sorted((own | self.loads_elsewhere).items()))
 
     @property
     def precision(self) -> str:
-        """How its numbers are held, in words: whatever changes them changes this."""
+        """A description of its precision, which identifies its numerical results."""
         name = str(self.dtype).removeprefix("torch.")
         if self.config.rope.is_long:
             name += ", long rotary factors"
@@ -260,10 +261,10 @@ class Model(ModelSizes):
         kv_cache_dtype: KVCacheDtype = "auto",
         draft_kv: KVShape | None = None,
     ) -> list[KVCache]:
-        """Blocks for the KV of each group, so many; raises what `KVCache` does.
+        """Allocate `num_blocks` blocks for each KV group; raises what `KVCache` does.
 
         Args:
-            draft_kv: of a model that drafts for it, in the blocks of the first group, which keeps most.
+            draft_kv: KV of its draft model, in the blocks of the first group, which keeps most.
         """
         caches: list[KVCache] = []
         for count, shape in zip(num_blocks, self.kv_shapes(kv_cache_dtype, block_size), strict=True):
@@ -280,14 +281,14 @@ class Model(ModelSizes):
     def forward(
         self, batches: Sequence[RaggedBatch], caches: Sequence[KVCache], aux: AuxHiddenStates | None = None
     ) -> torch.Tensor:
-        """Runs a step: stores its keys and values, returns the hidden states after the last norm.
+        """Run a step: store its keys and values, and return the hidden states after the last norm.
 
         Shape: [tokens, hidden], in the model's data type.
 
         Args:
-            batches: the step, a group each: they differ in slots and block tables alone.
+            batches: the step, for each group; they differ only in slots and block tables.
             caches: of each group.
-            aux: filled with what enters some of the layers; None: they are not needed.
+            aux: collects the inputs of some layers, if needed.
         """
         x, residual = self.run_layers(None, self.embedding(batches[0].token_ids), batches, caches, aux)
         return self.norm(residual) if x is None else self.norm.with_residual(x, residual)[0]
@@ -300,10 +301,10 @@ class Model(ModelSizes):
         caches: Sequence[KVCache],
         aux: AuxHiddenStates | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """A step through the layers that are here, see `forward`: (x, residual) [tokens, hidden] before and after."""
+        """Run a step through this rank's layers, see `forward`: (x, residual) [tokens, hidden] before and after."""
         tables = [rotary.tables(batches[0].positions) for rotary in self._rotaries]
         of_layers: torch.Tensor | None = None
-        if self._per_layer_inputs is not None:  # then there are no stages: the stream is what was embedded
+        if self._per_layer_inputs is not None:  # only without stages, so the residual is the embedding
             of_layers = self._per_layer_inputs(batches[0].token_ids, residual)
         for index, (layer, rotary) in enumerate(zip(self.layers, self._rotary_of, strict=True), start=self._first):
             if aux is not None:
@@ -314,13 +315,13 @@ class Model(ModelSizes):
         return x, residual
 
     def without_rows(self) -> None:
-        """A step of which this replica computes nothing: it has a part in what others send to its experts."""
+        """A step without tokens of this replica: take part in the other replicas' exchanges of experts."""
         nothing = torch.empty(0, self.config.layer.hidden_size, dtype=self.dtype)
         for experts in self.expert_layers.values():
             experts.without_rows(nothing)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [rows, hidden] of `forward`. Returns [rows, vocabulary] fp32."""
+        """The logits [rows, vocabulary] fp32 of rows [rows, hidden] of `forward`."""
         logits = self.head(hidden, torch.float32)
         logits = logits if self._logits_divisor == 1.0 else logits.div_(self._logits_divisor)
         return logits if self._logits_cap is None else self.kernels.soft_cap(logits, self._logits_cap)
@@ -332,13 +333,13 @@ def _embedding_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
 
 
 def _places_of(own: range, groups: Sequence[LayerGroup], config: DecoderConfig) -> dict[int, tuple[int, int]]:
-    """By layer: the group in whose cache it looks, and which layer of that it is."""
+    """By layer: the group whose cache it uses, and its index in there."""
     places = {index: (number, place) for number, group in enumerate(groups) for place, index in enumerate(group.layers)}
     for index in own:
         source = config.layer_at(index).kv_source
         if source is not None:
             places[index] = places[source]
-        places.setdefault(index, (0, 0))  # of a layer without attention, which looks at no cache
+        places.setdefault(index, (0, 0))  # a layer without attention, which uses no cache
     return places
 
 
@@ -350,7 +351,7 @@ def _per_layer_inputs(config: DecoderConfig, weights: Weights) -> PerLayerInputs
 
 
 def layers_of(stage: int, stages: int, layers: int) -> range:
-    """The layers of one stage: as many as of any other one, or one more; the first one never has fewer."""
+    """The layers of one stage. Stages differ by at most one layer, and the first one never has fewer."""
     return range(*(-(-layers * place // stages) for place in (stage, stage + 1)))
 
 

@@ -1,4 +1,4 @@
-"""Which module reads which architecture's configuration, and loading a model from a folder."""
+"""The modules of all architectures, and the loading of a model from a folder."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ ARCHITECTURES = {
     "SeedOssForCausalLM": "quire.models.seed_oss",
     "SmolLM3ForCausalLM": "quire.models.smollm3",
 }
-"""Name in config.json, and the module whose `read_config` reads it, imported when it is asked for."""
+"""By name in config.json, the module whose `read_config` reads it, imported when needed."""
 
 
 def load_model(
@@ -97,26 +97,26 @@ def load_model(
     stages: int = 1,
     max_model_len: int | None = None,
 ) -> Model:
-    """Loads a checkpoint's model.
+    """Load a checkpoint's model.
 
     Args:
         path: its folder (see `checkpoint.resolve`).
         dtype: "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
-        progress: told (bytes read, bytes in all) as loading goes on.
-        kernels: what computes it; the best that this machine has, unless said.
-        quantization: quantize its linear layers; None: take them as they are, in a quantized folder quantized.
-        group: int4: inputs that share a scale; None: the default.
+        progress: called with (bytes read, total bytes) during loading.
+        kernels: by default, the best ones for this machine.
+        quantization: quantizes its linear layers; None: as in the checkpoint, which may be quantized.
+        group: for int4, the number of inputs that share a scale; None: the default.
         open_checkpoint: opens the folder.
-        mtp: load the layer that predicts one token more, too.
-        ranks: those that share the model; None: it is whole.
+        mtp: also load the multi-token prediction layer.
+        ranks: the group of all ranks; None for a single one.
         one_kv_group: see `DecoderConfig`.
-        redundant_experts: ranks have whole experts, and so many of each layer's twice; None: they share each expert.
+        redundant_experts: expert parallelism with this many additional slots per layer; None: ranks share each expert.
         stage, stages: see `Model`.
-        max_model_len: the longest context that was asked for; None: none was.
+        max_model_len: the configured longest context, if any.
 
     Raises:
-        CheckpointError: one of its kinds, for anything about the folder that is not right.
-        ConfigError: quantization is not possible as asked for, or `mtp` in this model.
+        CheckpointError: one of its kinds, for anything wrong with the folder.
+        ConfigError: the quantization, or `mtp`, is not possible for this model.
     """
     checkpoint = open_checkpoint(Path(path))
     record = read_record(checkpoint.folder)
@@ -145,13 +145,13 @@ def build_model(
     max_model_len: int | None = None,
     spill: Spill | None = None,
 ) -> tuple[Model, Weights]:
-    """The model and what it was made of: see `load_model` and `Weights`."""
+    """Make the model, and return it with its weights: see `load_model` and `Weights`."""
     compute_dtype, note = choose_dtype(checkpoint, dtype)
     notes = [note, _own_code_note(checkpoint.config)]
     checkpoint = of_numbers(checkpoint)
     config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
     layout = config.layout or (WITHOUT_HEAD if TABLE in checkpoint.entries else None)
-    if layout is not None and not stored:  # what is stored quantized is as the model asks for it
+    if layout is not None and not stored:  # Quire's own quantized folders have the model's layout
         checkpoint = LaidOutCheckpoint(checkpoint, layout)
         notes.append(_passed_over_note(checkpoint))
     config = config.within(max_model_len)
@@ -163,7 +163,7 @@ def build_model(
     slots = 0
     if redundant_experts is not None and config.routing is not None:
         slots = config.routing.num_experts + redundant_experts
-    # Stages of a pipeline have the head in common, and replicas the experts.
+    # Stages of a pipeline share the head, replicas share the experts.
     have_head, have_experts = (stage or ranks, ranks) if stages == 1 else (ranks, stage)
     stand = progress, quantization, stored, skipped, have_head, slots, have_experts, config.norm_offset, spill
     weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, *stand)
@@ -180,7 +180,7 @@ def build_model(
 
 
 def of_numbers(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint, presented as one of plain weights where some are stored in 8 or 4 bits."""
+    """Present a checkpoint with weights in 8 or 4 bits as one with plain weights."""
     if is_block_quantized(checkpoint):
         return BlockQuantizedCheckpoint(checkpoint)
     return Mxfp4Checkpoint(checkpoint) if is_mxfp4(checkpoint) else checkpoint
@@ -189,14 +189,15 @@ def of_numbers(checkpoint: Checkpoint) -> Checkpoint:
 def check_ranks(
     path: Path | str, size: int, redundant_experts: int | None = None, stages: int = 1, replicas: int = 1
 ) -> tuple[int, int]:
-    """Whether so many ranks can share each layer of the model in a folder, and so many stages its layers; returns the
-    most numbers of 4 bytes of a token that they bring together at a time, and how many at once in any case.
+    """Check that `size` ranks can share each layer of a model, and `stages` its layers.
+
+    Returns the most fp32 numbers per token that a collective gathers, and the least that it must have room for.
 
     Args:
-        replicas: of these ranks, which share the experts; so do `redundant_experts`.
+        replicas: number of replicas, which share the experts.
 
     Raises:
-        ConfigError: they cannot, since heads and layers are not cut, and each has as many experts as the others.
+        ConfigError: they cannot, since heads and layers are not split, and all ranks have the same number of experts.
     """
     checkpoint = of_numbers(Checkpoint(Path(path)))
     config = read_config(checkpoint.config, checkpoint.generation)
@@ -235,7 +236,7 @@ def check_ranks(
     experts, turns = layer.experts, layer.experts.routing.top_k if layer.experts else 0
     dense = max(each.intermediate_size for each in layers)
     inner = dense if experts is None else experts.routing.top_k * experts.intermediate_size
-    # What each rank brings to an exchange has an equal part of the room: two matrices, or rows and where they go.
+    # In an exchange, ranks have equal parts of the room, for two matrices, or for rows and their destinations.
     passed_on = 2 * layer.hidden_size if stages > 1 else layer.hidden_size + 3 * turns if replicas > 1 else 0
     exchanged = size * stages * replicas * passed_on
     states = net.width if net else 0
@@ -257,11 +258,11 @@ def _check_slots(experts: ExpertsConfig | None, ranks: int, redundant: int) -> N
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """What config.json and generation_config.json say, read as their architecture reads them.
+    """Parse config.json and generation_config.json with the architecture's `read_config`.
 
     Raises:
-        UnknownArchitectureError: Quire does not have it.
-        ModelConfigError: a field is missing, of the wrong type, or asks for what is not supported.
+        UnknownArchitectureError: the architecture is not supported.
+        ModelConfigError: a field is missing, has the wrong type, or has a value that is not supported.
     """
     module: Any = importlib.import_module(ARCHITECTURES[_architecture(fields)])
     config: DecoderConfig = module.read_config(fields, generation)
@@ -286,8 +287,8 @@ def _architecture(fields: Fields) -> str:
 
 
 def _family(architecture: str) -> tuple[str, bool]:
-    """What two names must share for one to be a misspelling of the other: Gemma3ForCausalLM is no kind of Qwen3, nor of
-    Gemma4, and a model of experts is no dense one."""
+    """What two names must have in common for a suggestion: Gemma3ForCausalLM is not a misspelling of Qwen3 or Gemma4,
+    nor a model with experts of one without."""
     match = re.match(r"[A-Za-z]+?(?=For|Moe|VL|Next|[0-9_]|$)[0-9_]*", architecture, re.IGNORECASE)
     return (match[0].lower() if match else architecture, "moe" in architecture.lower())
 

@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to a model's: all are checked before the first one is read."""
+"""Loads a checkpoint's tensors into a model's layers. All tensors are checked before the first one is read."""
 
 from __future__ import annotations
 
@@ -35,51 +35,51 @@ RECURRENT = (
     *("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight", ".in_proj_dt.weight"),
     *(f"self_attn.{name}_proj.weight" for name in ("f_a", "f_b", "g_a", "g_b", "b")),
 )
-"""What a recurrent layer's decays, betas and gates are made of: few numbers, of which small errors add up."""
+"""Weights of a recurrent layer's decays, betas and gates: small, and small errors in them accumulate."""
 INDEXER = tuple(f".indexer.{name}.weight" for name in ("wq_b", "wk", "weights_proj"))
-"""What chooses positions: a small error would change which."""
+"""Weights that select positions: a small error would change the selection."""
 BY_HEADS = ".kv_b_proj.weight"
-"""Latent attention's, which is cut into a small product for each head."""
+"""Latent attention's, which is split into a small product per head."""
 EXPERT = re.compile(r".*\.experts\.\d+\..*")
-"""One of the experts that tokens are sent to; a step reads only those that some token chose."""
+"""A routed expert; a step reads only the chosen ones."""
 EXPERT_FIELDS = "num_experts (num_local_experts, n_routed_experts)"
 ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-"""Buffers that older checkpoints hold; they follow from the configuration."""
+"""Buffers in older checkpoints, which follow from the configuration."""
 NAMES_SHOWN = 5
 
 Progress = Callable[[int, int], None]
-"""Told (bytes read, bytes to read in all) as loading goes on."""
+"""Called with (bytes read, total bytes) during loading."""
 Spill = Callable[[str, QuantizedWeight], QuantizedWeight]
-"""Given a product's name and its weight when that has been quantized; what it returns is used in its place."""
+"""Called with each product's name and its quantized weight; the result is used instead."""
 
 
 class Weights:
-    """A checkpoint's tensors, in the data type of the computation, and the layers made of them.
+    """A checkpoint's tensors in the data type of the computation, and the layers made from them.
 
-    Each is mapped when it is asked for and unmapped when it has been packed, so a model's weights are never
-    held twice.
+    Each tensor is mapped when it is used and unmapped when it has been packed, so a model's weights are never in memory
+    twice.
 
     Args:
-        checkpoint: where they lie.
-        shapes: every tensor that the model has before it is quantized, by name.
-        dtype: what they are converted to.
-        kernels: the implementation that the layers are made for.
+        checkpoint: has the tensors.
+        shapes: every tensor of the model before quantization, by name.
+        dtype: the data type to convert them to.
+        kernels: the implementation for which layers are made.
         tied: the head is the embedding table.
-        progress: told how far loading is.
-        quantization: how the linear layers are quantized; None: they are not.
-        stored: the checkpoint holds them quantized; otherwise they are quantized as they are read.
-        skipped: how the names of tensors begin for which the model need not have a place.
-        group: the ranks that share the model; this one reads what is its own.
+        progress: called with the progress of loading.
+        quantization: of the linear layers; None if they are not quantized.
+        stored: they are quantized in the checkpoint; otherwise they are quantized when they are read.
+        skipped: prefixes of tensors that the model may ignore.
+        group: the ranks that share the model; this rank reads its own shard.
         expert_slots, expert_group: see `LayerWeights`.
         norm_offset: see `DecoderConfig`.
-        spill: who takes quantized weights, if they are not to stay in memory.
+        spill: gets quantized weights that are not to stay in memory.
 
     Attributes:
-        products: every quantized weight that was asked for, by the name of its product.
+        products: every quantized weight so far, by the name of its product.
 
     Raises:
-        MissingTensorError, TensorShapeError, TensorDtypeError, UnexpectedTensorError: the checkpoint is not
-            the one that its configuration describes; the message names the tensors.
+        MissingTensorError, TensorShapeError, TensorDtypeError, UnexpectedTensorError: the checkpoint does not match its
+            configuration; the message names the tensors.
     """
 
     def __init__(
@@ -117,21 +117,21 @@ class Weights:
         self._bytes_total = sum(checkpoint.entries[name].num_bytes for name in (*plain, *packed))
         self._bytes_read = 0
         self._elsewhere: dict[str, int] = {}
-        self._saved: dict[str, int] = {}  # by products that are computed as they are stored, in less bytes
+        self._saved: dict[str, int] = {}  # by product: bytes saved by computing with weights as they are stored
         self._taken: set[str] = set()
         self._complete = False
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor in `dtype`, unless said that of the computation, on the kernels' device.
+        """A tensor in `dtype`, by default that of the computation, on the kernels' device.
 
-        It is a view of the file where it is all that already.
+        It is a view of the file if nothing has to change.
         """
         return self._on_device(name).to(dtype or self.dtype)
 
     def _on_device(self, name: str) -> torch.Tensor:
-        """A tensor where the kernels are, in the file's type. On a GPU a tied head shares the embedding table.
+        """A tensor on the kernels' device, in the file's data type. On a GPU a tied head shares the embedding table.
 
-        On a CPU each use maps the file anew, and what has been packed is unmapped.
+        On a CPU each use maps the file again, since packed tensors are unmapped.
         """
         if name == EMBEDDING and self.kernels.device.type != "cpu":
             return self._table
@@ -142,13 +142,13 @@ class Weights:
         return self.as_stored(EMBEDDING).to(self.kernels.device)
 
     def as_stored(self, name: str) -> torch.Tensor:
-        """A tensor as a view of the file, in the file's type."""
+        """A tensor as a view of the file, in the file's data type."""
         tensor = self._checkpoint.tensor(name)
         self._count(name)
         return tensor
 
     def _count(self, *names: str) -> None:
-        """These tensors have been read."""
+        """Count tensors as read."""
         for name in names:
             if name not in self._taken:
                 self._taken.add(name)
@@ -164,7 +164,7 @@ class Weights:
         heads: Sequence[int] | None = None,
         group: Group | None = None,
     ) -> Linear:
-        """See `LayerWeights.linear`; `group`: who shares it, if not those who share the model."""
+        """See `LayerWeights.linear`; `group`: the ranks that share it, by default those of the model."""
         group = group or self.group
         if group.size == 1:
             split = Split.NONE
@@ -187,11 +187,11 @@ class Weights:
         return Linear(product, inputs, Gather(group, outputs))
 
     def _adds(self, name: str) -> bool:
-        """Whether a product that is split by its inputs may be added up: its bits are those of this number of ranks."""
+        """Whether a product may be row-parallel: then its bits depend on the number of ranks."""
         return not self.kernels.deterministic and self.quantization is None and not EXPERT.fullmatch(f"{name}.weight")
 
     def _added(self, name: str, bias: bool, heads: int | None, group: Group) -> Linear:
-        """The product with this rank's columns of the weight; one rank adds the bias."""
+        """A row-parallel product, with this rank's columns of the weight; one rank adds the bias."""
         outputs, inputs = self._shapes[f"{name}.weight"]
         own = share(inputs, group, heads)
         self._elsewhere[name] = outputs * (inputs - len(own)) * self.dtype.itemsize
@@ -200,7 +200,7 @@ class Weights:
         return Linear(self.kernels.pack([columns], added if group.rank == 0 else None), reduces=group)
 
     def _product(self, names: Sequence[str], rows: Sequence[range], bias: bool) -> Product:
-        """Of these outputs of each weight, side by side."""
+        """A product with these outputs of each weight, concatenated."""
         parts = list(zip(names, rows, strict=True))
         biases = [_of(self.tensor(f"{name}.bias"), own) for name, own in parts] if bias else None
         joined_bias = None if biases is None else _joined(biases)
@@ -222,7 +222,7 @@ class Weights:
         return self.kernels.pack_quantized(quantized, joined_bias, *shared)
 
     def _codes(self, parts: Sequence[tuple[str, range]]) -> list[Mxfp4Weight | Fp8Weight]:
-        """Weights that stay as they are stored, in MXFP4 or fp8; none where one of them does not."""
+        """Weights that are used as they are stored, in MXFP4 or fp8; empty if one of them cannot be."""
         codes = [self._checkpoint.coded(f"{name}.weight") for name, _ in parts]
         kept = [code for code in codes if code is not None and self.kernels.keeps(code)]
         if len(kept) < len(parts):
@@ -234,7 +234,7 @@ class Weights:
     def _coded(
         self, name: str, codes: Sequence[Mxfp4Weight | Fp8Weight], bias: torch.Tensor | None, outputs: int | None = None
     ) -> Product:
-        """The product with weights that stay as they are stored, side by side."""
+        """A product with weights that are used as they are stored, concatenated."""
         numbers = sum(part.out_features * part.in_features for part in codes)
         self._saved[name] = numbers * self.dtype.itemsize - sum(part.nbytes for part in codes)
         in_mxfp4 = [part for part in codes if isinstance(part, Mxfp4Weight)]
@@ -254,7 +254,7 @@ class Weights:
         return quantized.outputs([start + row for start, own in zip(starts, rows, strict=False) for row in own])
 
     def _quantized(self, parts: Sequence[tuple[str, range]], product: str, how: Quantization) -> QuantizedWeight:
-        """Quantized from the numbers as they are stored, so that the data type of the computation plays no part."""
+        """Quantize the stored numbers, so that the result does not depend on the data type of the computation."""
         weight = _joined([_of(self.as_stored(f"{name}.weight"), own) for name, own in parts])
         try:
             return self.kernels.quantize(weight, how)
@@ -268,21 +268,20 @@ class Weights:
         self._count(*(name for name in self._checkpoint.entries if name.startswith(prefix)))
 
     def complete(self) -> None:
-        """The model stands. What is asked for from now on, as for experts that come from another rank, is not kept."""
+        """The model is complete. Weights that are read later, such as experts from other ranks, are not recorded."""
         self.products.clear()
         self._complete, self._progress = True, None
 
     def check_all_taken(self) -> None:
-        """Once the model stands: no packed tensor is left for which it has no place."""
+        """Once the model is complete, check that all packed tensors have been used."""
         left = sorted(name for name in self._checkpoint.entries if self._stored and name not in self._taken)
         left = [name for name in left if name.endswith((PACKED, SCALES))]
         if left:
             raise _no_place(self._checkpoint, left)
 
     def bytes_saved(self, experts: bool = False) -> int:
-        """How many bytes less this rank holds of the products (of `experts` alone) than all of them have in the
-        computation's data type: what is quantized, or stored in fewer bits, is smaller, and what other ranks have
-        is not here.
+        """Bytes that this rank's products (with `experts`, only those of experts) take less than all products in the
+        computation's data type: by quantization, by formats with fewer bits, and as other ranks have shards of them.
         """
         products = [w for name, w in self.products.items() if not experts or EXPERT.fullmatch(name)]
         quantized = sum(w.out_features * w.in_features * self.dtype.itemsize - w.nbytes for w in products)
@@ -290,15 +289,15 @@ class Weights:
         return quantized + sum(size for name, size in others if not experts or EXPERT.fullmatch(name))
 
     def norm(self, name: str, eps: float) -> RMSNorm:
-        """A norm."""
+        """Load a norm."""
         dtype, offset = None if self._norm_offset is None else torch.float32, self._norm_offset or 0.0
         weight = self.tensor(f"{name}.weight", dtype)
         return RMSNorm(weight + offset if offset else weight, eps, self.kernels)
 
     def embedding(self, name: str, scale: float = 1.0) -> Embedding:
-        """An embedding table, which stays a view of the file on a CPU, where the system is asked to read that of the
+        """Load an embedding table. On a CPU it remains a view of the file, and the system is asked to read that of the
         tokens ahead."""
-        if self.kernels.device.type == "cpu" and f"{name}.weight" == EMBEDDING:  # others may be most of a file
+        if self.kernels.device.type == "cpu" and f"{name}.weight" == EMBEDDING:  # other tables may be most of the file
             read_ahead(self._checkpoint.entries[EMBEDDING])
         return Embedding(self._on_device(f"{name}.weight"), self.dtype, self.kernels, scale)
 
