@@ -1,0 +1,150 @@
+"""Steps on a GPU that computes nothing: all tensors lie where they must, and no launch looks at a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from quire.config import EngineConfig
+from quire.core.sampling_params import SamplingParams
+from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span, SpanResult, StepPlan
+from quire.engine import loading
+from quire.layers.rotary import RotaryEmbedding
+from quire.ops.triton.kernels import TritonKernels
+from quire.parallel.group import OneRank
+from quire.runner.device_forward import DeviceForward
+from quire.runner.memory_plan import Measured
+from quire.runner.model_runner import LaunchedStep, ModelRunner
+from quire.runner.start import planned, start_runner
+from tests import fake_gpu
+from tests.fake_gpu import GPU, FakeGpu, gpu  # noqa: F401  # a fixture
+from tests.oracle import save_checkpoint
+
+PROMPT = [5, 6, 7] * 7
+BLOCKS = 6
+"""Of each request."""
+PARAMS = (
+    SamplingParams(temperature=0.0, seed=0),
+    SamplingParams(temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, seed=1, logprobs=3, repetition_penalty=1.2),
+    SamplingParams(temperature=0.8, seed=2, logit_bias={5: 1.0}, allowed_token_ids=(3, 4, 5), min_tokens=2),
+    SamplingParams(temperature=0.7, seed=3, prompt_logprobs=2),
+)
+INT8: dict[str, Any] = {"quantization": "int8", "kv_cache_dtype": "fp8"}
+INT4: dict[str, Any] = {"quantization": "int4", "quantization_group_size": 32, "kv_cache_dtype": "int8"}
+DRAFTS = {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": False}
+
+
+def runner_of(gpu: FakeGpu, folder: Path, **options: Any) -> ModelRunner:  # noqa: F811
+    """Of a checkpoint, as an engine makes it."""
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 96, "num_kv_blocks": 40}
+    config = EngineConfig.from_options({"model": str(folder), "device": "cpu", **sizes, **options})
+    kernels = TritonKernels(GPU, config.deterministic)
+    with fake_gpu.loading(), mock.patch.object(loading, "choose_kernels", lambda *args: kernels):
+        model, speculation = loading.load(config, folder, gpu, OneRank(), None, lambda phase, share: None)
+    plan = planned(config, model, gpu, Measured(60 * 2**30, 2**20), speculation)
+    return start_runner(config, model, gpu, plan, 1, lambda phase, share: None, speculation).runner
+
+
+def launch_some(runner: ModelRunner, decoded: Callable[[int], tuple[int, ...]]) -> None:
+    """Prompts, and steps in which each request has the tokens that `decoded` says."""
+    first = StepPlan(0, [])
+    for number, params in enumerate(PARAMS):
+        info = RequestInfo(number, params.resolved(), 0, PROMPT)
+        span = Span(number, 0, list(PROMPT), num_sampled=1)
+        own = range(1 + BLOCKS * number, 1 + BLOCKS * (number + 1))
+        span.blocks, span.table_start = [list(own)] * len(runner.kv), 0
+        span.copies = [(0, 1, own.stop - 1, 5)] if number else []
+        span.targets = PROMPT[1:] if params.prompt_logprobs is not None else []
+        first.spans.append(span)
+        first.started.append(info)
+    runner.launch(first)
+    for step in range(1, 4):
+        tokens = decoded(step)
+        spans = [
+            Span(number, len(PROMPT) + step - 1, list(tokens), len(tokens), start_follows=len(tokens) > 1 < step)
+            for number in range(len(PARAMS))
+        ]
+        runner.launch(StepPlan(step, spans))
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {}),
+        ("qwen3_moe", INT8),
+        ("deepseek_v32", {}),
+        ("qwen3_next", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen3", {"deterministic": False}),
+                ("qwen3", {"cuda_graphs": "off"}),
+                ("qwen3", INT8),
+                ("qwen3", INT4),
+                ("qwen3_moe", {}),
+                ("gpt_oss", {}),
+                ("deepseek_v2", {}),
+                ("deepseek_v3", INT8),
+                ("gemma3_text", {}),
+                ("ministral3", {}),
+                ("olmo2", {}),
+                ("hunyuan_v1_dense", {}),
+                ("lfm2", {}),
+                ("kimi_linear", {}),
+                ("nemotron_h", {}),
+            )
+        ),
+    ],
+)
+def test_all_of_a_step_lies_on_the_gpu_and_no_launch_looks_at_it(
+    family: str,
+    options: dict[str, Any],
+    gpu: FakeGpu,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    folder = save_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    launch_some(runner_of(gpu, folder, **options), lambda step: (FROM_PREVIOUS,))
+
+
+@pytest.mark.slow
+def test_so_do_drafts_of_a_model(gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def results(self: LaunchedStep) -> list[list[SpanResult]]:
+        return [[SpanResult([7]) for _ in part.spans] for part in self.parts]
+
+    monkeypatch.setattr(LaunchedStep, "results", results)
+    folder = save_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16)
+    drafts = DRAFTS | {"model": str(folder)}
+    runner = runner_of(gpu, folder, speculative_config=drafts, async_scheduling=True)
+    launch_some(runner, lambda step: (FROM_PREVIOUS, DRAFT, DRAFT, DRAFT))
+
+
+def test_a_tensor_left_on_the_host_a_look_and_a_copy_that_is_waited_for_are_seen(
+    gpu: FakeGpu,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = save_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, num_hidden_layers=1)
+    batches = DeviceForward._batches
+
+    def looks(self: DeviceForward, inputs: torch.Tensor, *more: Any) -> Any:
+        inputs[0].item()
+        return batches(self, inputs, *more)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(DeviceForward, "_batches", looks)
+        with pytest.raises(pytest.fail.Exception, match="the host looks at a tensor of the GPU: item"):
+            runner_of(gpu, folder)
+    make = RotaryEmbedding.__init__
+    with monkeypatch.context() as changed:
+        changed.setattr(RotaryEmbedding, "__init__", lambda self, config, device: make(self, config, "cpu"))
+        with pytest.raises(Exception, match="Expected all tensors to be on the same device"):
+            runner_of(gpu, folder)
+    runner = runner_of(gpu, folder)
+    monkeypatch.setattr(FakeGpu, "upload", lambda self, *arrays: [torch.tensor(one, device=GPU) for one in arrays])
+    with pytest.raises(pytest.fail.Exception, match="the host waits until it has sent"):
+        launch_some(runner, lambda step: (FROM_PREVIOUS,))
