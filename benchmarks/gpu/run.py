@@ -115,7 +115,8 @@ class Run:
     def command(self, names: Sequence[str], seconds: float) -> list[str]:
         """That of a process."""
         command = [sys.executable, "-m", "benchmarks.gpu.worker", *names, "--records", str(self.file)]
-        return [*command, "--seconds", str(seconds), *(["--rehearse"] if self.rehearse else [])]
+        until = time.monotonic() + seconds  # on a clock that all processes share, since importing torch takes some
+        return [*command, "--until", str(until), *(["--rehearse"] if self.rehearse else [])]
 
     def _start(self, names: Sequence[str], seconds: dict[str, float], environment: dict[str, str]) -> Process | None:
         """None: there is no time for it any more, which is recorded."""

@@ -1,4 +1,4 @@
-"""Runs sections in a process of their own: `python -m benchmarks.gpu.worker --records FILE --seconds N SECTION...`.
+"""Runs sections in a process of their own: `python -m benchmarks.gpu.worker --records FILE --until T SECTION...`.
 
 A section that fails is reported and the next one goes on; `__main__` reports those of a process that was lost.
 """
@@ -78,10 +78,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("sections", nargs="+", choices=list(SECTIONS))
     parser.add_argument("--records", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="for all sections together")
+    parser.add_argument("--until", type=float, required=True, help="when their time is out, by time.monotonic")
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
-    deadline = time.monotonic() + args.seconds - SETTLING_SECONDS
+    deadline = args.until - SETTLING_SECONDS
     for section in args.sections:
         found = read(args.records)
         rates = known_rates(found)
