@@ -101,12 +101,11 @@ class Ranks:
         device: Device,
         matrix_bytes: int,
         report: OnLoad,
-        hosts: Sequence[Hosts],
+        hosts: Hosts | None,
     ) -> None:
-        here = range(config.num_ranks)
-        for each in hosts:
-            each.wait_joined(report)
-            here = each.here
+        if hosts:
+            hosts.wait_joined(report)
+        here = hosts.here if hosts else range(config.num_ranks)
         machine = Machine(config, here, matrix_bytes)
         self.threads, self.num_here = machine.threads, len(here)
         self.host_memory = machine.host_memory
@@ -117,9 +116,8 @@ class Ranks:
             self.group, self.stage = join(config, 0, device, *machine.memories(0), matrix_bytes, machine.bell)
             for start in starts[: len(here) - 1]:
                 self._add(*machine.start(start))
-            for each in hosts:
-                for link, process in each.start(starts, machine):
-                    self._add(link, process)
+            for link, process in hosts.start(starts, machine) if hosts else ():
+                self._add(link, process)
         finally:
             machine.all_started()
 
@@ -261,13 +259,13 @@ class Ranks:
         return how_it_ended(code, out_of_memory_kills() > self._out_of_memory)
 
 
-def _hosts(config: EngineConfig) -> list[Hosts]:
+def _hosts(config: EngineConfig) -> Hosts | None:
     """The connection to other machines. If there are none, the module is not loaded."""
     if config.nnodes == 1:
-        return []
+        return None
     from quire.engine.hosts import Hosts
 
-    return [Hosts(config)]
+    return Hosts(config)
 
 
 def _starts(config: EngineConfig, path: Path, matrix_bytes: int, here: int) -> list[RankStart]:
@@ -345,9 +343,9 @@ def _close(
     links: Sequence[Link],
     processes: Sequence[subprocess.Popen[bytes] | RemoteRank],
     closing: threading.Event,
-    hosts: Sequence[Hosts],
+    hosts: Hosts | None,
 ) -> None:
-    """Stop ranks, or kill them; in a fork of the process that is their `owner`, which ends before it, nothing."""
+    """Stop ranks, or kill them. Does nothing in a fork of the `owner` process, which may exit before it."""
     if os.getpid() != owner:
         return
     closing.set()
@@ -361,8 +359,8 @@ def _close(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    for each in hosts:
-        each.close()
+    if hosts:
+        hosts.close()
 
 
 class RankExecutor:
