@@ -1,4 +1,4 @@
-"""The attention layer: projects, rotates queries and keys, stores the step's keys and values, attends, projects."""
+"""The attention layer: projections, rotary embedding, storing of keys and values, attention, output projection."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of a step's positions, [tokens, head_dim / 2] fp32 each."""
 
 QKNorm = Literal["head", "whole", "turned"]
-"""Which norms queries and keys have: each head's before it is rotated, one over all heads together before they are
-rotated, or each head's after it was rotated."""
+"""Norms of queries and keys: of each head before rotation, of all heads together before rotation, or of each head after
+rotation."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryScaling:
-    """Queries grow with their position: times 1 + beta * log(1 + position // original), as in Llama 4 and Ministral 3.
+    """Scales queries by 1 + beta * log(1 + position // original), as in Llama 4 and Ministral 3.
 
     Attributes:
         beta: `llama_4_scaling_beta`.
-        original: positions whose queries stay as they are (`original_max_position_embeddings`).
-        longest: positions that there may be.
+        original: number of positions whose queries are not scaled (`original_max_position_embeddings`).
+        longest: largest number of positions.
     """
 
     beta: float
@@ -38,7 +38,7 @@ class QueryScaling:
 
 
 class QueryFactors:
-    """The factors of a step's queries, read from a table: a position's has the same bits wherever it stands."""
+    """The factors of a step's queries, from a table, so that a position's factor always has the same bits."""
 
     def __init__(self, scaling: QueryScaling, kernels: Kernels) -> None:
         self._scaling, self._seen = scaling, not kernels.reads_spans
@@ -46,7 +46,7 @@ class QueryFactors:
         self._table = torch.tensor([1 + scaling.beta * math.log(1 + step) for step in steps], device=kernels.device)
 
     def of(self, batch: RaggedBatch) -> torch.Tensor | None:
-        """[tokens, 1, 1] fp32; None: all are known to be 1. Of a step on a device, positions are not known."""
+        """[tokens, 1, 1] fp32; None if all are known to be 1, which is only checked if positions are on the host."""
         return batch.once(self._scaling, lambda: self._of(batch.positions))
 
     def _of(self, positions: torch.Tensor) -> torch.Tensor | None:
@@ -60,24 +60,24 @@ class Attention:
 
     Args:
         num_heads, num_kv_heads, head_dim: its shape.
-        weights: gives the layer's parts by name.
-        layer: which layer of its cache this is.
-        window: a row sees this many positions, itself included; None: all.
+        weights: makes the layer's parts by name.
+        layer: its index in its cache.
+        window: number of positions that a token sees, including itself; None for all.
         qkv_bias, output_bias: whether the products have biases.
-        qk_norm: which norms queries and keys have; None: none.
-        eps: of these.
+        qk_norm: the kind of norm of queries and keys; None if they have none.
+        eps: of these norms.
         scale: of the scores; None: head_dim ** -0.5.
-        query_scaling: by position; None: none.
-        sinks: each query head has a score that belongs to no key: see `ops.attention.paged_attention`.
-        value_norm: each value head has a norm, too, without weights; with a `qk_norm` by head.
-        value_is_key: values are made as keys are, before these are normed and turned.
-        gated: the result is multiplied by the sigmoid of a product of its own with the input.
-        causal: rows see nothing that follows them; else spans are whole prompts.
+        query_scaling: scales queries by position; None if they are not scaled.
+        sinks: each query head has an additional score: see `ops.attention.paged_attention`.
+        value_norm: each value head has a norm without weights; only with `qk_norm="head"`.
+        value_is_key: values are the keys before norm and rotation.
+        gated: the output is multiplied by the sigmoid of a projection of the input.
+        causal: tokens do not see those that follow them; if false, spans are whole prompts.
 
     Attributes:
-        prepares: queries and keys are worked on before they are rotated and stored, by more than a norm of each head.
+        prepares: processes queries and keys before rotation, other than by norms of each head.
         query_factors: see `query_scaling`.
-        gate: the product of that gate; None: there is none.
+        gate: the projection for the gate; None if there is none.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Attention:
 
     @property
     def parts(self) -> AttentionParts | None:
-        """What a kernel that computes the whole layer takes; None: there is none for this kind of attention."""
+        """The arguments of a kernel that computes the whole layer; None if there is none for this kind of attention."""
         if not isinstance(self.qkv, Linear) or self.prepares or self.sinks is not None or self.gate is not None:
             return None
         return AttentionParts(self.qkv.product, self.norm, self.heads, self.scale, self.window, self.causal)
@@ -153,16 +153,16 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def _head_norm(weights: LayerWeights, num_heads: int, num_kv_heads: int, eps: float, of_values: bool) -> HeadNorm:
-    """One norm for the heads of queries and keys, which lie side by side, and perhaps of values: a row for each."""
+    """One norm for the concatenated heads of queries, keys, and optionally values, with a row of weights for each."""
     q, k = (weights.norm(name, eps).weight for name in ("self_attn.q_norm", "self_attn.k_norm"))  # [head_dim] each
     parts = [q.expand(num_heads, -1), k.expand(num_kv_heads, -1)]
     return HeadNorm(torch.cat([*parts, torch.ones_like(parts[1])] if of_values else parts), eps)
 
 
 class ApartQKV:
-    """The products that give queries, keys and values, where a norm goes over all heads and ranks share them.
+    """Separate projections of queries, keys and values, for a norm over all heads with several ranks.
 
-    Every rank computes all keys: there may be fewer of their heads than ranks.
+    Every rank computes all keys, since there may be fewer key heads than ranks.
     """
 
     def __init__(self, weights: LayerWeights, heads: tuple[int, int, int], bias: bool) -> None:
@@ -172,7 +172,7 @@ class ApartQKV:
         self.v = weights.linear(v, bias=bias, split=Split.OUTPUTS, heads=heads[2:])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Own queries, all keys, own values, side by side."""
+        """This rank's queries, all keys, and this rank's values, concatenated."""
         return torch.cat([self.q(x), self.k(x), self.v(x)], dim=1)
 
 
@@ -180,8 +180,8 @@ class WholeNorm:
     """A norm over all query heads together, and one over all key heads.
 
     Args:
-        weights: gives both, [heads * head_dim] and [kv_heads * head_dim].
-        heads: query heads and key heads, of all ranks.
+        weights: has both, [heads * head_dim] and [kv_heads * head_dim].
+        heads: number of query and key heads of all ranks.
     """
 
     def __init__(self, weights: LayerWeights, heads: tuple[int, int], head_dim: int, eps: float) -> None:
@@ -202,14 +202,14 @@ class WholeNorm:
 
 
 class TurnedNorm:
-    """A norm of each query and key head after it was rotated. What follows rotates nothing any more."""
+    """A norm of each query and key head after rotation; later rotations become the identity."""
 
     def __init__(self, weights: LayerWeights, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
         self._q, self._k = weights.norm("self_attn.q_norm", eps), weights.norm("self_attn.k_norm", eps)
         self._heads, self._kv_heads, self._head_dim = heads, kv_heads, head_dim
 
     def __call__(self, qkv: torch.Tensor, tables: Tables, batch: RaggedBatch) -> tuple[torch.Tensor, Tables]:
-        """qkv: [tokens, (heads + 2 * kv_heads) * head_dim]. Returns the same, and tables that turn nothing."""
+        """qkv: [tokens, (heads + 2 * kv_heads) * head_dim]. Returns the same shape, and tables for the identity."""
         tokens, size = len(qkv), self._head_dim
         heads = qkv.view(tokens, -1, size)
         turned = rotate(heads[:, : -self._kv_heads], *tables)  # [tokens, heads + kv_heads, head_dim]

@@ -1,6 +1,6 @@
-"""The decoder layer: attention, then an MLP or experts, each behind a norm and a residual; or one of both.
+"""The decoder layer: attention, then an MLP or experts, each with norms and a residual connection; or only one of both.
 
-All architectures share it; they differ in the options of `LayerConfig`, in the windows, and in what is rotated.
+All architectures share it; they differ in the options of `LayerConfig`, in windows, and in rotary embeddings.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from quire.ops.kernels import SharedLayer, WholeLayer
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """Which norms a layer has, and what a checkpoint calls them; None: there is none at that place.
+    """The norms of a layer by their names in a checkpoint; None if it has no norm there.
 
     Attributes:
-        before_attention, before_mlp: of what each reads (pre-norm).
-        after_attention, after_mlp: of what each yields, before it is added to the residual (post-norm).
+        before_attention, before_mlp: of the input (pre-norm).
+        after_attention, after_mlp: of the output, before it is added to the residual (post-norm).
     """
 
     before_attention: str | None = "input_layernorm"
@@ -50,42 +50,42 @@ PRE_NORMS = NormNames()
 SANDWICH_NORMS = NormNames(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
-"""Gemma's, from the second one on."""
+"""Of Gemma 2 and later."""
 POST_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-"""Those of OLMo 2 and 3, and of EXAONE 4."""
+"""Of OLMo 2 and 3, and EXAONE 4."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """Sizes of a decoder layer, and what is optional in it.
+    """Sizes and options of a decoder layer.
 
     Attributes:
         hidden_size: width of the residual stream.
-        intermediate_size: width inside the MLP; of no meaning in a layer with experts.
-        num_heads, num_kv_heads: query heads, and the key and value heads that they share.
-        head_dim: width of a head; num_heads * head_dim need not be hidden_size. With latent attention there is one key
-            head, whose width is the cache's row.
+        intermediate_size: inner width of the MLP; unused in a layer with experts.
+        num_heads, num_kv_heads: number of query heads, and of key and value heads.
+        head_dim: width of a head; num_heads * head_dim need not be hidden_size. Latent attention has one key head with
+            the width of a row of the cache.
         rms_norm_eps: added to the mean square.
         qkv_bias, output_bias, mlp_bias: whether q/k/v, the attention's output, and the MLP have biases.
-        qk_norm: which norms queries and keys have; None: none.
-        norms: of the residual stream, and of what is added to it.
-        activation: of the MLP's gate, or in place of one.
-        attends, mixes: whether it has attention or what is in its place, and an MLP or experts.
-        scale: of the scores, where attention is not latent; None: head_dim ** -0.5.
-        query_scaling: by position; None: there is none.
-        sinks: each query head has a score that belongs to no key.
-        gated: attention's result has a gate of its own.
-        causal: tokens see nothing that follows them; else prompts are computed whole, and no tokens are made.
-        recurrent: what keeps a state, or rows of its own, in place of attention; None: there is attention.
-        experts: in place of the MLP; None: there are none.
+        qk_norm: the kind of norm of queries and keys; None if they have none.
+        norms: of the inputs and outputs of attention and MLP.
+        activation: of the MLP's gate, or of an MLP without a gate.
+        attends, mixes: whether it has attention (or a recurrent part), and an MLP or experts.
+        scale: of the scores, except in latent attention; None: head_dim ** -0.5.
+        query_scaling: scales queries by position; None if they are not scaled.
+        sinks: each query head has an additional score (attention sink).
+        gated: attention's output is gated.
+        causal: tokens do not see those that follow them; if false, prompts are computed whole, and only embedded.
+        recurrent: a recurrent part instead of attention; None if there is none.
+        experts: experts instead of the MLP; None if there are none.
         value_norm, value_is_key: see `Attention`.
-        kv_source: the layer whose keys and values this one reads, in place of its own; None: it has its own.
-        experts_beside: the experts stand beside the MLP, not in its place.
-        scalar: the residual stream is multiplied with a number (`layer_scalar`) after the layer, whose last part has a
-            norm after it.
-        per_layer_input: width of what the layer gets of the tokens themselves, see `PerLayerInputs`; 0: nothing.
-        latent: of latent attention, in place of attention with keys and values of their own; None: it is not latent.
-        index: what chooses the positions that latent attention sees; None: it sees all.
+        kv_source: the layer whose keys and values this one uses; None if it has its own.
+        experts_beside: the experts are in addition to the MLP.
+        scalar: the residual stream is multiplied by a number (`layer_scalar`) after the layer, whose last part has a
+            post-norm.
+        per_layer_input: width of the layer's own token embeddings, see `PerLayerInputs`; 0 if it has none.
+        latent: latent attention instead of ordinary attention; None if it is not latent.
+        index: selects the positions that latent attention sees (sparse attention); None for all.
     """
 
     hidden_size: int
@@ -120,16 +120,16 @@ class LayerConfig:
 
     @property
     def expands(self) -> bool:
-        """Whether its latent attention may have another form, see `layers.latent`."""
+        """Whether its latent attention also has an expanded form, see `layers.latent`."""
         return self.latent is not None and self.index is None
 
     @property
     def kv_sides(self) -> int:
-        """2: keys and values are stored; 1: rows that are both, of latent attention."""
+        """2 if keys and values are stored; 1 for latent attention, whose rows are both."""
         return 1 if self.latent else 2
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """A layer's tensors by their names in a checkpoint, with their shapes."""
+        """The shapes of a layer's tensors, by their names in a checkpoint."""
         hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in self.norms.present}
         if self.recurrent:
@@ -177,13 +177,13 @@ class LayerConfig:
 
 
 class DecoderLayer:
-    """One layer. Weights that read the same input are fused into one product.
+    """One layer. Products with the same input are fused.
 
     Args:
         config: sizes and options.
-        weights: gives the layer's parts by name.
-        layer: which layer of its cache this is.
-        window: a row sees this many positions, itself included; None: all.
+        weights: makes the layer's parts by name.
+        layer: its index in its cache.
+        window: number of positions that a token sees, including itself; None for all.
     """
 
     def __init__(self, config: LayerConfig, weights: LayerWeights, layer: int, window: int | None) -> None:
@@ -207,7 +207,7 @@ class DecoderLayer:
         self._whole: WholeLayer | None = weights.kernels.whole_layer(parts) if parts else None
 
     def _parts(self, dtype: torch.dtype) -> LayerParts | None:
-        """What a kernel that computes the whole layer takes; None: there is none for this kind of layer."""
+        """The arguments of a kernel that computes the whole layer; None if there is none for this kind of layer."""
         if self.before_mlp is None or not isinstance(self.attention, Attention | LatentAttention):
             return None
         if not isinstance(self.mlp, MLP | ExpertsLayer):
@@ -238,13 +238,13 @@ class DecoderLayer:
         batch: RaggedBatch,
         per_layer_input: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step through the layer.
+        """Compute the layer.
 
         Args:
-            x: [tokens, hidden], what the layer before yielded; None at the first.
-            residual: [tokens, hidden], to which it is still to be added.
+            x: [tokens, hidden], the previous layer's output; None in the first layer.
+            residual: [tokens, hidden], to which x has not been added yet.
             tables: cos and sin of the step's positions.
-            per_layer_input: [tokens, its width], in a layer that gets one.
+            per_layer_input: [tokens, width], if the layer has one.
 
         Returns:
             (x, residual) for the next layer.
@@ -263,7 +263,7 @@ class DecoderLayer:
         kv: KVCache,
         batch: RaggedBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention, then the MLP or the experts."""
+        """Attention, then the MLP or experts."""
         if self._whole is not None and (self._query_factors is None or self._query_factors.of(batch) is None):
             kv.pulse[0] += 1
             return self._whole(x, residual, tables, kv, batch)
@@ -293,7 +293,7 @@ def _weight(norm: RMSNorm | None) -> torch.Tensor | None:
 
 
 def _added(norm: RMSNorm | None, x: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x added to the residual, and what the next part of the layer reads of the sum: (that, the sum)."""
+    """Add x to the residual; returns the (normed) input of the layer's next part, and the sum."""
     if x is None:
         return (residual if norm is None else norm(residual)), residual
     if norm is None:
@@ -303,7 +303,7 @@ def _added(norm: RMSNorm | None, x: torch.Tensor | None, residual: torch.Tensor)
 
 
 def _mlp(config: LayerConfig, weights: LayerWeights) -> MLP | ExpertsLayer | MLPBesideExperts:
-    """The MLP of a layer, or the experts that it has in its place, or beside it."""
+    """The layer's MLP, or experts instead of it or besides it."""
     if config.experts is None:
         return MLP(weights, "mlp.", config.mlp_bias, config.activation)
     if config.experts_beside:
@@ -314,7 +314,7 @@ def _mlp(config: LayerConfig, weights: LayerWeights) -> MLP | ExpertsLayer | MLP
 def _attention(
     config: LayerConfig, weights: LayerWeights, layer: int, window: int | None
 ) -> Attention | LatentAttention | SharedKVAttention | RecurrentLayer:
-    """The attention of a layer, of the kind that it has, or what is in its place."""
+    """The layer's attention, or a recurrent part instead of it."""
     if config.recurrent:
         return config.recurrent.layer(weights, layer, config.rms_norm_eps)
     if config.kv_source is not None:
