@@ -15,15 +15,15 @@ from quire.ops.experts import CountedExperts, Experts, ExpertSlots, Routing
 from quire.parallel.group import Gather, Group, Split
 
 INTO, OUT_OF = "latent_in_proj", "latent_out_proj"
-"""Products around the experts, where these have a width of their own."""
+"""Projections around experts with a width of their own."""
 
 ROUTING_BYTES = 32
-"""Of a token for each expert: its logit, its score, and in plain torch what both are sorted by."""
+"""Bytes per token and expert: its logit, its score, and in plain torch the indices that sort them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What a checkpoint calls the parts of a layer with experts: "BLOCK.gate.weight", "BLOCK.experts.0.UP.weight"."""
+    """Names in a checkpoint of the parts of a layer with experts: "BLOCK.gate.weight", "BLOCK.experts.0.UP.weight"."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -36,18 +36,18 @@ class ExpertsConfig:
     """A layer's experts.
 
     Attributes:
-        routing: how tokens choose among them.
-        intermediate_size: width inside an expert.
-        shared_intermediate_size: of the MLP that every token goes through beside them ("shared experts" are one MLP,
-            as wide as all of them); 0: there is none.
-        shared_gate: whether what that MLP yields is multiplied by the sigmoid of a product with its input.
-        selection_bias: whether the router has one (`e_score_correction_bias`).
-        names: what the checkpoint calls them.
-        bias: whether the router's logits, and both products of each expert, have one.
-        activation: of the gates, and of the shared expert's; where it has none (`relu2`), neither have experts.
-        latent: width of what experts read and yield, of which two products of the layer's make it and the stream's; 0:
-            that is the stream's own.
-        scales: whether each expert's weight is multiplied with a number of its own (`per_expert_scale`).
+        routing: how each token's experts are chosen.
+        intermediate_size: inner width of an expert.
+        shared_intermediate_size: inner width of the shared experts, which are one MLP for all tokens; 0 if there are
+            none.
+        shared_gate: whether the shared experts' output is multiplied by the sigmoid of a projection of their input.
+        selection_bias: whether the router has a selection bias (`e_score_correction_bias`).
+        names: their names in the checkpoint.
+        bias: whether the router and the projections of each expert have biases.
+        activation: of the gates, also of shared experts; `relu2` has no gate.
+        latent: width of the experts' inputs and outputs, with projections from and to the residual stream; 0 if it is
+            the residual stream's.
+        scales: whether each expert's routing weights are multiplied by a number (`per_expert_scale`).
     """
 
     routing: Routing
@@ -63,11 +63,11 @@ class ExpertsConfig:
 
     @property
     def first(self) -> tuple[str, ...]:
-        """Names of an expert's weights that read its input."""
+        """Names of an expert's projections of its input."""
         return (self.names.up,) if self.activation in WITHOUT_GATE else (self.names.gate, self.names.up)
 
     def tensor_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """The tensors of a layer's experts by name, with their shapes."""
+        """The shapes of the tensors of a layer's experts, by name."""
         block, names, inner, read = self.names.block, self.names, self.intermediate_size, self.latent or hidden
         shapes: dict[str, tuple[int, ...]] = {f"{block}.gate.weight": (self.routing.num_experts, hidden)}
         if self.selection_bias:
@@ -95,7 +95,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """What a rank needs to compute the experts in its slots: see `ExpertsLayer.arrange`."""
+    """A rank's experts for a placement: see `ExpertsLayer.arrange`."""
 
     slots: tuple[int, ...]
     own: dict[int, tuple[Product, Product]]
@@ -103,11 +103,11 @@ class Arranged:
 
 
 class Everybody:
-    """All ranks that share experts, where replicas of the other layers have rows of their own.
+    """The replicas that share experts, each with its own rows.
 
     Args:
-        ranks: each replica's one after another's.
-        size: ranks of a replica, which have the same rows.
+        ranks: the ranks of all replicas, one replica after the other.
+        size: number of ranks of a replica, which have the same rows.
     """
 
     def __init__(self, ranks: Group, size: int) -> None:
@@ -116,10 +116,10 @@ class Everybody:
     def rows(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, slice]:
-        """Those of all replicas, one's after another's, and which of them are this one's.
+        """Gather the rows of all replicas; returns them, and the slice of this replica's.
 
         Args:
-            x: [tokens, hidden]. ids, weights: [tokens, top_k], as `route` gives them.
+            x: [tokens, hidden]. ids, weights: [tokens, top_k], see `Kernels.route`.
         """
         given = x, ids, weights
         replica, leads = self._ranks.rank // self._size, self._ranks.rank % self._size == 0
@@ -138,19 +138,19 @@ class Everybody:
 
 
 class ExpertsLayer:
-    """The experts of one layer, in place of an `MLP`.
+    """The experts of one layer, instead of an `MLP`.
 
-    The router's logits are fp32, of a product in the model's data type: as exact as DeepSeek's in transformers, and
-    more so than those of Qwen3-MoE and Mixtral, which are rounded to the model's data type, so that experts tie. (The
-    products of plain torch round like them, all the same.) Its weight, and the selection bias, are never quantized.
+    The router's logits are fp32, from a product in the model's data type: as precise as DeepSeek's in transformers, and
+    more precise than those of Qwen3-MoE and Mixtral, which are rounded to the model's data type, so that experts tie.
+    (The products of plain torch are rounded as well.) The router and the selection bias are never quantized.
 
     Args:
         config: sizes and routing.
-        weights: gives the layer's parts by name.
+        weights: makes the layer's parts by name.
 
     Attributes:
-        load: [experts] int64, tokens that each expert has got.
-        slots: the expert in each slot, where ranks have experts of their own; empty where they share each.
+        load: [experts] int64, number of tokens that each expert has processed.
+        slots: with expert parallelism, the expert in each slot; otherwise empty.
     """
 
     def __init__(self, config: ExpertsConfig, weights: LayerWeights) -> None:
@@ -198,7 +198,7 @@ class ExpertsLayer:
         self.load = torch.zeros(count, dtype=torch.int64, device=weights.kernels.device)
 
     def __call__(self, x: torch.Tensor, batch: RaggedBatch, routed: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [tokens, hidden]; routed: what the router reads, if not x. Same shape and type as x."""
+        """x: [tokens, hidden]; routed: the router's input, by default x. Returns x's shape and type."""
         logits = self._router.matmul(x if routed is None else routed, torch.float32)  # [tokens, experts]
         ids, weights = self._kernels.route(logits, self.routing, self._bias, batch)
         if self._scales is not None:
@@ -219,7 +219,7 @@ class ExpertsLayer:
 
     @property
     def parts(self) -> ExpertsParts | None:
-        """What a kernel that computes the whole layer takes; None: there is none for this kind of experts."""
+        """The arguments of a kernel that computes the whole layer; None if there is none for this kind of experts."""
         shared = None if self._shared is None else self._shared.parts
         others = (self._scales, self._into, self._out_of, self._shared_gate)
         if self.slots or any(other is not None for other in others) or (self._shared is not None and shared is None):
@@ -230,23 +230,22 @@ class ExpertsLayer:
         return self._kernels.experts(up, down, shared, self._activation)
 
     def without_rows(self, x: torch.Tensor) -> None:
-        """A step of other replicas alone; x: [0, hidden], in the type of theirs."""
+        """Take part in a step without tokens of this replica; x: [0, hidden], in the model's data type."""
         if self._everybody is not None:
             top_k = self.routing.top_k
             x = x.new_empty(0, self._latent or x.shape[1])
             self._of_all(x, torch.empty(0, top_k, dtype=torch.int64), torch.empty(0, top_k), self._everybody)
 
     def _of_all(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, everybody: Everybody) -> torch.Tensor:
-        """The rows of all replicas go to the experts; what comes of this one's own is kept."""
+        """Compute this rank's experts for the rows of all replicas; returns the results of this replica's rows."""
         x, ids, weights, own = everybody.rows(x, ids, weights)
         self.load += torch.bincount(ids.flatten(), minlength=len(self.load))
         return self._experts(x, ids, weights)[own] if len(x) else x
 
     def arrange(self, experts: Sequence[int]) -> Generator[None, None, Arranged]:
-        """This rank's part of the experts in these slots: those that it has not are read from the checkpoint.
+        """Prepare this rank's experts for a placement: new ones are read from the checkpoint, one per iteration.
 
-        One in each piece of the work, which may be done by another thread than that which computes: experts that this
-        rank has, and keeps, stay where they are.
+        May run in another thread than the computation: experts that the rank has and keeps do not change.
         """
         slots = ExpertSlots(self._group, tuple(experts))
         own = {expert: self._own[expert] for expert in slots.own_experts if expert in self._own}
@@ -261,14 +260,14 @@ class ExpertsLayer:
         return Arranged(slots.experts, own, self._computed(up, down, slots))
 
     def use(self, arranged: Arranged) -> None:
-        """From now on; all ranks at the same step."""
+        """Switch to a placement; all ranks do so at the same step."""
         self.slots, self._own, self._experts = arranged.slots, arranged.own, arranged.experts
 
     def workspace(self, tokens: int, hidden: int, dtype: torch.dtype) -> int:
-        """Most bytes of intermediate results for so many tokens of `hidden` numbers in `dtype`, beside x; counted.
+        """Estimate of the intermediate results' bytes for [tokens, hidden] in `dtype`, without x.
 
         Raises:
-            TypeError: the experts cannot tell what they need: a GPU's, where a step is measured instead.
+            TypeError: there is no estimate for these kernels: on a GPU, where a step is measured instead.
         """
         if not isinstance(self._experts, CountedExperts):
             raise TypeError(f"{type(self._experts).__name__} cannot tell what memory it needs; measure a step")
@@ -280,17 +279,17 @@ class ExpertsLayer:
 
 
 def first_slots(experts: int, slots: int) -> tuple[int, ...]:
-    """The expert in each slot, before any has moved."""
+    """The initial expert in each slot."""
     return tuple(slot % experts for slot in range(slots))
 
 
 def _first(prefix: str, config: ExpertsConfig) -> tuple[str, ...]:
-    """The weights of an expert that read its input."""
+    """An expert's projections of its input."""
     return tuple(prefix + name for name in config.first)
 
 
 def _whole(weights: LayerWeights, prefix: str, config: ExpertsConfig) -> tuple[Product, Product]:
-    """An expert's two products, read from the checkpoint."""
+    """Read an expert's two products from the checkpoint."""
     names, bias = config.names, config.bias
     up = weights.linear(*_first(prefix, config), bias=bias)
     return up.product, weights.linear(prefix + names.down, bias=bias).product

@@ -9,13 +9,13 @@ from quire.parallel.group import Gather, Group
 
 
 class Linear:
-    """`y = x W^T + b`, each row's bits independent of the other rows.
+    """`y = x W^T + b`, where a row's bits do not depend on other rows.
 
     Args:
-        weight: packed [out, in], as `Kernels.pack` or `Kernels.pack_quantized` gives it; this rank's outputs.
-        inputs: brings together the ranks' columns of x; None: x has all.
-        outputs: the same for y; None: this rank's outputs stay as they are.
-        reduces: the ranks whose y are added up, where the weight is that of this rank's inputs instead.
+        weight: packed [out, in], made by `Kernels.pack` or `Kernels.pack_quantized`; this rank's shard.
+        inputs: gathers the ranks' columns of x; None if x is whole.
+        outputs: gathers the ranks' columns of y; None if y stays sharded.
+        reduces: the group over which y is summed, if the product is row-parallel.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Linear:
         self.product, self.inputs, self.outputs, self.reduces = weight, inputs, outputs, reduces
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """x: [rows, in]. Returns [rows, out] in `out_dtype`, x's unless said."""
+        """x: [rows, in]. Returns [rows, out] in `out_dtype`, by default x's."""
         y = self.product.matmul(x if self.inputs is None else self.inputs(x), out_dtype)
         if self.reduces is not None:
             return self.reduces.all_reduce(y)

@@ -11,13 +11,13 @@ from quire.parallel.group import Split
 
 
 class MLP:
-    """`down(activation(gate(x)) * up(x))`, the two weights that read the same input being one product; without a gate,
+    """`down(activation(gate(x)) * up(x))`, with gate and up fused into one product; without a gate,
     `down(activation(up(x)))`.
 
     Args:
-        weights: gives the parts by name.
-        prefix: what `gate_proj`, `up_proj` and `down_proj` lie under, such as "mlp.".
-        bias: whether each has one.
+        weights: makes the parts by name.
+        prefix: of `gate_proj`, `up_proj` and `down_proj`, such as "mlp.".
+        bias: whether these have biases.
         activation: of the gate.
     """
 
@@ -29,7 +29,7 @@ class MLP:
 
     @property
     def parts(self) -> MLPParts | None:
-        """What a kernel that computes the whole layer takes; None: ranks add up what it yields, or it has no gate."""
+        """The arguments of a kernel that computes the whole layer; None if it is row-parallel, or has no gate."""
         if self.down.reduces or self.activation in WITHOUT_GATE:
             return None
         return MLPParts(self.activation, self.gate_up.product, self.down.product, self.down.inputs)
@@ -42,7 +42,7 @@ class MLP:
 def mlp_shapes(
     prefix: str, hidden: int, inner: int, bias: bool = False, activation: Activation = "silu"
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors of an MLP by name, with their shapes."""
+    """The shapes of an MLP's tensors, by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, rows, columns in (*((name, inner, hidden) for name in _first(activation)), ("down_proj", hidden, inner)):
         shapes[f"{prefix}{name}.weight"] = (rows, columns)
@@ -52,5 +52,5 @@ def mlp_shapes(
 
 
 def _first(activation: Activation) -> tuple[str, ...]:
-    """The parts that read the MLP's input."""
+    """The projections of the MLP's input."""
     return ("up_proj",) if activation in WITHOUT_GATE else ("gate_proj", "up_proj")

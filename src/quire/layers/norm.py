@@ -20,5 +20,5 @@ class RMSNorm:
         return self._kernels.rms_norm(x, self.weight, self.eps)
 
     def with_residual(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add, then normalize: returns (normalized sum, sum), which may lie where `x` and `residual` lay."""
+        """Add, then normalize: returns (normalized sum, sum), which may overwrite `x` and `residual`."""
         return self._kernels.add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,8 +1,8 @@
-"""Rotary position embedding and its ways to longer contexts.
+"""Rotary position embedding, and its scaling for longer contexts.
 
-The frequencies follow transformers' `modeling_rope_utils.py`. They are fixed when the model is loaded: a
-scaling that changes with the length of the context ("dynamic") would change keys already in the cache. Dimensions that
-do not turn have frequency 0: their cosine is 1, their sine 0, and a product with these changes no number.
+The frequencies follow transformers' `modeling_rope_utils.py`. They are fixed when the model is loaded: scaling that
+depends on the length of the context ("dynamic") would change keys that are cached already. Dimensions that are not
+rotated have frequency 0: their cosine is 1 and their sine 0, so rotation does not change them.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportio
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Which positions turn how fast.
+    """The parameters of a rotary embedding.
 
     Attributes:
-        head_dim: dimensions of a head that turn; even. 0: none does, and the layer knows no positions.
-        still: dimensions after them that do not; even.
+        head_dim: number of rotated dimensions of a head; even. 0 if none are, so that the layer has no positions.
+        still: number of dimensions after them that are not rotated; even.
         theta: base of the wavelengths.
-        kind: how the frequencies are stretched; proportional: they are the fastest of those that a head would have, of
-            which all dimensions turn.
-        factor: how far; all kinds but "default".
-        low_freq_factor, high_freq_factor: llama3: wavelengths over original / low are stretched wholly,
-            those under original / high not at all.
-        original_max_position_embeddings: llama3, yarn, longrope: context of the training before stretching.
+        kind: how frequencies are scaled. "proportional": they are the fastest ones of a head whose dimensions are all
+            rotated.
+        factor: the scaling factor, for all kinds but "default".
+        low_freq_factor, high_freq_factor: llama3: wavelengths above original / low are scaled, those below
+            original / high are not.
+        original_max_position_embeddings: llama3, yarn, longrope: context length before scaling.
         beta_fast, beta_slow: yarn: rotations over the original context that bound the ramp.
-        mscale, mscale_all_dim: yarn: give the attention factor where it is not set.
-        attention_factor: yarn, longrope: multiplies cos and sin; None infers it.
+        mscale, mscale_all_dim: yarn: determine the attention factor if it is not set.
+        attention_factor: yarn, longrope: multiplies cos and sin; None: it is inferred.
         truncate: yarn: round the ramp's bounds to whole dimensions.
-        max_position: positions the model may see; longrope: more than the original ones choose `long_factors`.
-        short_factors, long_factors: longrope: by how much each pair's wavelength is stretched.
+        max_position: longest context; longrope: if it exceeds the original one, `long_factors` are used.
+        short_factors, long_factors: longrope: scaling factor of each pair's wavelength.
     """
 
     head_dim: int
@@ -65,10 +65,10 @@ class RopeConfig:
 
 
 class RotaryEmbedding:
-    """Turns queries and keys by their positions (https://arxiv.org/abs/2104.09864)."""
+    """Rotates queries and keys by their positions (https://arxiv.org/abs/2104.09864)."""
 
     def __init__(self, config: RopeConfig, device: torch.device | str = "cpu") -> None:
-        """Raises ModelConfigError where the settings name an unknown kind or lack what it needs."""
+        """Raises ModelConfigError if the kind is unknown, or parameters that it needs are missing."""
         self.config = config
         still = torch.zeros(config.still // 2)
         turning = inverse_frequencies(config) if config.head_dim else still[:0]
@@ -79,7 +79,7 @@ class RotaryEmbedding:
             self.attention_factor = factors.to(device)
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), each [tokens, (head_dim + still) / 2] fp32, for positions [tokens]. Made once a step."""
+        """(cos, sin), each [tokens, (head_dim + still) / 2] fp32, for positions [tokens]. Called once per step."""
         angles = positions.float().unsqueeze(1) * self.inverse_frequencies
         cos, sin = angles.cos(), angles.sin_()
         if isinstance(self.attention_factor, torch.Tensor) or self.attention_factor != 1.0:
@@ -88,7 +88,7 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
-    """Radians per position of each pair of dimensions that turns: [head_dim / 2] fp32."""
+    """Radians per position of each rotated pair of dimensions: [head_dim / 2] fp32."""
     if config.head_dim <= 0 or config.head_dim % 2:
         raise ModelConfigError(f"rotary embedding: head_dim is {config.head_dim}; need an even positive number")
     if not (math.isfinite(config.theta) and config.theta > 1):
@@ -125,7 +125,7 @@ def _original_length(config: RopeConfig) -> int:
 
 
 def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths are stretched, short ones kept, those between blended."""
+    """Long wavelengths are scaled, short ones kept, those between interpolated."""
     low, high = config.low_freq_factor, config.high_freq_factor
     if not high > low > 0:
         raise ModelConfigError(
@@ -141,7 +141,7 @@ def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(config: RopeConfig, wavelengths: torch.Tensor) -> torch.Tensor:
-    """Dimensions that turn often are kept, slow ones stretched, with a ramp between (arXiv 2309.00071)."""
+    """High frequencies are kept, low ones scaled, with a ramp between (https://arxiv.org/abs/2309.00071)."""
     dim, length = config.head_dim, _original_length(config)
 
     def dimension(rotations: float) -> float:
@@ -159,10 +159,10 @@ def _yarn(config: RopeConfig, wavelengths: torch.Tensor) -> torch.Tensor:
 
 
 def _longrope(config: RopeConfig, wavelengths: torch.Tensor) -> torch.Tensor:
-    """Each pair is stretched by a factor of its own (https://arxiv.org/abs/2402.13753).
+    """Each pair of dimensions has its own scaling factor (https://arxiv.org/abs/2402.13753).
 
-    A text's length should choose between two lists of factors; here the longest context that a model may see does, for
-    all texts, since a text that grows beyond the original length would need all its keys again.
+    Originally a text's length selects one of two lists of factors. Here the configured longest context does, for all
+    texts, since otherwise all keys of a text would change when it exceeds the original length.
     """
     factors = config.long_factors if config.is_long else config.short_factors
     if len(factors) != len(wavelengths):

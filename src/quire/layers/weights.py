@@ -1,4 +1,4 @@
-"""What layers ask of whoever has a checkpoint's weights."""
+"""The interface from which layers get their weights."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from quire.parallel.group import Group, Split
 
 
 class LayerWeights(Protocol):
-    """Gives a layer's parts by their names in the checkpoint, such as "mlp.up_proj"."""
+    """Makes a layer's parts by their names in the checkpoint, such as "mlp.up_proj"."""
 
     kernels: Kernels
     dtype: torch.dtype
-    """Of the computation."""
+    """The data type of the computation."""
     group: Group
-    """Of the ranks that compute these layers together."""
+    """The ranks that share these layers."""
     expert_group: Group
-    """Of those that share the experts: replicas of the other layers have them in common."""
+    """The ranks that share the experts, which may include replicas of the other layers."""
     expert_slots: int
-    """Of these ranks, for a layer's experts, each of which one rank computes alone; 0: ranks share every expert."""
+    """With expert parallelism, the number of slots for a layer's experts on all ranks; 0 if ranks share each one."""
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor in `dtype`, unless said that of the computation, such as "self_attn.q_norm.weight"."""
+        """A tensor, such as "self_attn.q_norm.weight", in `dtype`, by default that of the computation."""
         ...
 
     def linear(
         self, *names: str, bias: bool = False, split: Split = Split.NONE, heads: Sequence[int] | None = None
     ) -> Linear:
-        """The product with a weight; with several that read the same input, their outputs side by side.
+        """The product with a weight; with several weights, their outputs are concatenated.
 
         Args:
             split: how the ranks share it.
-            heads: of how many the outputs of each are (split by inputs: its inputs), where no head may be cut.
+            heads: for each weight, the number of heads in its outputs (with `Split.INPUTS`, in its inputs), if heads
+                must not be split.
         """
         ...
 
     def elsewhere(self, prefix: str) -> None:
-        """Another rank has the weights whose names begin so."""
+        """The weights with this prefix are on other ranks."""
         ...
 
     def norm(self, name: str, eps: float) -> RMSNorm:
-        """A norm."""
+        """Make a norm."""
         ...
