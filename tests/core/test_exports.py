@@ -198,6 +198,26 @@ def test_the_end_of_a_long_prompt_takes_no_more_of_a_step_than_the_beginning_of_
     assert beside(scheduler, runner, PROMPT[12:]) == [5, 6], (
         "before its last block it takes as many as any, and none is left alone"
     )
+    scheduler, runner = decoder(min_chunk=7, block_size=4)
+    scheduler.kv.sources.costs = Costs(pair=10.0)
+    assert beside(scheduler, runner, PROMPT[12:]) == [7, 1, 1, 2], "a whole block is the last one, too"
+
+
+def test_what_a_prompt_gets_after_the_head_of_the_queue_comes_after_its_first_tokens_of_the_same_step():
+    scheduler, runner = decoder(min_chunk=4, block_size=64, scheduling_policy="priority")
+    scheduler.kv.sources.costs = costs = Costs(pair=0.1)
+    costs.tokens_beside_decodes = lambda: 30
+    scheduler.kv.sources.prefill_tokens = 100
+    scheduler.add(make_request(1, PROMPT[:3], 30))
+    scheduler.commit(plan := scheduler.schedule(0.0), runner.run(plan), 0.0)
+    scheduler.add(make_request(2, [*range(60)], 1, priority=9))
+    scheduler.commit(plan := scheduler.schedule(0.0), runner.run(plan), 0.0)
+    assert [len(span.tokens) for span in plan.spans if span.request == 2] == [30]
+    scheduler.add(make_request(3, [70, 71], 1))
+    plan = scheduler.schedule(0.0)
+    assert {span.request: len(span.tokens) for span in plan.spans} == {1: 1, 2: 4 + 2, 3: 2}, (
+        "4 * 4 for its least chunk, 2 for the head, and of the 12 left, 4.4 for each token after 34 others"
+    )
 
 
 def test_no_prompt_begins_in_a_step_that_has_the_end_of_another_one_which_takes_it_all():

@@ -15,7 +15,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.sources import Sources
 from quire.core.step import SpanResult, StepPlan, StepResult
 from quire.core.tier import Tier
-from tests.core.fake_runner import make_request, make_scheduler
+from tests.core.fake_runner import FakeRunner, make_request, make_scheduler
 
 TARGET = 0.2
 LEAST = 16
@@ -244,6 +244,44 @@ def test_a_target_that_cannot_be_met_leaves_the_least_and_no_prompt_starves() ->
     engine.decodes()
     steps = engine.prompt(engine.text(1000))
     assert {tokens for tokens, _ in steps[:-1]} == {LEAST}
+
+
+def with_work(work: float) -> tuple[Scheduler, FakeRunner]:
+    """A scheduler with a decoding request, whose next steps have so much work for prompts. The prompt `range(8)` is
+    cached; a token after it is work of 9.5, and three tokens of another prompt of 7.5. One token is always computed."""
+    sources = Sources(Tier())
+    sources.costs = Costs(0.5)
+    scheduler, runner = make_scheduler(sources=sources, min_chunk=1, target_itl_ms=1000)
+    for id, (prompt, max_tokens) in enumerate((([*range(8)], 1), ([40, 41], 30))):
+        scheduler.add(make_request(id, prompt, max_tokens))
+        scheduler.commit(plan := scheduler.schedule(0.0), runner.run(plan), 0.0)
+    assert scheduler._latency is not None
+    scheduler._latency.room = lambda decodes: work  # type: ignore[method-assign]
+    return scheduler, runner
+
+
+def chunks(scheduler: Scheduler, runner: FakeRunner) -> list[dict[int, int]]:
+    """Of each step while there are prompts, the tokens of each."""
+    steps = []
+    while any(request.num_computed < request.num_prompt for request in scheduler.requests.values()):
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        steps.append({span.request: len(span.tokens) for span in plan.spans if span.request > 1})
+        scheduler.commit(plan, runner.run(plan), 0.0)
+    return steps
+
+
+def test_a_prompt_of_which_only_the_last_token_is_not_cached_waits_where_even_that_is_too_much_work() -> None:
+    scheduler, runner = with_work(10.0)
+    scheduler.add(make_request(2, [30, 31, 32], max_tokens=1))
+    scheduler.add(make_request(3, [*range(8), 9], max_tokens=1))
+    assert chunks(scheduler, runner) == [{2: 3}, {3: 1}]
+
+
+def test_two_tokens_are_not_parted_where_there_is_work_for_one() -> None:
+    scheduler, runner = with_work(2.0)
+    scheduler.add(make_request(2, [30, 31], max_tokens=1))
+    assert chunks(scheduler, runner) == [{2: 2}]
 
 
 def test_no_target_changes_nothing() -> None:
