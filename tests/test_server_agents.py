@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx2
 import openai
 import pytest
 
@@ -96,6 +97,17 @@ def test_tools_are_counted(claude):
     with_tools = claude.messages.count_tokens(**asked).input_tokens
     del asked["tools"]
     assert with_tools > claude.messages.count_tokens(**asked).input_tokens > 0
+
+
+def test_a_chat_with_tools_is_tokenized_as_it_is_answered(server, client):
+    tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+    asked = {"messages": [QUESTION], "tools": [tool]}
+    for choice in ("auto", "none"):
+        answer = client.chat.completions.create(
+            model="tools", max_tokens=1, tool_choice=choice, **asked, extra_body={"return_token_ids": True}
+        )
+        told = httpx2.post(f"{server.url}/tokenize", json={**asked, "tool_choice": choice}).json()
+        assert told["tokens"] == answer.model_extra["prompt_token_ids"] and told["count"] == len(told["tokens"])
 
 
 def test_a_response_calls_a_tool_and_goes_on_from_its_result(client):

@@ -661,6 +661,10 @@ def test_tokenize_takes_a_text_or_a_chat() -> None:
     talk = parse_tokenize(body(messages=HELLO, continue_final_message=True, add_special_tokens=False, other=1))
     assert (talk.prompt, talk.messages, talk.add_generation_prompt, talk.ignored) == (None, HELLO, False, ("other",))
     assert parse_tokenize(body(prompt="")).prompt == ""
+    tooled = parse_tokenize(body(messages=HELLO, tools=[CALLED]))
+    assert tooled.reply.callable == [CALLED["function"]] and tooled.price() > talk.price()
+    assert refusal(lambda: parse_tokenize(body(prompt="x", tools=[CALLED]))).param == "tools"
+    assert parse_tokenize(body(prompt="x", tools=[])).prompt == "x"
     for bad in ({}, {"prompt": "x", "messages": HELLO}, {"prompt": ["x"]}, {"prompt": [1]}, {"prompt": 5}):
         assert refusal(lambda bad=bad: parse_tokenize(body(**bad))).param == "prompt"
     assert refusal(lambda: parse_tokenize(body(messages=HELLO, add_special_tokens=True))).param == "add_special_tokens"

@@ -345,6 +345,8 @@ TOKENIZE: dict[str, Schema] = {
     "add_special_tokens": _flag(True, "Add the special tokens that the model expects around a text."),
     "return_token_strs": _flag(False, "Also return the text of each token."),
     **CONVERSATION,
+    "tools": _TOOLS["tools"],
+    "tool_choice": _TOOLS["tool_choice"],
 }
 """The fields of POST /tokenize."""
 
@@ -401,7 +403,7 @@ CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 TOKENIZE_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     name: _UNSUPPORTED[name] for name in ("chat_template", "mm_processor_kwargs")
-} | {"tools": ([],)}
+}
 MESSAGE_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),

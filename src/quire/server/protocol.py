@@ -30,7 +30,7 @@ from quire.server.limits import (
     Limits,
 )
 from quire.server.prompts import Prompt, read_prompts, read_token_ids
-from quire.server.response_format import read_reply, read_structured_outputs
+from quire.server.response_format import MAX_FORMAT_BYTES, read_reply, read_structured_outputs
 from quire.text.reply_grammar import ReplyRequest
 from quire.text.tokenizer import RenderedChat
 
@@ -136,8 +136,7 @@ class ChatCall(GenerationCall):
 
     def price(self) -> int:
         """Upper estimate of prompt tokens times choices, without rendering: see `text_price`."""
-        tools = len(msgspec.json.encode(self.reply.tools)) if self.reply.tools else 0
-        return self.params.n * (_messages_price(self.messages) + text_price(tools))
+        return self.params.n * (_messages_price(self.messages) + _tools_price(self.reply))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,12 +150,15 @@ class TokenizeCall:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    reply: ReplyRequest = field(default_factory=ReplyRequest)
     return_token_strs: bool = False
     ignored: tuple[str, ...] = ()
 
     def price(self) -> int:
         """Tokens, estimated as for the other calls."""
-        return prompt_price(self.prompt) if self.prompt is not None else _messages_price(self.messages or [])
+        if self.prompt is not None:
+            return prompt_price(self.prompt)
+        return _messages_price(self.messages or []) + _tools_price(self.reply)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,6 +185,10 @@ def prompt_price(prompt: Prompt) -> int:
 
 def _messages_price(messages: Sequence[Mapping[str, Any]]) -> int:
     return text_price(message_bytes(messages)) + TOKENS_PER_MESSAGE * (len(messages) + 1)
+
+
+def _tools_price(reply: ReplyRequest) -> int:
+    return text_price(len(msgspec.json.encode(reply.tools)) if reply.tools else 0)
 
 
 # -- parsing -------------------------------------------------------------------------------------------------
@@ -262,12 +268,15 @@ def parse_tokenize(body: bytes, limits: Limits = DEFAULT_LIMITS) -> TokenizeCall
         [prompt] = read_prompts(given.raw("prompt"), limits, text_only=True)
         call.prompt = str(prompt)
         call.add_special_tokens = given.boolean("add_special_tokens", default=True)
+        if given.get("tools", MAX_FORMAT_BYTES):
+            raise invalid("tools belong to a chat; give messages instead of prompt, or leave tools out", "tools")
     else:
         conversation = read_conversation(given, limits)
         for name, value in _spread(conversation).items():
             setattr(call, name, value)
         if given.boolean("add_special_tokens"):
             raise _unsupported("add_special_tokens", True, (False,))
+        call.reply = read_reply(given, None)
         ignored = conversation.ignored
     call.ignored = ignored_names([*given.unknown(_TOKENIZE.names), *ignored])
     return call

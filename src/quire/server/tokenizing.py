@@ -55,6 +55,7 @@ async def _tokens(shared: Shared, call: TokenizeCall) -> list[int]:
         add_generation_prompt=call.add_generation_prompt,
         continue_final_message=call.continue_final_message,
         variables=call.chat_template_kwargs,
+        reply=call.reply,
     )
     return chat.token_ids
 
