@@ -301,6 +301,14 @@ def test_a_disk_that_fails_costs_hits_and_nothing_else(filled: Path, expected: l
     engine.close()
 
 
+@pytest.mark.parametrize(("budget", "told"), [("64MiB", False), ("1024TiB", True)])
+def test_a_budget_beyond_the_disk_is_told_at_the_start(folder: Path, budget: str, told: bool) -> None:
+    engine = make(folder, disk_kv_memory=budget)
+    [note] = [note for note in engine.notes if note.startswith("disk tier: ")]
+    assert ("lower disk_kv_memory" in note) == told
+    engine.close()
+
+
 def test_a_folder_that_is_read_only_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: Any, flags: int, *mode: Any, **more: Any) -> int:
         raise OSError(errno.EROFS, "Read-only file system")

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -235,8 +236,13 @@ class KVTiers:
         except OSError as error:
             self._off(error)
             return
-        found = self.disk.num_bytes
-        self.notes.append(f"disk tier: {format_size(budget)} in {folder}, which has {format_size(found)} of KV")
+        found, free = self.disk.num_bytes, shutil.disk_usage(folder).free
+        note = f"disk tier: {format_size(budget)} in {folder}, which has {format_size(found)} of KV"
+        if found + free < budget:
+            note += (
+                f"; only {format_size(free)} are free there, so lower disk_kv_memory: a full disk takes no new blocks"
+            )
+        self.notes.append(note)
 
     def _off(self, error: Exception) -> None:
         self.notes.append(f"disk_kv_path: {error}; there is no disk tier")

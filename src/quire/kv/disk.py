@@ -169,7 +169,8 @@ class DiskTier:
         """Count a failure; the 1st, 10th, 100th and so on are logged."""
         self.failures += 1
         if str(self.failures).strip("0") == "1":
-            logger.warning("disk tier %s: %s (failures: %d); serving goes on", self.folder, error, self.failures)
+            why = (isinstance(error, OSError) and error.strerror) or error
+            logger.warning("disk tier %s: %s (failures: %d); serving goes on", self.folder, why, self.failures)
 
     def _append(self, slot: int, name: bytes) -> int:
         if name in self.index:
