@@ -1,7 +1,7 @@
-"""What `config.json` says about a decoder of Llama's family, read into one typed value.
+"""Parses the `config.json` of a decoder of Llama's family.
 
-Every field that changes what is computed is either read here or refused by name. Fields are the ones of
-`transformers`; where a field has an older and a newer spelling, both are read.
+Every field that changes the computation is either read here or refused by name. Fields are those of `transformers`;
+both the older and the newer names of a field are read.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ UNSUPPORTED = {
     "is_encoder_decoder": ((False,), "an encoder"),
     "add_cross_attention": ((False,), "attention to an encoder"),
 }
-"""Fields that would change what is computed, with the values that would not, and what they ask for."""
+"""Fields that change the computation, with the values that do not, and what the others mean."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
-"""The two spellings of how many experts a layer has; the first that is there counts."""
+"""The two names of the number of experts; the first one that is present counts."""
 
 PER_LAYER_TABLE = "model.embed_tokens_per_layer.weight"
 
@@ -52,7 +52,7 @@ MAX_EXPERTS = 1 << 12
 MAX_CONTEXT = 1 << 30
 DEFAULT_THETA, MAX_THETA = 10000.0, 1e12
 MIN_EPS, MAX_EPS = 1e-15, 0.1
-"""Beyond these, `rms_norm_eps` is nothing or drowns what it is added to: the mean of squares, about 1."""
+"""Bounds of `rms_norm_eps`, which is added to the mean of squares, about 1."""
 
 ROPE_FIELDS: dict[RopeKind, set[str]] = {
     "default": set(),
@@ -77,7 +77,7 @@ ROPE_FIELDS: dict[RopeKind, set[str]] = {
     },
     "proportional": {"factor"},
 }
-"""The kinds of rotary scaling that keep the keys already computed valid, and the fields that each reads."""
+"""The kinds of rotary scaling that do not change cached keys, and the fields of each."""
 ROPE_FIELDS_OF_ALL = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "finetuned"}
 
 
@@ -86,28 +86,27 @@ class DecoderConfig:
     """A decoder of Llama's family.
 
     Attributes:
-        layer: sizes and options that every layer shares, or most of them, but that `dense_layers` have no experts.
-        windows: per layer, how many tokens back it sees, itself included; None where it sees all of them.
-        layers: the same of each, where they are not all those of `layer`; None: they are.
-        rope: rotary embedding, of most layers.
-        ropes: the same for each layer, where they are not all the same; None: they are.
-        max_position_embeddings: the longest context, in tokens, with rotary scaling taken into account.
+        layer: sizes and options of all layers, or of most; `dense_layers` have no experts.
+        windows: per layer, the number of positions that a token sees, including itself; None for all.
+        layers: the same for each layer; None if all are like `layer`.
+        rope: rotary embedding of most layers.
+        ropes: the same for each layer; None if all are like `rope`.
+        max_position_embeddings: the longest context, in tokens, including rotary scaling.
         tie_word_embeddings: the output head is the embedding table.
-        eos_token_ids: ids that end a text, without repeats.
-        dense_layers: those with an MLP, in a model whose other layers have experts.
-        num_mtp_layers: layers after the last one that predict further tokens, in the checkpoint.
-        mtp: whether the one layer of these is part of the model.
-        one_kv_group: its keys and values lie in one group's blocks, whatever its layers see: of a model that drafts.
-        embedding_scale: what embeddings are multiplied with.
-        embedding_scale_rounded: after it was rounded to the computation's data type.
-        norm_offset: norms' weights are what the checkpoint holds and so much more, in fp32 (the sum has more digits
-            than a narrower type), and applied to what is not rounded before. None: in the computation's data type, to
-            what is rounded.
-        logits_divisor: what logits are divided by.
-        logits_cap: logits are less, by a soft cap (`final_logit_softcapping`); None: there is none.
-        per_layer_vocab_size: rows of the table of per-layer inputs, where layers have such.
-        layout: how the checkpoint's tensors become those that the model asks for; None: they are the same.
-        passed_over: how the names of further tensors begin that a checkpoint may hold and nothing here uses.
+        eos_token_ids: ids that end a text, without duplicates.
+        dense_layers: layers with an MLP, in a model whose other layers have experts.
+        num_mtp_layers: number of multi-token prediction layers in the checkpoint.
+        mtp: whether the (single) multi-token prediction layer is part of the model.
+        one_kv_group: its KV is in one group's blocks, whatever its layers see; for draft models.
+        embedding_scale: embeddings are multiplied by this.
+        embedding_scale_rounded: whether the scale is rounded to the computation's data type.
+        norm_offset: added to norms' weights in fp32 (the sum has more digits than a narrower type), and the input is
+            not rounded before it is multiplied. None: weights and rounding in the computation's data type.
+        logits_divisor: logits are divided by this.
+        logits_cap: soft cap of the logits (`final_logit_softcapping`); None if there is none.
+        per_layer_vocab_size: rows of the table of per-layer inputs, if there is one.
+        layout: the checkpoint's layout if it differs from the model's.
+        passed_over: prefixes of further tensors that a checkpoint may have and that are not used.
     """
 
     layer: LayerConfig
@@ -138,8 +137,7 @@ class DecoderConfig:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Layers that keep the same positions, in the same shape, or a state; those that keep none of their own are in
-        no group."""
+        """Layers that keep the same positions in the same shape, or states; layers without KV are in no group."""
         windows = [None] * self.num_layers if self.one_kv_group else self.windows
         if self.layers is None:
             return layer_groups(windows)
@@ -149,22 +147,22 @@ class DecoderConfig:
 
     @property
     def recurrent(self) -> RecurrentConfig | None:
-        """What some layers have in place of attention; None: none has."""
+        """The recurrent part of some layers; None if there is none."""
         return next((layer.recurrent for layer in self.layers or () if layer.recurrent), None)
 
     @property
     def recurrent_layers(self) -> frozenset[int]:
-        """Which layers that are."""
+        """Numbers of the recurrent layers."""
         return frozenset(index for index, layer in enumerate(self.layers or ()) if layer.recurrent)
 
     @property
     def per_layer_width(self) -> int:
-        """Of the table of per-layer inputs: those of all layers; 0: there is none."""
+        """Width of the table of per-layer inputs, for all layers; 0 if there is none."""
         return self.num_layers * self.layer.per_layer_input
 
     @property
     def routing(self) -> Routing | None:
-        """How tokens choose experts; None where no layer has any."""
+        """How tokens' experts are chosen; None without experts."""
         return self.layer.experts.routing if self.layer.experts else None
 
     def layer_at(self, index: int) -> LayerConfig:
@@ -173,7 +171,7 @@ class DecoderConfig:
         return replace(layer, experts=None) if index in self.dense_layers else layer
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of a checkpoint by name, with its shape."""
+        """The shape of every tensor of a checkpoint, by name."""
         table = (self.vocab_size, self.layer.hidden_size)
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
         for index in range(self.num_layers):
@@ -189,21 +187,21 @@ class DecoderConfig:
         return shapes | self._mtp_shapes() if self.mtp else shapes
 
     def mtp_prefix(self, index: int = 0) -> str:
-        """How the names of the tensors of such a layer begin."""
+        """Prefix of the tensors of a multi-token prediction layer."""
         return f"model.layers.{self.num_layers + index}."
 
     def skipped(self) -> tuple[str, ...]:
-        """How the names of tensors begin that a checkpoint may hold and the model does not need."""
+        """Prefixes of tensors that a checkpoint may have and the model does not use."""
         return (*(self.mtp_prefix(index) for index in range(self.num_mtp_layers)), *self.passed_over)
 
     def within(self, max_model_len: int | None) -> DecoderConfig:
-        """For contexts of at most so many tokens, which may choose other rotary factors; None: of any length."""
+        """The same for contexts of at most this many tokens (rotary factors may differ); None: any length."""
         if max_model_len is None or self.rope.kind != "longrope":
             return self
         return replace(self, rope=replace(self.rope, max_position=min(max_model_len, self.max_position_embeddings)))
 
     def with_mtp(self) -> DecoderConfig:
-        """With the layer that predicts one token more; raises ConfigError where there is not one."""
+        """The same with the multi-token prediction layer; raises ConfigError unless there is exactly one."""
         if self.num_mtp_layers != 1:
             raise ConfigError(
                 "mtp=True, and speculation with method mtp, need a model with one layer that predicts one token more "
@@ -240,21 +238,21 @@ def read_decoder_config(
     rope: tuple[RopeConfig, int] | None = None,
     read: Collection[str] = (),
 ) -> DecoderConfig:
-    """Reads the fields that all architectures of the family share; the keywords say what is special.
+    """Read the fields that all architectures of the family have in common; keywords give what is special.
 
     Args:
         fields: of config.json.
         generation: of generation_config.json.
-        activation: of the MLP's gate; None: what `hidden_act` says, which is "silu".
-        default_head_dim: head_dim where the field is absent; None is hidden_size / num_attention_heads.
-        experts: of the layers that are not among `dense_layers`; None: no layer has any.
-        default_theta, default_eps, default_tied: rope_theta, rms_norm_eps and tie_word_embeddings where the field is
+        activation: of the MLP's gate; None: `hidden_act`, which must be "silu".
+        default_head_dim: head_dim if the field is absent; None: hidden_size / num_attention_heads.
+        experts: of layers not in `dense_layers`; None if no layer has experts.
+        default_theta, default_eps, default_tied: rope_theta, rms_norm_eps and tie_word_embeddings if the field is
             absent.
-        rope: what `read_rope` gave, where that is read otherwise; None: as most read it.
-        read: those of `UNSUPPORTED` that this architecture has, and has read.
+        rope: the rotary embedding and context, if they are not read by `read_rope`.
+        read: fields in `UNSUPPORTED` that this architecture supports, and has read.
 
     Raises:
-        ModelConfigError: a field is missing, of the wrong type, or asks for what is not supported.
+        ModelConfigError: a field is missing, has the wrong type, or has a value that is not supported.
     """
     refuse_unsupported(fields, read)
     if experts is None:
@@ -294,7 +292,7 @@ def read_decoder_config(
 
 
 def refuse_unsupported(fields: Fields, read: Collection[str] = ()) -> None:
-    """Raises ModelConfigError where a field asks for something that no architecture here has, but those in `read`."""
+    """Raise ModelConfigError if a field that is not in `read` has a value that is not supported."""
     for name, (neutral, why) in UNSUPPORTED.items():
         if name not in read:
             made = f"{quantizer(fields.section(name))}; " if name == "quantization_config" and name in fields else ""

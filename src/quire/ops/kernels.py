@@ -1,7 +1,7 @@
-"""The kernels behind the layers, each offered once, by what it computes.
+"""All kernels that layers use, named by what they compute.
 
-`Kernels` is the plain-torch reference: the oracle of the faster ones' tests, and what runs where there is none.
-`quire.ops.cpu` and, on a GPU, Triton override what they do better. Which one runs is decided once, at start-up.
+`Kernels` is the reference in plain torch: the oracle in tests of the faster kernels, and the fallback without them.
+`quire.ops.cpu` and, on a GPU, `quire.ops.triton` override its methods. The implementation is chosen once, at start.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from quire.parallel.group import Gather
 
 
 class HeadNorm(NamedTuple):
-    """The RMS norm of each query and key head: weight [heads + kv_heads, head_dim], a row a head.
+    """The RMS norm of each query and key head: weight [heads + kv_heads, head_dim], a row per head.
 
-    With kv_heads rows more, values have one, too.
+    With kv_heads more rows, each value head has one, too.
     """
 
     weight: torch.Tensor
@@ -57,14 +57,14 @@ class HeadNorm(NamedTuple):
 
 
 class SharedLayer(NamedTuple):
-    """What ranks that share a layer gather of it: the attention's result, and what both halves yield."""
+    """The gathers of a layer that ranks share: of the attention's result, and of the outputs of both halves."""
 
     attended: Gather
     hidden: Gather
 
 
 class WholeLayer(Protocol):
-    """A decoder layer as one kernel: called as `DecoderLayer` is, with the same result."""
+    """A decoder layer as one kernel, with the arguments and result of `DecoderLayer`."""
 
     def __call__(
         self,
@@ -77,12 +77,12 @@ class WholeLayer(Protocol):
 
 
 class AttentionParts(NamedTuple):
-    """Attention with keys and values of its own, but for its last product.
+    """Attention (not latent) without its output projection.
 
     Attributes:
-        qkv: the product that gives queries, keys and values.
-        norm: see `Kernels.rotate_and_store`; None: none.
-        heads: query heads, of this rank.
+        qkv: the projection to queries, keys and values.
+        norm: see `Kernels.rotate_and_store`; None if there is none.
+        heads: number of this rank's query heads.
         scale, window, causal: see `Kernels.attend`.
     """
 
@@ -95,16 +95,17 @@ class AttentionParts(NamedTuple):
 
 
 class LatentParts(NamedTuple):
-    """Latent attention, absorbed, but for its last product.
+    """Latent attention in its absorbed form, without its output projection.
 
     Attributes:
-        compressed_queries, query_norm: a product, and the norm of its result, which `queries` reads; or None.
-        queries: the product that gives them, the part of each that does not turn before the one that does.
-        compressed: the product that gives what is stored, before its norm, with weight `norm` [latent].
-        into_latent, out_of_latent: as `Kernels.heads` makes them.
+        compressed_queries, query_norm: the projection to compressed queries, from which `queries` projects, and its
+            norm; None if queries are not compressed.
+        queries: the projection to queries, in each the dimensions that are not rotated before those that are.
+        compressed: the projection to the cached rows, before their norm with weight `norm` [latent].
+        into_latent, out_of_latent: made by `Kernels.heads`.
         eps: of both norms.
-        heads: of this rank.
-        turned: numbers of a query that turn.
+        heads: number of this rank's heads.
+        turned: number of rotated dimensions of a query.
         scale: of the scores.
     """
 
@@ -122,7 +123,7 @@ class LatentParts(NamedTuple):
 
 
 class MLPParts(NamedTuple):
-    """A gated MLP: its activation, its products, and what brings the ranks' inner columns together."""
+    """A gated MLP: its activation, its products, and the gather of its inner columns from the ranks."""
 
     activation: Activation
     gate_up: Product
@@ -131,13 +132,13 @@ class MLPParts(NamedTuple):
 
 
 class ExpertsParts(NamedTuple):
-    """Experts, all of them here or each shared by ranks.
+    """Experts, without expert parallelism.
 
     Attributes:
-        router: the product that gives the logits.
+        router: the projection to the router's logits.
         routing, bias: see `Kernels.route`.
-        experts: as `Kernels.experts` makes them.
-        shared: the MLP that every token goes through beside them; None: there is none.
+        experts: made by `Kernels.experts`.
+        shared: the shared experts' MLP; None if there is none.
         load: see `Kernels.count_experts`.
     """
 
@@ -151,18 +152,18 @@ class ExpertsParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """What a decoder layer is made of: see `quire.layers.decoder`.
+    """The parts of a decoder layer: see `quire.layers.decoder`.
 
     Attributes:
-        input_norm, mlp_input_norm: weights of the norms before attention and MLP, [hidden]; a layer that is always
-            first may lack the former.
-        attended_norm, mlp_norm: the same of what attention and MLP yield; None: there is none.
-        eps: of all of these.
+        input_norm, mlp_input_norm: weights of the norms before attention and MLP, [hidden]; the former may be None in a
+            layer that is always the first.
+        attended_norm, mlp_norm: the same for the outputs of attention and MLP; None if there is none.
+        eps: of all norms.
         dtype: of the residual stream; norms' weights may be in fp32.
-        layer: which one of the cache it is.
-        attention, output: its attention, and the product that ends it.
-        mlp: what follows.
-        shared: what ranks gather of it; None: one process computes all of it.
+        layer: its index in the cache.
+        attention, output: its attention, and the output projection.
+        mlp: its MLP or experts.
+        shared: its gathers if ranks share it; None with a single rank.
     """
 
     input_norm: torch.Tensor | None
@@ -179,17 +180,17 @@ class LayerParts:
 
 
 class Kernels:
-    """One implementation of every kernel. Holds no state of a step: what a kernel reads, it is given.
+    """One implementation of every kernel. It has no state of a step: kernels get all that they read as arguments.
 
     Args:
-        deterministic: see the attribute; a CPU's kernels are the same without it, but layers may choose among them.
+        deterministic: see the attribute. On a CPU it does not change kernels, but which of them layers use.
     """
 
     name = "torch"
     device = torch.device("cpu")
-    """Where weights, KV and activations lie."""
+    """The device of weights, KV and activations."""
     deterministic = True
-    """Whether every row's bits are independent of the other rows, and of how its request was cut into steps."""
+    """Whether a row's bits are independent of other rows, and of how its request was divided into steps."""
     reads_spans = False
     """Whether kernels read a step's spans from the device's memory: see `RaggedBatch.spans`."""
 
@@ -197,9 +198,9 @@ class Kernels:
         self.deterministic = deterministic
 
     def describe(self, dtype: torch.dtype) -> str:
-        """What the bits depend on, in words: implementation, instruction set and versions, for `dtype`.
+        """A description of what bits depend on: implementation, instruction set and versions, for `dtype`.
 
-        The number of threads is not among them: no kernel's bits depend on it (`quire doctor` checks).
+        Bits do not depend on the number of threads (`quire doctor` checks that).
         """
         linear = "oneDNN packed linear" if can_pack(dtype, torch.device("cpu")) else "torch linear in tiles"
         level = torch.backends.cpu.get_cpu_capability()
@@ -207,20 +208,20 @@ class Kernels:
         return f"{linear}, torch attention in tiles of {tile} keys, {level}, torch {torch.__version__}"
 
     def note(self) -> str:
-        """What was found about the machine while kernels ran, for people; empty: nothing that needs to be said."""
+        """What was found about the machine while kernels ran, for people; may be empty."""
         return ""
 
     def warm_up(self, vocab_size: int) -> None:
-        """Compile what would otherwise be compiled when a request first needs it, for logits of this width."""
+        """Compile the kernels a request would otherwise be the first to need, for logits of this width."""
 
     def threads(self, count: int) -> AbstractContextManager[None]:
-        """For a while, what this thread of the program computes with these kernels, so many threads compute."""
+        """A context in which kernels called by this thread use `count` threads."""
         return torch_threads(count)
 
     def giving_way(self) -> AbstractContextManager[None]:
-        """For a while, what this thread computes it computes alone, and lets others run as often as it can.
+        """A context in which kernels called by this thread use only this thread, and yield to others often.
 
-        For work beside steps: a step whose ranks wait for one another takes the processor back at once.
+        For work besides steps, whose ranks wait for one another and so need the processor back quickly.
         """
         return torch_threads(1)
 
@@ -229,11 +230,11 @@ class Kernels:
     def pack(
         self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None, outputs: int | None = None
     ) -> Product:
-        """The product with a weight, copied into the layout in which this implementation multiplies.
+        """The product with a weight, packed for this implementation.
 
         Args:
-            parts: [out, in] each, with the same inputs; their outputs come side by side.
-            outputs: of the whole weight, if these are a rank's: its sums are cut as the whole's are.
+            parts: [out, in] each, with the same inputs; their outputs are concatenated.
+            outputs: number of outputs of the whole weight, if these are a rank's shard, so that sums are divided alike.
         """
         return PackedWeight(parts[0] if len(parts) == 1 else torch.cat(list(parts)), bias)
 
@@ -244,11 +245,11 @@ class Kernels:
     def pack_quantized(
         self, weight: QuantizedWeight, bias: torch.Tensor | None = None, outputs: int | None = None
     ) -> Product:
-        """The product with a quantized weight, whose tensors are used where they lie; `outputs`: see `pack`."""
+        """The product with a quantized weight, whose tensors are used in place; `outputs`: see `pack`."""
         return QuantizedProduct(weight, bias)
 
     def keeps(self, weight: Mxfp4Weight | Fp8Weight) -> bool:
-        """Whether such a weight stays in its codes; otherwise it is restored when it is loaded."""
+        """Whether such a weight is used as it is stored; otherwise it is dequantized when it is loaded."""
         return isinstance(weight, Mxfp4Weight)
 
     def pack_fp8(
@@ -258,15 +259,15 @@ class Kernels:
         bias: torch.Tensor | None = None,
         outputs: int | None = None,
     ) -> Product:
-        """The product with a weight in fp8, whose numbers are rounded to `dtype`: see `pack`."""
+        """The product with a weight in fp8, dequantized to `dtype`: see `pack`."""
         return self.pack([part.restored().to(dtype) for part in parts], bias, outputs)
 
     def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
-        """The product with a weight in MXFP4, copied into the layout of this implementation: see `pack`."""
+        """The product with a weight in MXFP4, packed for this implementation: see `pack`."""
         return Mxfp4Product(parts, bias)
 
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
-        """A decoder layer in one call, where there is such a kernel; None: its kernels are called one by one."""
+        """A kernel for a whole decoder layer; None if there is none, so that its kernels are called one by one."""
         return None
 
     # -- a step's inputs -----------------------------------------------------------------------------------
@@ -282,12 +283,12 @@ class Kernels:
         """Token ids, positions and slots of a step's rows, [rows] int64 each, for kernels that read spans.
 
         Args:
-            tokens: [rows] int32, ids; -1 stands for the one in `recent` for the row's slot (`FROM_PREVIOUS`), -2 for
-                the one after it, and so on.
+            tokens: [rows] int32, ids; -1 is a placeholder for the one in `recent` at the row's slot (`FROM_PREVIOUS`),
+                -2 for the one after it, and so on.
             span_of_row: [rows] int32; 0 in rows of padding.
-            recent: [requests, size] int64, tokens of each row of the block tables by position modulo `size`; a negative
-                one (that step failed, and this one's result will not be used) counts as 0.
-            spans: `context_lens` is written here: start + rows. A row's slot is start + its number in the span; so is
+            recent: [requests, size] int64, recent tokens for each row of the block tables, by position modulo `size`;
+                negative ones (of a step that failed, so that this one's result is not used) count as 0.
+            spans: `context_lens` is written here: start + rows. A row's slot is start + its index in the span; so is
                 its position, unless it has a depth in `spans.trees`.
 
         Rows of padding (those from `row_starts[-1]` on) get token 0, position 0 and slot 0.
@@ -295,9 +296,9 @@ class Kernels:
         return step_inputs.place(tokens, span_of_row, recent, spans, block_size)
 
     def copy_blocks(self, kv: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy block heads: (source, destination, tokens) each; no destination is another's source or destination.
+        """Copy the first tokens of blocks: (source, destination, tokens) each; no destination is in another copy.
 
-        Of the draft model, too.
+        This includes the draft model's KV.
         """
         kv.copy(copies)
 
@@ -346,11 +347,11 @@ class Kernels:
         batch: RaggedBatch,
         layer: int,
     ) -> torch.Tensor:
-        """Normalize and turn queries and keys, and write keys and values into the cache's slots.
+        """Normalize and rotate queries and keys, and write keys and values into the cache's slots.
 
         Args:
             qkv: [tokens, (heads + 2 * kv_heads) * head_dim], may be overwritten.
-            norm: of each query and key head, before it is rotated, and perhaps of each value; None: none.
+            norm: of each query and key head, before rotation, and optionally of each value head; None if there is none.
             tables: cos and sin of the step's positions, [tokens, head_dim / 2] fp32 each.
 
         Returns:
@@ -366,7 +367,7 @@ class Kernels:
         return qk[:, : -kv.kv_heads]
 
     def attention_scratch(self, shape: KVShape) -> int:
-        """Most bytes that `attend` needs beside its result, as far as they do not grow with the step."""
+        """Most bytes that `attend` needs besides its result, regardless of the size of the step."""
         return 0
 
     def attend(
@@ -391,8 +392,8 @@ class Kernels:
         """Experts and weights of each token: see `experts.route`.
 
         Args:
-            batch: whose rows these are. Rows of padding may go anywhere; a GPU sends them where the last real row goes,
-                so that no expert is read for their sake.
+            batch: the step of these rows. Rows of padding may get any experts; on a GPU they get those of the last real
+                row, so that no additional expert is read.
         """
         return experts.route(logits, routing, bias)
 
@@ -407,19 +408,19 @@ class Kernels:
         shared: Gather | ExpertSlots | None = None,
         activation: Activation = "silu",
     ) -> Experts:
-        """All experts of a layer, one product of either kind an expert (made by `pack` or `pack_quantized`).
+        """All experts of a layer, with two products each (made by `pack` or `pack_quantized`).
 
         Args:
-            activation: of the gates; where it has none (`relu2`), the first products are those of `up` alone.
-            shared: how ranks share them. Each expert: brings together the columns that they have between the products.
-                Or slots: the products are those of this rank's, and the result is whole. None: all are here.
+            activation: of the gates; without a gate (`relu2`), the first products are only `up`.
+            shared: how ranks share them. A gather of the inner columns, if each expert is sharded; slots, if the
+                products are this rank's experts; None if there is a single rank.
         """
         return experts.LoopedExperts(gate_up, down, shared, activation)
 
     # -- latent attention ----------------------------------------------------------------------------------
 
     def heads(self, products: Sequence[Product]) -> HeadProducts:
-        """A product of its own for each head."""
+        """A separate product for each head."""
         return experts.LoopedHeads(products)
 
     def store_latent(
@@ -507,7 +508,7 @@ class Kernels:
     # -- sampling ------------------------------------------------------------------------------------------
 
     def finite_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Whether all of each row of x [rows, size] is finite: [rows] bool."""
+        """Whether each row of x [rows, size] is finite: [rows] bool."""
         return torch.isfinite(x).all(-1)
 
     def edit_logits(self, logits: torch.Tensor, edits: Edits) -> torch.Tensor:
@@ -515,9 +516,8 @@ class Kernels:
         return logit_edits.edit_logits(logits, edits)
 
     def sample(self, logits: torch.Tensor, filters: Filters) -> torch.Tensor:
-        """A token a row: see `sampling.sample`. Tokens are the same in every implementation but for rare rounding.
-
-        That is where the top-p mass ahead of a token equals top_p to 6 digits, or two scores agree to 15.
+        """Sample a token per row: see `sampling.sample`. All implementations give the same tokens, except for rounding:
+        if the top-p mass before a token equals top_p to 6 digits, or two scores agree to 15.
         """
         return sampling.sample(logits, filters)
 
