@@ -76,8 +76,10 @@ def test_one_number_of_rows_with_other_bits_is_enough_to_refuse_a_product(multip
     assert not rows_are_alike([multiply], ROW, KIND)
 
 
-def test_every_number_of_rows_that_is_computed_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a step brings: up to what one call may take, and beyond."""
+@pytest.mark.parametrize("fitting", [2 * MOST, MOST - 5, EXACT_ROWS - 5])
+def test_every_number_of_rows_that_is_computed_is_tried(fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a step brings: up to what one call may take, as far as so many rows fit its memory, and beyond."""
+    monkeypatch.setattr(linear_vendor, "MOST_BYTES", fitting * len(WEIGHT) * WEIGHT.element_size())
     seen: list[int] = []
 
     def watched(self: VendorProduct, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -89,12 +91,28 @@ def test_every_number_of_rows_that_is_computed_is_tried(monkeypatch: pytest.Monk
     x = torch.randn(2 * MOST + 5, 96)
     product.matmul(x[:1])
     tried = set(seen)
-    assert tried == set(counts(MOST))
-    for rows in (0, 1, 7, EXACT_ROWS, EXACT_ROWS + 1, MOST - 1, MOST, MOST + 1, len(x)):
+    assert tried == set(counts(max(EXACT_ROWS, min(MOST, fitting // ROUNDED * ROUNDED))))
+    for rows in (0, 1, 7, EXACT_ROWS, EXACT_ROWS + 1, MOST - 5, MOST - 1, MOST, MOST + 1, len(x)):
         seen.clear()
         found = product.matmul(x[:rows])
         assert set(seen) <= tried | {0}
         assert torch.equal(found, whole(x[:rows]))
+
+
+def test_rows_within_a_matrix_are_multiplied_from_where_those_that_were_tried_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begins: set[int] = set()
+
+    def watched(self: VendorProduct, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        begins.add(x.storage_offset() * x.element_size() % 256)
+        return whole(x)[:, : len(self.weight)]
+
+    monkeypatch.setattr(VendorProduct, "matmul", watched)
+    product, x = LibraryProduct(WEIGHT, None, Library()), torch.randn(2 * MOST, 96)
+    for first in range(4):  # of 384 bytes
+        assert torch.equal(product.matmul(x[first:]), whole(x[first:]))
+    assert begins == {0}
 
 
 def test_what_was_refused_is_computed_by_our_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

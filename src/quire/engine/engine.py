@@ -196,8 +196,9 @@ class Engine:
         starting = config, self.model, self.device, self.memory_plan, self.threads, report, self.speculation
         host_fd = self._ranks.host_memory if self._ranks else -1
         started = start_runner(*starting, kv_key=hash_key, host_fd=host_fd, grammars=self.grammars)
-        for counts in self.model.expert_loads.values():
-            counts.zero_()  # trial steps have run
+        with self.device.active():  # trial steps have run, and others follow
+            for counts in self.model.expert_loads.values():
+                counts.zero_()
         if 0 < self.memory_plan.max_num_seqs < config.max_num_seqs:
             self.config = config = replace(config, max_num_seqs=self.memory_plan.max_num_seqs)
         self.kv_cache = started.kv

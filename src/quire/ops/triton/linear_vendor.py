@@ -37,6 +37,9 @@ MOST_ROWS = 8192
 MOST_BYTES = 1 << 28
 """Of what one call makes; more rows are taken in parts."""
 
+ALIGNMENT = 256
+"""Bytes: torch looks for no more (`_getAlignment` in CUDABlas.cpp), and what it allocates begins so."""
+
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """In KiB: too little for sums that programs leave for others. torch reads it at the first product of a process."""
 
@@ -75,8 +78,9 @@ class Kind(NamedTuple):
 
     @property
     def most_rows(self) -> int:
-        """Of one call."""
-        return max(EXACT_ROWS, min(MOST_ROWS, MOST_BYTES // (self.out_features * self.out_dtype.itemsize)))
+        """Of one call; a multiple of `ROUNDED`, so that what is rounded up to has been tried."""
+        fitting = MOST_BYTES // (self.out_features * self.out_dtype.itemsize)
+        return max(EXACT_ROWS, min(MOST_ROWS, fitting // ROUNDED * ROUNDED))
 
     def __str__(self) -> str:
         types = f"{self.dtype}".removeprefix("torch.")
@@ -156,7 +160,7 @@ class LibraryProduct:
             return self._own.matmul(x, out_dtype)
 
         def multiply(rows: torch.Tensor) -> torch.Tensor:
-            return self._vendor.matmul(rows, out_dtype)
+            return self._vendor.matmul(_aligned(rows), out_dtype)
 
         parts = [_rounded(multiply, part) for part in x.split(kind.most_rows)] if len(x) else [multiply(x)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -207,6 +211,12 @@ def _rounded(multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) 
     """The product of rows of which there are as many as were tried, or with some of zeros behind them."""
     missing = 0 if len(x) <= EXACT_ROWS else -len(x) % ROUNDED
     return multiply(F.pad(x, (0, 0, 0, missing)))[: len(x)] if missing else multiply(x)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it if it begins within a matrix where torch tells cuBLASLt of less than the usual alignment: that
+    may then take another kernel."""
+    return x if x.storage_offset() * x.element_size() % ALIGNMENT == 0 else x.clone()
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
