@@ -94,7 +94,7 @@ mutants: $(DEV) $(OPERATORS)/made.stamp  ## small changes of core, which its tes
 	@PYTHONPATH=$(OPERATORS) $(BIN)/python scripts/mutants.py --every $(or $(EVERY),8)
 
 sanitize: $(DEV)  ## the tests of the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer
-	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src tests scripts setup.py pyproject.toml $(SANITIZED)
+	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src tests scripts benchmarks setup.py pyproject.toml $(SANITIZED)
 	@rm -f $(SANITIZED)/$(KERNELS)/lib_*.so
 	@$(STEP) "Compiling with sanitizers" $(BIN)/python scripts/compile_kernels.py $(SANITIZED)/$(KERNELS) -- \
 	    -Werror -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined

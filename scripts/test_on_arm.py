@@ -25,6 +25,9 @@ SYSTEM, SITE, TREE = FOLDER / "root", FOLDER / "site", FOLDER / "tree"
 
 TESTS = ("tests/test_cpu_*.py", "tests/test_ops*.py")
 
+COPIED = ("src", "tests", "scripts", "benchmarks")
+"""What those tests import, and read."""
+
 DEBIAN_PACKAGES = (
     *("libc6", "libgcc-s1", "libstdc++6", "libgomp1", "zlib1g", "libbz2-1.0", "liblzma5", "libssl3", "libexpat1"),
     *("libffi8", "libuuid1", "libsqlite3-0", "libdb5.3", "libcrypt1"),
@@ -64,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     _once(SYSTEM, _unpack_system)
     _once(SITE, _unpack_wheels)
     shutil.rmtree(TREE, ignore_errors=True)
-    for name in ("src", "tests"):
+    for name in COPIED:
         shutil.copytree(ROOT / name, TREE / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", TREE)
     options = ["--compiler", "aarch64-linux-gnu-g++", "--machine", "aarch64", "--", "-Werror"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import platform
+import re
 import runpy
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +135,31 @@ def test_the_environment_says_what_an_installation_builds(monkeypatch: pytest.Mo
     monkeypatch.setenv("QUIRE_KERNELS", "some")
     with pytest.raises(SystemExit, match="QUIRE_KERNELS='some' is not supported; allowed: all, native, none"):
         setup["wanted"]()
+
+
+def imported(files: Iterable[Path]) -> Iterator[str]:
+    """The modules that these files import, and the files of tests/ that they import in turn."""
+    left, seen = list(files), set[Path]()
+    while left:
+        file = left.pop()
+        if file in seen or not file.exists():
+            continue
+        seen.add(file)
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{name}" for name in names)]
+            yield from names
+            left += [ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith("tests.")]
+
+
+def test_where_kernels_are_tested_in_another_form_all_that_their_tests_import_is_copied() -> None:
+    """`make sanitize` and `make test-arm` do that in a tree of their own."""
+    files = [file for pattern in ("cpu_*", "ops*") for file in (ROOT / "tests").glob(f"test_{pattern}.py")]
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    needed = {"src"} | folders & {name.partition(".")[0] for name in imported(files)}
+    assert {"tests", "benchmarks"} <= needed
+    sanitized = re.search(r"cp -r (.*) \$\(SANITIZED\)", (ROOT / "Makefile").read_text())
+    on_arm = re.search(r"^COPIED = (.*)$", (ROOT / "scripts" / "test_on_arm.py").read_text(), re.MULTILINE)
+    assert sanitized and needed <= set(sanitized[1].split())
+    assert on_arm and needed <= set(ast.literal_eval(on_arm[1]))
