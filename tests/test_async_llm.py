@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import json
 import shutil
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -235,6 +237,16 @@ def test_a_fork_of_the_process_is_told_that_the_engine_is_not_its_own(llm):
     assert told.startswith("EngineClosedError: this engine belongs to process")
     assert in_a_fork(llm.close) == "None"
     assert asyncio.run(collect(llm, "def f(", short)) == expected
+
+
+def test_an_engine_that_nobody_has_any_more_is_closed_and_freed():
+    llm = AsyncLLM("demo", threads=1)
+    assert asyncio.run(collect(llm, "x", SamplingParams(max_tokens=3, seed=1)))[1]
+    thread, freed = llm._thread, [weakref.ref(llm.model), weakref.ref(llm)]
+    del llm
+    gc.collect()  # of what asyncio and the test still have
+    thread.join(60)
+    assert not thread.is_alive() and [each() for each in freed] == [None, None]
 
 
 def test_a_program_may_end_while_a_step_runs():

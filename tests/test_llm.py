@@ -492,6 +492,22 @@ def test_a_closed_engine_refuses_calls_and_frees_its_memory():
         llm.generate("x")
 
 
+def test_an_engine_that_nobody_has_any_more_is_freed_at_once():
+    """A notebook's cell that is run again: the next engine's memory plan counts on that."""
+    gc.collect()
+    gc.disable()  # a cycle would be found some time
+    try:
+        llm = LLM("demo", threads=1)
+        llm.generate("x", GREEDY)
+        left = llm.stream("x", GREEDY)
+        next(left)
+        freed = weakref.ref(llm.model), weakref.ref(llm._engine.kv_cache[0]), weakref.ref(llm)
+        del llm, left
+        assert [each() for each in freed] == [None, None, None]
+    finally:
+        gc.enable()
+
+
 def test_a_caller_who_interrupts_the_start_leaves_nothing_held(tmp_path):
     def interrupt(phase, share):
         if phase == "ready":

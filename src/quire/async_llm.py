@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import logging
+import os
 import queue
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from quire.config import with_options, with_options_text
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
+from quire.engine.engine import Engine
 from quire.engine.frontend import Prompt
 from quire.engine.outputs import RequestOutput
 from quire.engine.streams import Streams
@@ -22,6 +24,9 @@ from quire.llm import LocalEngine
 from quire.runner.start import OnLoad
 
 logger = logging.getLogger(__name__)
+
+Commands: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
+"""What the engine's thread is to do; None: end."""
 
 
 class AsyncLLM(LocalEngine):
@@ -43,15 +48,18 @@ class AsyncLLM(LocalEngine):
 
     def __init__(self, model: str, *, preset: str | None = None, on_load: OnLoad | None = None, **options: Any) -> None:
         super().__init__(model, preset, on_load, options)
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: Commands = queue.SimpleQueue()
         self._streams = Streams()
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._entering = threading.Lock()
-        self._thread = threading.Thread(target=self._drive, name="quire-engine", daemon=True)
+        # The thread does not keep this object: what nobody uses any more is closed and freed.
+        self._thread = threading.Thread(
+            target=_drive, args=(self._engine, self._commands, weakref.ref(self)), name="quire-engine", daemon=True
+        )
         self._thread.start()
-        # A thread that the interpreter's end breaks off inside a kernel aborts the process.
-        atexit.register(self.close)
+        # Before the program's end, too: a thread that is broken off inside a kernel aborts the process.
+        self._stop = weakref.finalize(self, _stop, self._process, self._commands, self._thread)
 
     async def __aenter__(self) -> Self:
         return self
@@ -111,12 +119,9 @@ class AsyncLLM(LocalEngine):
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
-        if self._is_fork:
-            return
-        self._commands.put(None)
-        self._thread.join()
-        self._tell_loop(self._streams.wake_all)
+        self._stop()
+        if not self._is_fork:
+            self._tell_loop(self._streams.wake_all)
 
     def _check_running(self) -> None:
         self._check_open()
@@ -140,31 +145,6 @@ class AsyncLLM(LocalEngine):
             )
         self._frontend.abandon()  # its readers are gone, and so is who would have been told of the end
 
-    def _drive(self) -> None:
-        """The engine's thread, until it is closed. What stops it otherwise is told to everybody who waits."""
-        try:
-            while self._take_commands():
-                updates = self._engine.step()
-                if updates:
-                    self._tell_loop(self._absorb, updates)
-        except BaseException as error:
-            logger.exception("the engine's thread failed")
-            self._failure = error
-            self._tell_loop(self._streams.wake_all)
-        finally:
-            self._engine.close()  # here, since a profile must end in the thread that began it
-
-    def _take_commands(self) -> bool:
-        """Run what was asked for, waiting for something to do while idle; False once the engine is closed."""
-        while True:
-            try:
-                command = self._commands.get(block=self._engine.idle)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
-
     def _tell_loop(self, call: Callable[..., None], *args: Any) -> None:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: there is no one to tell
@@ -174,14 +154,57 @@ class AsyncLLM(LocalEngine):
         self._streams.wake(self._frontend.absorb(updates))
 
     def _add(self, request: Request) -> None:
+        engine, owner = self._engine, weakref.ref(self)
+
         def add() -> None:
             try:
-                self._engine.add(request)
+                engine.add(request)
             except RequestError as error:
-                self._tell_loop(self._absorb, [RequestUpdate(request.id, finish_reason="error", error=str(error))])
+                if (llm := owner()) is not None:
+                    refused = RequestUpdate(request.id, finish_reason="error", error=str(error))
+                    llm._tell_loop(llm._absorb, [refused])
 
         self._commands.put(add)
 
     def _abort(self, request: int, reason: str) -> list[RequestUpdate]:
-        self._commands.put(lambda: self._engine.abort(request, reason))
+        engine = self._engine
+        self._commands.put(lambda: engine.abort(request, reason))
         return []
+
+
+def _drive(engine: Engine, commands: Commands, owner: weakref.ref[AsyncLLM]) -> None:
+    """The engine's thread, until it is closed. What stops it otherwise is told to everybody who waits."""
+    try:
+        while _take_commands(engine, commands):
+            updates = engine.step()
+            if updates and (llm := owner()) is not None:
+                llm._tell_loop(llm._absorb, updates)
+            llm = None
+    except BaseException as error:
+        logger.exception("the engine's thread failed")
+        if (llm := owner()) is not None:
+            llm._failure = error
+            llm._tell_loop(llm._streams.wake_all)
+        llm = None
+    finally:
+        engine.close()  # here, since a profile must end in the thread that began it
+
+
+def _take_commands(engine: Engine, commands: Commands) -> bool:
+    """Run what was asked for, waiting for something to do while idle; False once the engine is closed."""
+    while True:
+        try:
+            command = commands.get(block=engine.idle)
+        except queue.Empty:
+            return True
+        if command is None:
+            return False
+        command()
+
+
+def _stop(owner: int, commands: Commands, thread: threading.Thread) -> None:
+    """End the engine's thread; in a fork of its `owner`, which has none, nothing."""
+    if os.getpid() == owner:
+        commands.put(None)
+        if thread is not threading.current_thread():  # it may have had the last reference
+            thread.join()

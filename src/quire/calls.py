@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
@@ -17,6 +18,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 VARIABLES = "chat_template_kwargs"
+
+
+def weakly(method: Callable[P, R]) -> Callable[P, R]:
+    """A bound method that does not keep its object, for what the object owns: so it is freed with its last user, and
+    not when the garbage collector next looks for cycles. Once it is gone, a call raises ReferenceError.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **given: P.kwargs) -> R:
+        bound = found()
+        if bound is None:
+            raise ReferenceError("the object of this method is gone")
+        return bound(*args, **given)
+
+    return call
 
 
 def vllm_names(method: Callable[P, R]) -> Callable[P, R]:

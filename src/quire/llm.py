@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 import msgspec
 
 from quire import calls
-from quire.calls import end_of_prompt, params_list, prompt_list, vllm_names
+from quire.calls import end_of_prompt, params_list, prompt_list, vllm_names, weakly
 from quire.config import EngineConfig, with_options, with_options_text
 from quire.core.pooling import PoolingParams
 from quire.core.request import Request, RequestUpdate
@@ -65,8 +65,8 @@ class LocalEngine:
             max_model_len=self._engine.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
             defaults=self._engine.sampling_defaults,
-            add=self._add,
-            abort=self._abort,
+            add=weakly(self._add),
+            abort=weakly(self._abort),
             compile=self._engine.grammars.compile,
             causal=loaded.causal,
         )
