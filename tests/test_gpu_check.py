@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -331,6 +333,34 @@ def test_a_section_that_crashes_or_hangs_is_reported_and_the_others_go_on(
     assert "last words" in ended["crashes"]["tail"]
 
 
+ENDED_FROM_OUTSIDE = """
+import sys, time
+from pathlib import Path
+from benchmarks.gpu.__main__ import end_with_all
+from benchmarks.gpu.run import Run
+
+class OfPids(Run):
+    def command(self, names, seconds):
+        return [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
+
+end_with_all()
+folder = Path(sys.argv[1])
+OfPids(folder / "records", folder, {}, False, time.monotonic() + 600).side_by_side([["one"]], {"one": 600.0})
+"""
+
+
+def test_sections_do_not_outlive_the_process_that_started_them(tmp_path: Path) -> None:
+    log = tmp_path / "log of one"
+    with subprocess.Popen([sys.executable, "-c", ENDED_FROM_OUTSIDE, str(tmp_path)], cwd=ROOT) as process:
+        while not (log.exists() and log.read_text().endswith("\n")):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.terminate()
+    assert process.returncode == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
+
+
 def test_sections_are_skipped_once_time_is_over(tmp_path: Path) -> None:
     run = Run(tmp_path / NAME, tmp_path, {}, False, time.monotonic() + 5)
     records = run.everything(plan.chosen(["parity", "A"], quick=False))
@@ -380,7 +410,10 @@ def test_a_program_that_never_ends_or_says_nothing_is_reported(
     assert "not done after 0.01 s" in capsys.readouterr().err
 
 
-def test_without_a_gpu_there_is_one_clear_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_there_is_one_clear_error(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.gpu.__main__.end_with_all", lambda: None)
     if torch.cuda.is_available():
         pytest.skip("there is one")
     assert main([]) == 2

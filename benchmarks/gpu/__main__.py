@@ -15,13 +15,15 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,7 @@ IMPORTS = "import quire.llm, quire.engine.engine, quire.models.random_checkpoint
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     began = time.monotonic()
+    end_with_all()
     try:
         steps = chosen(args.only.split(",") if args.only else None, args.quick)
     except ValueError as error:
@@ -89,6 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if undone := steps_left(steps, records):
         print(f"{undone} sections are left: the same command again goes on with them", flush=True)
     return int(failed(records))
+
+
+def end_with_all() -> None:
+    """Whoever ends this process ends those of the sections, too, which lead sessions of their own."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -151,12 +159,20 @@ def begin(file: Path, key: str, earlier: Sequence[Path], fresh: bool = False) ->
     """
     kept = next(filter(None, (whole(read(path), key) for path in earlier)), []) if not fresh else []
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.unlink(missing_ok=True)
-    append(file, {"kind": "run", "key": key})
-    for record in kept:
-        append(file, record)
+    with whole_file(file) as unfinished:
+        for record in ({"kind": "run", "key": key}, *kept):
+            append(unfinished, record)
     if done := [record["section"] for record in kept if record["kind"] == "section"]:
         print(f"done before: {', '.join(done)}", flush=True)
+
+
+@contextmanager
+def whole_file(file: Path) -> Iterator[Path]:
+    """A file to write in place of this one, which takes its name in the end: whoever is cut off leaves one of both."""
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.unlink(missing_ok=True)
+    yield unfinished
+    unfinished.replace(file)
 
 
 def failed(records: Sequence[dict[str, Any]]) -> bool:
@@ -184,7 +200,8 @@ def write(folder: Path, records: Sequence[dict[str, Any]], keep: bool) -> None:
     """The section of gpu.md: between its markers where the file is there; `keep`: also a copy of the records."""
     if keep and folder.resolve() != KEPT.resolve():
         KEPT.mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / NAME, KEPT / NAME)
+        with whole_file(KEPT / NAME) as unfinished:
+            shutil.copy(folder / NAME, unfinished)
     page = folder / "gpu.md"
     before = page.read_text("utf-8") if page.exists() else f"{BEGIN}\n{END}\n"
     page.write_text(with_section(before, text_of(records)), "utf-8")
