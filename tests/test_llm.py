@@ -34,6 +34,7 @@ from quire.errors import (
     TokenOutOfRangeError,
     UnknownTemplateVariableError,
 )
+from quire.kv.disk import open_folder
 from quire.models.checkpoint import resolve
 from quire.ops.cpu.kernels import CpuKernels
 from tests.forks import in_a_fork
@@ -492,18 +493,19 @@ def test_a_closed_engine_refuses_calls_and_frees_its_memory():
         llm.generate("x")
 
 
-def test_an_engine_that_nobody_has_any_more_is_freed_at_once():
-    """A notebook's cell that is run again: the next engine's memory plan counts on that."""
+def test_an_engine_that_nobody_has_any_more_is_closed_and_freed_at_once(tmp_path):
+    """A notebook's cell that is run again: the next engine's memory plan, and its folder, count on that."""
     gc.collect()
     gc.disable()  # a cycle would be found some time
     try:
-        llm = LLM("demo", threads=1)
+        llm = LLM("demo", threads=1, disk_kv_path=str(tmp_path), host_kv_memory="4MiB", disk_kv_memory="64MiB")
         llm.generate("x", GREEDY)
         left = llm.stream("x", GREEDY)
         next(left)
         freed = weakref.ref(llm.model), weakref.ref(llm._engine.kv_cache[0]), weakref.ref(llm)
         del llm, left
         assert [each() for each in freed] == [None, None, None]
+        os.close(open_folder(str(tmp_path))[2])  # it is in nobody's use
     finally:
         gc.enable()
 

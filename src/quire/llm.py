@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
@@ -216,6 +217,8 @@ class LLM(LocalEngine):
         self._streaming: set[str] = set()  # requests whose outputs go to `stream` alone
         self._left: deque[RequestOutput] = deque()  # of streams whose readers have left
         self._guard = ThreadGuard("LLM", "use AsyncLLM for many callers, or a lock around every call")
+        self._close_engine = weakref.finalize(self, _close, self._process, self._engine)
+        self._close_engine.atexit = False
 
     def __enter__(self) -> Self:
         return self
@@ -517,8 +520,7 @@ class LLM(LocalEngine):
         process this does nothing.
         """
         self._closed = True
-        if not self._is_fork:
-            self._engine.close()
+        self._close_engine()
 
     def _add(self, request: Request) -> None:
         self._engine.add(request)
@@ -539,6 +541,12 @@ class LLM(LocalEngine):
                 todo -= {output.request_id for output in done}
                 if bar is not None:
                     bar.update(len(outputs) - len(todo), self.stats.output_tokens)
+
+
+def _close(owner: int, engine: Engine) -> None:
+    """Free an engine, when it is closed or nobody has it any more; in a fork of its `owner`, nothing."""
+    if os.getpid() == owner:
+        engine.close()
 
 
 def _telling(model: str, on_load: OnLoad | None) -> contextlib.AbstractContextManager[OnLoad | None]:
