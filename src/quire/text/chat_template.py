@@ -1,10 +1,10 @@
-"""Chat templates: from messages to the text that a model was trained on.
+"""Chat templates: render messages to a prompt.
 
-A template comes with the checkpoint, so it is data from outside: it runs in Jinja's immutable sandbox, sees
-plain JSON values only, and may print no huge output. What makes long strings out of short ones is bounded too
-(see `template_sandbox.py`), which stops the plain ways to take the memory, not every one: lists that hold each
-other, say, print without a bound known before. Nor is there a limit of time here: whoever runs templates of
-strangers does so in a process that can be stopped. The environment is that of `transformers` (trimmed blocks,
+A template comes with the checkpoint, so it is untrusted: it runs in Jinja's immutable sandbox, sees only plain JSON
+values, and its output is bounded. Operations that make long strings out of short ones are bounded too (see
+`template_sandbox.py`), which prevents the obvious ways to exhaust memory, but not all: nested lists, for example,
+print without a bound known in advance. There is no time limit here: untrusted templates should be run in a process
+that can be killed. The environment is that of `transformers` (trimmed blocks,
 `raise_exception`, `strftime_now`, `tojson` without HTML escapes, `break` and `continue`, the `generation` tag), so
 that a template renders here as it does there, with one exception: an undefined variable may be tested,
 but printing it is an error instead of nothing.
@@ -35,14 +35,14 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_NAMES = "reasoning_content", "reasoning", "thinking"
 
 MAX_DEPTH = 64
-"""How deep lists and dicts in messages may nest."""
+"""Maximum nesting of lists and dicts in messages."""
 
 
 def load_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
-    """The checkpoint's templates by name ("default" is the main one; none when it has none), and their file.
+    """The checkpoint's templates by name ("default" is the main one; may be empty), and their file.
 
-    Looks in `chat_template.jinja`, then `chat_template.json`, then `tokenizer_config.json`, where a list of
-    named templates may stand. Raises `ChatTemplateError`.
+    Looks in `chat_template.jinja`, then `chat_template.json`, then `tokenizer_config.json`, which may have a list
+    of named templates. Raises `ChatTemplateError`.
     """
     path = folder / "chat_template.jinja"
     if has_file(path, ChatTemplateError):
@@ -120,7 +120,7 @@ def _text_part(where: str, part: Any) -> str:
 
 
 def plain_json(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy of a value made of JSON's types alone, so that a template meets no foreign object.
+    """A copy of a value made of JSON types only, so that a template sees no other objects.
 
     Raises `ChatTemplateError` for any other type, or for nesting beyond `MAX_DEPTH`.
     """
@@ -154,8 +154,8 @@ class ChatTemplate:
     Args:
         source: Jinja text.
         special_tokens: variables that hold special tokens, like `bos_token`.
-        tool_format: "auto", or what the model writes whatever the template shows: see `reply_formats.in_format`.
-        name: what messages call it while it is compiled.
+        tool_format: "auto", or the model's format regardless of the template: see `reply_formats.in_format`.
+        name: its name in errors of compilation.
 
     Raises:
         ChatTemplateError: the source is not valid.
@@ -171,7 +171,7 @@ class ChatTemplate:
         self.source, self._tool_format = source, tool_format
         self._special_tokens = dict(special_tokens or {})
         try:
-            source.encode()  # half of a surrogate pair would make whatever is rendered invalid
+            source.encode()  # a lone surrogate would make the output invalid
             environment = make_environment()
             self._template = environment.from_string(source)
             self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
@@ -179,14 +179,14 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"{name} is not valid, line {error.lineno}: {error.message}; correct or remove it"
             ) from error
-        except Exception as error:  # Jinja and Python's compiler raise many kinds, and all are the template's fault
+        except Exception as error:  # Jinja and Python's compiler raise many kinds, all of them caused by the template
             raise ChatTemplateError(
                 f"{name} cannot be compiled: {type(error).__name__}: {error}; correct or remove it"
             ) from error
 
     @functools.cached_property
     def reply_syntax(self) -> ReplySyntax:
-        """How the model writes its replies, as far as this template shows it."""
+        """The syntax of the model's replies, as far as this template shows it."""
         from quire.text.reply_formats import find_syntax, in_format  # they render templates
 
         return in_format(find_syntax(self), self._tool_format)
@@ -198,11 +198,11 @@ class ChatTemplate:
         return takes_argument_objects(self)
 
     def as_known(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages with the arguments of their tool calls as this template takes them, objects or JSON text; and with
-        their reasoning under all names that templates have for it.
+        """Messages with tool calls' arguments as this template takes them (objects or JSON text), and with reasoning
+        under all names that templates use.
 
         Raises:
-            ChatTemplateError: a call is none, or its arguments are no JSON object.
+            ChatTemplateError: a call is malformed, or its arguments are not a JSON object.
         """
         for index, message in enumerate(messages):
             thought = next((message[name] for name in REASONING_NAMES if isinstance(message.get(name), str)), None)
@@ -228,7 +228,7 @@ class ChatTemplate:
         return value if self._takes_objects else json.dumps(value, ensure_ascii=False)
 
     def known_variables(self, variables: dict[str, Any]) -> dict[str, Any]:
-        """Variables as this template knows them: a `reasoning_effort` of "none" may be what turns thinking off."""
+        """Variables as this template expects them: a `reasoning_effort` of "none" may mean thinking off."""
         if variables.get("reasoning_effort") != "none" or "reasoning_effort" in self.variables:
             return variables
         switch = next((name for name in ("enable_thinking", "thinking") if name in self.variables), None)
@@ -237,7 +237,7 @@ class ChatTemplate:
         return {switch: False, **{name: value for name, value in variables.items() if name != "reasoning_effort"}}
 
     def special(self, name: str) -> str:
-        """The text of a special token, such as `eos_token`; empty where there is none."""
+        """The text of a special token, such as `eos_token`; empty if there is none."""
         return self._special_tokens.get(name, "")
 
     def render(
@@ -249,14 +249,14 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text.
+        """Render the prompt.
 
         Args:
             messages: dicts with `role` and `content`.
             add_generation_prompt: end with the opening of the assistant's answer.
-            continue_final_message: end right after the last message's content, so that the model goes on with it.
+            continue_final_message: end right after the last message's content, so that the model continues it.
                 Needs `add_generation_prompt=False`.
-            tools: JSON schemas of functions, for templates that know them.
+            tools: JSON schemas of functions, for templates that support tools.
             variables: further variables of the template, like `enable_thinking`.
 
         Raises:
@@ -282,7 +282,7 @@ class ChatTemplate:
         return self._print_to_the_end_of(checked[-1], context)
 
     def _context(self, variables: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What a template sees beside the messages and tools."""
+        """The variables of a template besides the messages and tools."""
         given = plain_json(dict(variables or {}), "the template's variables")
         reserved = {"messages", "add_generation_prompt", "tools", *SPECIAL_NAMES} & set(given)
         if reserved:
@@ -299,7 +299,7 @@ class ChatTemplate:
         return {"documents": None, **self._special_tokens, **given}
 
     def _print_to_the_end_of(self, last: dict[str, Any], context: Mapping[str, Any]) -> str:
-        """Prints, and cuts after the content of the last message, as `transformers` does.
+        """Render, and cut after the content of the last message, as `transformers` does.
 
         A tag after the content marks the place: a random one, which no message can hold. The space after it tells
         whether the template trims the content, in which case what is before the tag must be trimmed too.
@@ -332,7 +332,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template refuses these messages: {error.message}") from error
         except MemoryError:
             raise ChatTemplateError("the chat template takes more memory on these messages than it may have") from None
-        except Exception as error:  # a template is a program from outside: whatever it raises is its failure
+        except Exception as error:  # a template is an untrusted program: anything it raises is its failure
             raise ChatTemplateError(
                 f"the chat template failed on these messages: {type(error).__name__}: {error}"
             ) from error

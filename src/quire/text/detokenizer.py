@@ -1,8 +1,8 @@
-"""From tokens to text, step by step: whole characters only, and stop strings found across token borders.
+"""Incremental detokenization: whole characters only, and stop strings that may span tokens.
 
 The text of a token depends on its neighbours: a character may be spread over several tokens, and some
-decoders strip the space of the first one. So a window of the last tokens is decoded together, and what is
-new and can no longer change is given out. The whole text equals `Tokenizer.decode` of all tokens.
+decoders strip the space of the first one. So a window of the last tokens is decoded together, and the new
+text that can no longer change is emitted. The whole text equals `Tokenizer.decode` of all tokens.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from quire.text.reply_parser import ReplyParser
 from quire.text.tokenizer import Tokenizer
 
 UNFINISHED = "\ufffd"
-"""What a decoder prints for bytes that are no character, so also for one whose last bytes are to come."""
+"""A decoder's output for invalid bytes, and so for a character whose last bytes are still missing."""
 
 MAX_WINDOW = 32
-"""Tokens usually decoded together at most; half of them are kept as context when there are more."""
+"""The usual limit of tokens decoded together; beyond it, half of them are kept as context."""
 
 LONGEST_WINDOW = 128
-"""Tokens ever decoded together."""
+"""The hard limit of tokens decoded together."""
 
 MAX_TEXT = 16 << 20
-"""Characters of one choice: 64 for each token of a context of 262,144."""
+"""Maximum characters of a choice: 64 per token for a context of 262,144."""
 
 MAX_BYTE_RUN = 64
-"""Tokens held back of a run of byte tokens, which one bad byte at its end would turn bad as a whole."""
+"""Maximum tokens held back of a run of byte tokens, since one bad byte at its end invalidates the run."""
 
 
 class TextStream:
-    """Turns tokens into text deltas. The deltas add up to the text of all tokens.
+    """Turns tokens into text deltas. The concatenated deltas are the text of all tokens.
 
-    One exception: where a decoder joins runs of byte tokens (Llama 2), a bad byte turns its whole run bad.
-    Of a run that is longer than `MAX_BYTE_RUN`, what is good so far is given out, and stays. Another one: where the
-    text of the last tokens never is the end of the text of all of them, as no known decoder has it, the text goes on
-    from the last ones after `LONGEST_WINDOW` tokens.
+    There are two exceptions. Where a decoder joins runs of byte tokens (Llama 2), a bad byte invalidates its whole run;
+    of a run longer than `MAX_BYTE_RUN`, the valid part so far is emitted anyway. And if the text of the last tokens
+    never is a suffix of the text of all (no known decoder does this), the text continues from the last ones after
+    `LONGEST_WINDOW` tokens.
 
-    A call decodes `LONGEST_WINDOW` tokens at most, of `MAX_TOKEN_TEXT` characters each.
+    A call decodes at most `LONGEST_WINDOW` tokens of `MAX_TOKEN_TEXT` characters each.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -46,12 +46,12 @@ class TextStream:
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
         self._text = ""  # of the window
-        self._given = 0  # characters of it that were given out
+        self._given = 0  # characters of it already emitted
         self._run = 0  # byte tokens at the window's end
         self._run_is_bad = False  # a long run of byte tokens holds an invalid byte
 
     def push(self, token_id: int) -> str:
-        """The text that this token settles."""
+        """The text that is final with this token."""
         if self._skip_special_tokens and token_id in self._tokenizer.special_ids:
             return ""
         if not self._tokenizer.knows(token_id):
@@ -67,7 +67,7 @@ class TextStream:
         self._text = self._decode(self._window)
         if self._run:
             return self._cut_run()
-        # Of bytes that are no character only the last mark can still change: it may stand for an unfinished one.
+        # Of invalid bytes only the last mark can still change: it may stand for an unfinished character.
         settled = len(self._text) - self._text.endswith(UNFINISHED)
         delta = self._text[self._given : settled]
         self._given = max(self._given, settled)
@@ -76,7 +76,7 @@ class TextStream:
         return delta
 
     def settle(self) -> str:
-        """What was held back: at the end, or before a border. Of a character that is cut there, the rest is lost."""
+        """The text held back, at the end or before a boundary. A character that is cut there is lost."""
         self._text = self._decode(self._window)
         delta = self._text[self._given :]
         self._given = len(self._text)
@@ -99,11 +99,11 @@ class TextStream:
         return delta
 
     def _shorten(self) -> str:
-        """Drops the older half of the window, if the text of the rest ends as that of the whole; what that settles."""
+        """Drop the older half of the window if the text ends with that of the rest; the text that is then final."""
         rest = self._window[-(MAX_WINDOW // 2) :]
         text = self._decode(rest)
         delta = ""
-        # Up to three characters at the cut may differ: a stripped space, or bytes that lost their first one.
+        # Up to three characters at the cut may differ: a stripped space, or bytes whose first one was cut off.
         if len(text) > 3 and self._text.endswith(text[3:]):
             self._given = len(text) - (len(self._text) - self._given)
         elif len(self._window) >= LONGEST_WINDOW:
@@ -122,7 +122,7 @@ class Detokenizer:
         num_tokens: tokens pushed so far; once stopped, those up to the one that completed the stop string.
 
     Args:
-        parser: reads the text that is shown, and the special tokens that are markers of the reply's parts.
+        parser: receives the visible text, and the special tokens that delimit the reply's parts.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, parser: ReplyParser | None = None) -> None:
@@ -138,10 +138,10 @@ class Detokenizer:
         self._room = MAX_TEXT
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that may be shown now. Tokens after a stop string are ignored.
+        """The new visible text. Tokens after a stop string are ignored.
 
-        What could begin a stop string is held back. The stop string that is completed first counts; of two
-        completed by the same character, the longer one. It counts from the `min_tokens`-th token on.
+        A possible prefix of a stop string is held back. The first stop string completed wins; of two completed by
+        the same character, the longer one. Stop strings apply from the `min_tokens`-th token on.
 
         Raises:
             TokenizerFailedError: the decoder failed, or the text is longer than `MAX_TEXT`.
@@ -158,7 +158,7 @@ class Detokenizer:
         return "".join(shown)
 
     def _read(self, shown: str) -> str:
-        """The parser reads what is shown of a token."""
+        """Pass visible text to the parser."""
         parser = self._parser
         if parser is not None:
             before = parser.in_reasoning
@@ -169,7 +169,7 @@ class Detokenizer:
         return shown
 
     def _marker(self, token_id: int) -> str:
-        """A special token that the parser reads as such: a border in the text, which no stop string crosses."""
+        """A special token that the parser handles: a boundary in the text that stop strings do not cross."""
         shown = self._release(self._stream.settle())
         if self.stopped is None:
             shown, self._held = shown + self._held, ""
@@ -181,7 +181,7 @@ class Detokenizer:
         return shown + (self._stream.push(token_id) if self.stopped is None else "")
 
     def finish(self) -> str:
-        """The rest of the text, once no more tokens come. It may complete a stop string, too."""
+        """The rest of the text, after the last token. It may complete a stop string, too."""
         if self.stopped is not None:
             return ""
         shown = self._release(self._stream.settle())
@@ -198,7 +198,7 @@ class Detokenizer:
         if not self._stops or not delta:
             return delta
         text = self._held + delta
-        # Only what ends within the delta counts: min_tokens may have let pass what ended before it.
+        # Only matches that end within the delta count: earlier ones may have been skipped by min_tokens.
         before, self._held = len(self._held), ""
         if self.num_tokens >= self._min_tokens:
             found = [(text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stops]
@@ -211,7 +211,7 @@ class Detokenizer:
         return text[: len(text) - keep]
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest end of a text that begins a stop string."""
+        """Length of the text's longest suffix that is a prefix of a stop string."""
         longest = min(len(text), max(map(len, self._stops)) - 1)
         for length in range(longest, 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):

@@ -1,6 +1,6 @@
-"""Values in tool calls that are written as Python's: where one ends, and what it is as JSON.
+"""Python literals in tool calls: finds their end, and converts them to JSON.
 
-What a model writes is data: nothing here is evaluated, and the work is linear in the length of the text.
+Nothing is evaluated, and the work is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ODD = re.compile(r'\\x(?P<code>[0-9a-fA-F]{2})|\\(?P<escaped>.)|(?P<bare>["\x00
 
 
 class PythonScanner:
-    """Finds the end of an argument that comes in pieces."""
+    """Finds the end of an argument given in pieces."""
 
     def __init__(self) -> None:
         self._at = self._depth = 0
@@ -24,7 +24,7 @@ class PythonScanner:
         self._escaped = False
 
     def end(self, text: str) -> int:
-        """Where the comma or bracket behind the value stands; -1: not yet. `text` is all of it so far."""
+        """Index of the comma or bracket after the value; -1 if not there yet. `text` is all of it so far."""
         for index in range(self._at, len(text)):
             letter = text[index]
             if self._quote:
@@ -47,7 +47,7 @@ class PythonScanner:
 
 
 def as_json(text: str) -> str:
-    """A value of Python's (texts in either quotes, True, None, numbers, lists, dicts) as JSON; JSON stays as it is."""
+    """A Python literal (str, bool, None, number, list, dict) as JSON; JSON is unchanged."""
     return _PART.sub(_part, text.strip())
 
 

@@ -1,7 +1,7 @@
-"""Values in tool calls whose texts stand between markers of their own, and names as they are (Gemma 4): where one ends,
-and what it is as JSON. A text has no escapes: it may hold anything but the marker.
+"""Values in tool calls with special quotes around strings and unquoted names (Gemma 4): finds their end, and converts
+them to JSON. Strings have no escapes: they may contain anything but the quote.
 
-What a model writes is data: nothing here is evaluated, and the work is linear in the length of the text.
+The work is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 from quire.text.python_literals import WORDS
 
 _WORD = re.compile(r"([^\s{}\[\],:][^{}\[\],:]*)(:?)")
-"""A name with its colon, or a number, true, null."""
+"""A name with its colon, or a number, true, false or null."""
 
 
 class QuotedScanner:
-    """Finds the end of a value that comes in pieces.
+    """Finds the end of a value given in pieces.
 
     Args:
-        quote: stands before and after a text.
+        quote: delimits strings.
     """
 
     def __init__(self, quote: str) -> None:
         self._quote, self._at, self._depth, self._in_text = quote, 0, 0, False
 
     def end(self, text: str) -> int:
-        """Where the comma or brace behind the value stands; -1: not yet. `text` is all of it so far."""
+        """Index of the comma or brace after the value; -1 if not there yet. `text` is all of it so far."""
         while self._at < len(text):
             if text.startswith(self._quote, self._at):
                 self._in_text = not self._in_text
@@ -35,7 +35,7 @@ class QuotedScanner:
                 continue
             letter = text[self._at]
             if letter == self._quote[0] and self._quote.startswith(text[self._at : self._at + len(self._quote)]):
-                return -1  # half a marker
+                return -1  # part of a quote
             if not self._in_text:
                 if letter in ",}" and self._depth == 0:
                     return self._at
@@ -45,7 +45,7 @@ class QuotedScanner:
 
 
 def as_json(text: str, quote: str) -> str:
-    """A whole value as JSON."""
+    """A complete value as JSON."""
     parts = text.split(quote)
     return "".join(
         json.dumps(part, ensure_ascii=False) if index % 2 else _WORD.sub(_word, part)
@@ -59,7 +59,7 @@ def _word(found: re.Match[str]) -> str:
 
 
 def written(value: Any, quote: str) -> str:
-    """A JSON value as it stands in a call; members come in the order of their names, as templates print them."""
+    """A JSON value in this syntax; members are sorted by name, as in templates."""
     if isinstance(value, str):
         return quote + value + quote
     if isinstance(value, list):

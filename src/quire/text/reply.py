@@ -1,7 +1,7 @@
-"""What a chat's reply is made of: reasoning, content and tool calls, as events in the order in which they came.
+"""Parts of a chat's reply (reasoning, content and tool calls), as events in their order.
 
-`ReplyParser` (`reply_parser.py`) makes events of a reply's tokens while they come; they add up to a `Reply`. Whoever
-tells a client of a reply reads events, by a counter of its own: `CompletionOutput.events` only grows.
+`ReplyParser` (`reply_parser.py`) turns a reply's tokens into events as they are generated; they add up to a `Reply`.
+A streaming consumer keeps its own index into `CompletionOutput.events`, which only grows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class ContentText:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallBegin:
-    """A call begins; those of one reply are numbered from 0, and do not overlap.
+    """The start of a call. Calls of a reply are numbered from 0, and do not overlap.
 
     Attributes:
-        id: what the message with its result refers to; 9 letters and digits, or what the model calls it.
-        name: of one of the request's tools.
+        id: referred to by the message with its result; 9 letters and digits, or the id that the model wrote.
+        name: the name of one of the request's tools.
     """
 
     index: int
@@ -40,7 +40,7 @@ class ToolCallBegin:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """More of the arguments, which are a JSON object when the reply has ended by itself."""
+    """More of the arguments, which are a JSON object unless the reply was cut."""
 
     index: int
     text: str
@@ -51,7 +51,7 @@ ReplyEvent = ReasoningText | ContentText | ToolCallBegin | ToolCallArguments
 
 @dataclass(slots=True)
 class ToolCall:
-    """A whole call; the arguments are JSON text."""
+    """A complete call; the arguments are JSON text."""
 
     id: str
     name: str
@@ -60,7 +60,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Reply:
-    """A whole reply, or as much as there is of it."""
+    """A reply, complete or so far."""
 
     reasoning: str = ""
     content: str = ""
@@ -68,14 +68,14 @@ class Reply:
 
     @classmethod
     def of(cls, events: Iterable[ReplyEvent]) -> Reply:
-        """What the events add up to."""
+        """The reply that the events add up to."""
         reply = cls()
         for event in events:
             reply.add(event)
         return reply
 
     def add(self, event: ReplyEvent) -> None:
-        """Take in one more event."""
+        """Append an event."""
         match event:
             case ReasoningText(text):
                 self.reasoning += text

@@ -1,4 +1,4 @@
-"""The grammar of a call's arguments where they are no JSON object: see `ParameterSyntax`."""
+"""The grammar of a call's arguments that are not a JSON object: see `ParameterSyntax`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.text.tag_formats import Format, any_text, const, either, optional, se
 
 
 def parameters_format(syntax: ParameterSyntax, schema: Mapping[str, Any]) -> tuple[Format, frozenset[str]]:
-    """Arguments that are written one by one, in the order of the schema."""
+    """Arguments written one by one, in the order of the schema."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     odd = schema.keys() - {"type", "properties", "required", "additionalProperties", *shared} - ANNOTATIONS
     if odd:
@@ -43,7 +43,7 @@ def parameters_format(syntax: ParameterSyntax, schema: Mapping[str, Any]) -> tup
 
 
 def _python_value(schema: Any, shared: Mapping[str, Any]) -> Format:
-    """As JSON, but for a truth value, which has Python's names."""
+    """JSON, but booleans as in Python."""
     if isinstance(schema, dict) and schema.get("type") == "boolean" and not {"enum", "const"} & schema.keys():
         return either([const("True"), const("False")])
     return {"type": "json_schema", "json_schema": {**schema, **shared} if isinstance(schema, dict) else schema}
@@ -55,7 +55,7 @@ PYTHON_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
 def parameter_names(syntax: ParameterSyntax) -> re.Pattern[str]:
-    """What a parameter may be called."""
+    """Valid names of a parameter."""
     return PYTHON_NAME if syntax.python else BARE_NAME if syntax.quote else NAME
 
 
@@ -91,11 +91,11 @@ def _value(schema: Any, shared: Mapping[str, Any]) -> Format:
 
 
 ASCII = {"d": "0-9", "w": "0-9A-Za-z_"}
-"""What digits and letters are to JSON Schema's regular expressions, those of ECMA-262; to Rust's they are Unicode's."""
+"""Character classes in JSON Schema's regular expressions (ECMA-262), which are ASCII; in Rust's they are Unicode."""
 
 
 def _whole(pattern: str) -> str:
-    """What JSON Schema finds anywhere in a text, as a regular expression of the whole text."""
+    """An unanchored pattern of JSON Schema as a regular expression of the whole text."""
     begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", pattern) is not None
     made, in_class = [], False
     for part in re.findall(r"\\?.", pattern[begins : len(pattern) - ends], re.DOTALL):
@@ -113,14 +113,14 @@ def _whole(pattern: str) -> str:
     return f"{'' if begins else anything}(?:{''.join(made)}){'' if ends else anything}"
 
 
-# -- values whose texts stand between quotes of their own -----------------------------------------------------------
+# -- values with their own quotes around strings --------------------------------------------------------------------
 
 
 MAX_LEVELS, ANY_LEVELS = 9, 3
-"""Of values within values: by a schema, and where anything may come."""
+"""Maximum nesting depth of values: with a schema, and for any value."""
 
 MAX_PARTS = 5_000
-"""Of a tool's arguments; where no member is required, each may be the first, and all of the rest stand behind it."""
+"""Maximum formats of a tool's arguments; optional members multiply: each may be the first, followed by all others."""
 
 OF_TYPE = {
     "string": {"pattern", "minLength", "maxLength", "format"},
@@ -130,12 +130,11 @@ OF_TYPE = {
     },
     "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
 }
-"""Keywords that say something of values of one type alone."""
+"""Keywords that apply to values of one type only."""
 
 
 class QuotedValues:
-    """Formats of values as `quoted_values.py` reads them; members come in the order of their names, as templates print
-    them.
+    """Formats of values as read by `quoted_values.py`; members are sorted by name, as in templates.
 
     Args:
         shared: `$defs` and `definitions` of the schema.
@@ -162,7 +161,7 @@ class QuotedValues:
         return _listed(members, [name in required for name in names], ",")
 
     def _map(self, schema: Any, level: int) -> Format:
-        """Members of any name."""
+        """A map with any names."""
         return self._separated(self._named(self._value(schema, level + 1)))
 
     def _separated(self, one: Format) -> Format:
@@ -210,7 +209,7 @@ class QuotedValues:
                 return {"type": "json_schema", "json_schema": {"type": type, **own}}
 
     def _object(self, told: Mapping[str, Any], level: int) -> Format:
-        """What stands between the braces."""
+        """An object, without its braces."""
         more, required = told.get("additionalProperties", True), told.get("required", [])
         properties = {**told.get("properties", {})}
         properties |= {name: more for name in required if name not in properties}
@@ -257,7 +256,7 @@ class QuotedValues:
         return self._shared[found[1]][found[2]]
 
     def _only(self, told: Mapping[str, Any], key: str) -> Any:
-        """Its value; what else is told is refused."""
+        """The value of this keyword; other keywords are refused."""
         self._check(told, {key})
         return told[key]
 
@@ -274,7 +273,7 @@ class QuotedValues:
 
 
 def _listed(formats: Sequence[Format], required: Sequence[bool], comma: str) -> Format:
-    """These in their order, a comma between two; those that are not required may be left out."""
+    """A comma-separated sequence of formats; those not required may be missing."""
     behind = [sequence(const(comma), one) for one in formats]
     behind = [one if must else optional(one) for one, must in zip(behind, required, strict=True)]
     firsts = required.index(True) + 1 if True in required else len(formats)
@@ -285,7 +284,7 @@ def _listed(formats: Sequence[Format], required: Sequence[bool], comma: str) -> 
 
 
 def _size(format: Format, known: dict[int, int]) -> int:
-    """How many formats it is when written out."""
+    """Number of formats when fully expanded."""
     if id(format) not in known:
         inner = [
             *format.get("elements", ()),

@@ -1,8 +1,8 @@
-"""How a model writes its replies, found by rendering its chat template with messages that hold words of our own.
+"""Finds the syntax of a model's replies by rendering its chat template with messages that contain marker words.
 
-What stands around these words is the syntax. It is believed if the parser reads back what was rendered. Formats that
-cannot be found so, as they write calls otherwise than templates print them, are data (`KNOWN`), and are taken where
-the rendered text has the mark that goes with them.
+The text around these words is the syntax. It is accepted if the parser reads back what was rendered. Formats that
+cannot be found in this way, since templates print calls differently from how models write them, are data (`KNOWN`),
+chosen by a mark in the rendered text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REASONING = (
     ("<seed:think>", "</seed:think>"),
     ("<|channel>thought", "<channel|>"),  # Gemma 4
 )
-"""Markers of reasoning that a template need not print, since many drop what was reasoned in earlier turns."""
+"""Delimiters of reasoning that a template need not print: many drop the reasoning of earlier turns."""
 
 _THINK = ReasoningSyntax(*REASONING[0])
 
@@ -201,16 +201,16 @@ KNOWN: dict[str, ReplySyntax] = {
         ),
     ),
 }
-"""Formats as they were published, by the names that vLLM's parsers have."""
+"""Published formats, by the names of vLLM's parsers."""
 
 MARKS = {
     "harmony": ("<|channel|>", "to=functions.qzname"),
     "gemma4": ("<|tool_call>call:qzname{", ':<|"|>qzone<|"|>'),
 }
-"""What a rendered call holds where a format cannot be found by rendering."""
+"""Marks in a rendered call of formats that cannot be found by rendering."""
 
 SOURCE_MARKS = {"lfm2": ("<|tool_list_start|>", "<|tool_call_start|>")}
-"""What a template's source holds, one of them, where its calls are often not printed at all."""
+"""Marks (any of them) in the source of templates that often do not print calls at all."""
 
 _NAME, _KEYS, _VALUES = "qzname", ("qzfirst", "qzsecond"), ("qzone", "qztwo")
 _IDS = ("qzcall001", "qzcall002")
@@ -224,11 +224,11 @@ _TOOL = {
     },
 }
 _UNIT = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|.", re.DOTALL)
-"""A marker, or a letter."""
+"""A marker, or a character."""
 
 
 def find_syntax(template: ChatTemplate) -> ReplySyntax:
-    """How the model of this template writes its replies, as far as that can be found."""
+    """The syntax of replies of this template's model, as far as it can be found."""
     reasoning = _find_reasoning(template)
     rendered = _render_call(template, _IDS[:1]) or _render_call(template, _numbered_ids(1))
     for name, marks in MARKS.items():
@@ -245,7 +245,7 @@ def find_syntax(template: ChatTemplate) -> ReplySyntax:
 
 
 def in_format(found: ReplySyntax, tool_format: str) -> ReplySyntax:
-    """What was found, with calls in this format of `KNOWN`, or with none ("off"); "auto" is as it was found."""
+    """The syntax with calls in this format of `KNOWN`, or without calls ("off"); unchanged for "auto"."""
     if tool_format == "auto":
         return found
     if tool_format == "off":
@@ -255,7 +255,7 @@ def in_format(found: ReplySyntax, tool_format: str) -> ReplySyntax:
 
 
 def takes_argument_objects(template: ChatTemplate) -> bool:
-    """Whether arguments in messages are given to the template as objects; else as JSON text."""
+    """Whether the template takes arguments in messages as objects rather than JSON text."""
     return _render(template, [_call(_IDS[:1], as_text=False)]) is not None
 
 
@@ -304,7 +304,7 @@ def _find_tools(template: ChatTemplate, reasoning: ReasoningSyntax | None) -> To
 
 
 def _cut(first: str, both: str | None, numbered: bool) -> ToolSyntax | None:
-    """What stands around one call, and between two; `first` and `both` are these, rendered."""
+    """The syntax around one call and between two, from one (`first`) and two (`both`) rendered calls."""
     name = f"functions.{_NAME}:0" if numbered else _NAME
     opening, found, rest = first.partition(name)
     if not found:
@@ -318,7 +318,7 @@ def _cut(first: str, both: str | None, numbered: bool) -> ToolSyntax | None:
         last = _VALUES[1]
         middle = both.partition(last)[2].partition(name.replace(":0", ":1"))[0]
         inner = first.partition(last)[2]
-        skipped = len(inner) - len(closing)  # what ends the arguments themselves
+        skipped = len(inner) - len(closing)  # the end of the arguments themselves
         middle = middle[skipped:]
         before_name = _common_end(opening, middle)
         after = _common_start(closing, middle.removesuffix(before_name))
@@ -362,7 +362,7 @@ def _cut_parameters(rest: str) -> tuple[str, ParameterSyntax, str] | None:
     before_name = middle.removeprefix(after_value)
     if not (after_value and before_value and before_name and opening.endswith(before_name)):
         return None
-    other = before_value.replace('string="true"', 'string="false"')  # DeepSeek V3.2 says so of each value
+    other = before_value.replace('string="true"', 'string="false"')  # DeepSeek V3.2 marks each value
     syntax = ParameterSyntax(before_name, before_value, after_value, other if other != before_value else "")
     return opening.removesuffix(before_name), syntax, rest.removeprefix(after_value)
 
@@ -399,7 +399,7 @@ def _call(ids: Sequence[str], as_text: bool) -> dict[str, Any]:
 
 
 def _render_call(template: ChatTemplate, ids: Sequence[str]) -> str | None:
-    """An assistant's message that calls a tool, in a whole chat; None where the template refuses or drops it."""
+    """A chat with an assistant's message that calls tools; None if the template refuses or drops it."""
     for as_text in (False, True):
         text = _render(template, [_call(ids, as_text)])
         if text is not None:
@@ -411,9 +411,7 @@ def _render(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> st
     text = _print(template, messages)
     if text is None or not all(word in text for word in (*_KEYS, *_VALUES)):
         return None
-    return (
-        None if "{'" + _KEYS[0] in text or '"{\\"' in text else text
-    )  # neither Python's way to print, nor JSON in JSON
+    return None if "{'" + _KEYS[0] in text or '"{\\"' in text else text  # neither Python's repr, nor JSON in JSON
 
 
 def _print(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | None:
@@ -425,7 +423,7 @@ def _print(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], **opti
 
 
 def _body(template: ChatTemplate, text: str, reasoning: ReasoningSyntax | None) -> str:
-    """The part of a rendered chat that the model would have written."""
+    """The part of a rendered chat that the model would generate."""
     prompt = _print(template, [], add_generation_prompt=True) or ""
     plain = _print(template, [{"role": "assistant", "content": "qzcontent"}]) or ""
     body = text.removeprefix(_common_start(prompt, text))

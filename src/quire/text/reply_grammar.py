@@ -1,7 +1,7 @@
 """The grammar of a whole reply: reasoning, then content or tool calls, in the model's own syntax.
 
-It is written as a structural tag (`quire.grammar.structural_tag`), from the same `ReplySyntax` by which `ReplyParser`
-reads the reply. In `auto` the content is free until a call's trigger stands there; from then on it is a call.
+A structural tag (`quire.grammar.structural_tag`) is built from the same `ReplySyntax` that `ReplyParser` uses. With
+`auto` the content is unconstrained up to a call's trigger; after it, a call must follow.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 class ReplyRequest(msgspec.Struct, frozen=True):
-    """What a request says of its reply.
+    """What a request demands of its reply.
 
     Attributes:
-        tools: as OpenAI spells them.
+        tools: in OpenAI's format.
         tool_choice: "auto", "none", "required", or {"name": ...}.
-        parallel: several calls may come.
-        structured: what content must look like.
+        parallel: several calls are allowed.
+        structured: constraints on the content.
     """
 
     tools: list[dict[str, Any]] = []
@@ -54,10 +54,10 @@ class ReplyRequest(msgspec.Struct, frozen=True):
 def reply_request(
     tools: Any = None, tool_choice: Any = None, parallel: bool = True, structured: StructuredOutputsParams | None = None
 ) -> ReplyRequest:
-    """From the fields of a request, as OpenAI spells them.
+    """Read the fields of a request in OpenAI's format.
 
     Raises:
-        SamplingParamsError: one is not valid; `param` says which.
+        SamplingParamsError: a field is not valid; `param` names it.
     """
     checked = _tools([] if tools is None else tools)
     names = [tool["function"]["name"] for tool in checked]
@@ -113,13 +113,13 @@ def _shown(value: Any) -> str:
 
 
 class ReplyGrammar(msgspec.Struct, frozen=True):
-    """What is made of it.
+    """The grammar of a reply, and how to parse it.
 
     Attributes:
-        structured: the grammar; None: the reply is free.
-        form: how it is read.
-        loosened: tools that are not strict, and whose arguments are any JSON object, since not all of their schema can
-            be enforced; and why.
+        structured: the grammar; None if the reply is unconstrained.
+        form: how to parse it.
+        loosened: tools that are not strict and whose arguments may be any JSON object, since their schema cannot be
+            enforced; with the reason.
     """
 
     structured: StructuredOutputsParams | None
@@ -131,10 +131,10 @@ def reply_grammar(form: ReplyForm, wanted: ReplyRequest) -> ReplyGrammar:
     """The grammar of a request's reply.
 
     Args:
-        form: the model's syntax, and where in it the prompt ends.
+        form: the model's syntax, and the state in which the prompt ends.
 
     Raises:
-        SamplingParamsError: the model's template shows no way to call tools, or a schema cannot be enforced.
+        SamplingParamsError: the model's template does not support tools, or a schema cannot be enforced.
     """
     syntax, functions = form.syntax, wanted.callable
     if not functions:
@@ -164,17 +164,17 @@ def _parallel(wanted: ReplyRequest, tools: ToolSyntax) -> bool:
 
 
 class _Calls:
-    """Formats of calls."""
+    """The formats of calls."""
 
     def __init__(self, tools: ToolSyntax, arguments: Mapping[str, Format], parallel: bool) -> None:
         self.tools, self._arguments, self._parallel = tools, arguments, parallel
 
     def first(self) -> list[Format]:
-        """The beginning of what calls tools, a tag for each of them."""
+        """The first call, a tag per tool."""
         return self._each(self.tools.begin)
 
     def then(self) -> Format:
-        """What may follow the first call."""
+        """Calls after the first one."""
         more = {"type": "star", "content": either(self._each(self.tools.between))}
         return sequence(*([more] if self._parallel else []), const(self.tools.end))
 
@@ -193,10 +193,10 @@ class _Calls:
 
 
 def _reply(form: ReplyForm, content: Format | None, calls: _Calls | None = None) -> Format:
-    """A whole reply from where the prompt ends.
+    """The whole reply after the prompt.
 
     Args:
-        content: None: there must be calls.
+        content: None if there must be calls.
     """
     syntax, reasoning = form.syntax, form.syntax.reasoning
     if syntax.content is not None:
@@ -213,7 +213,7 @@ def _reply(form: ReplyForm, content: Format | None, calls: _Calls | None = None)
 
 
 def _rest(content: Format | None, calls: _Calls | None, not_first: Sequence[str]) -> Format:
-    """Content or calls; free content does not begin with any of `not_first`."""
+    """Content or calls; unconstrained content does not start with any of `not_first`."""
     if calls is None:
         return {**(content or any_text()), **({"not_first": [*not_first]} if content == any_text() else {})}
     if content != any_text():
@@ -252,7 +252,7 @@ def _messages(form: ReplyForm, content: Format | None, calls: _Calls | None) -> 
 
 
 def _content(wanted: StructuredOutputsParams) -> Format:
-    """A form of content, as a format."""
+    """The format of constrained content."""
     match wanted.kind:
         case "json" | "json_object":
             schema = {"type": "object"} if wanted.json is None else _schema(str(wanted.json))
@@ -283,7 +283,7 @@ def _schema(text: str) -> Any:
 def _arguments(
     tools: ToolSyntax, function: Mapping[str, Any], loosened: dict[str, str]
 ) -> tuple[Format, frozenset[str]]:
-    """The format of a tool's arguments, and those of its parameters that are written as texts."""
+    """The format of a tool's arguments, and its parameters written as strings."""
     name, schema = function["name"], function.get("parameters")
     schema = {"type": "object", "properties": {}} if schema is None else {"type": "object", **schema}
     try:
@@ -315,5 +315,5 @@ def _structured(format: Format) -> StructuredOutputsParams:
 
 
 def _white() -> Format:
-    """What templates have between reasoning and what follows."""
+    """White space that templates print between reasoning and the next part."""
     return {"type": "optional", "content": either([const("\n\n"), const("\n")])}

@@ -1,7 +1,7 @@
-"""From a reply's tokens to events: see `reply.py`. However the reply is cut into pieces, the events add up to the same.
+"""Parses a reply's tokens into events (`reply.py`). The result does not depend on how the reply is split into pieces.
 
-The parser goes by the same `ReplySyntax` from which the grammar of a reply is made (`reply_grammar.py`), so under a
-grammar it only ever meets what it knows. Without one, whatever does not look like reasoning is content.
+The parser uses the same `ReplySyntax` as the grammar of a reply (`reply_grammar.py`), so with a grammar its input is
+always well-formed. Without one, everything that is not recognized is content.
 """
 
 from __future__ import annotations
@@ -16,31 +16,30 @@ from quire.text.reply import ContentText, ReasoningText, ReplyEvent, ToolCallArg
 from quire.text.reply_syntax import ID, ParameterSyntax, ReplyForm, ReplySyntax, ToolSyntax
 
 SPECIAL = "\ud800"
-"""Stands before a special token's text, so that nothing which a model spells can be taken for one: half of a surrogate
-pair is in no text."""
+"""Precedes a special token's text, so that ordinary text cannot be mistaken for one: text has no lone surrogates."""
 
 ID_LENGTH = 9
-"""Of ids that are made here, too: Mistral's templates take no others."""
+"""Also of generated ids: Mistral's templates accept no others."""
 
 
 @functools.lru_cache(maxsize=16)
 def special_markers(syntax: ReplySyntax, special_texts: tuple[str, ...]) -> tuple[str, ...]:
-    """Special tokens that markers hold, the longest first."""
+    """Special tokens that occur in markers, the longest first."""
     markers = "\0".join(syntax.texts())
     return tuple(sorted((text for text in special_texts if text and text in markers), key=len, reverse=True))
 
 
 class ReplyParser:
-    """Reads one reply.
+    """Parses one reply.
 
     Attributes:
-        events: what it was made of so far.
-        reasoning_tokens: tokens of the reasoning, its end marker included.
-        markers: special tokens that are part of what it looks for.
+        events: the events so far.
+        reasoning_tokens: number of tokens of the reasoning, including its end marker.
+        markers: special tokens that occur in the syntax.
 
     Args:
         specials: texts of the tokenizer's special tokens.
-        new_id: makes the id of a call, of its number in the reply.
+        new_id: gives the id of a call from its number in the reply.
     """
 
     def __init__(
@@ -52,10 +51,10 @@ class ReplyParser:
         self._form, self._new_id = form, new_id
         self._tools = form.syntax.tools if form.tools is not None else None
         self._buffer = ""
-        self._white = ""  # held back: what ends a part is no part of it
-        self._fresh = True  # nothing of the reasoning was given out
+        self._white = ""  # trailing white space held back: it is not part of the text
+        self._fresh = True  # no reasoning was emitted yet
         self._calls = 0
-        self._texts: frozenset[str] = frozenset()  # parameters of the call at hand that are texts
+        self._texts: frozenset[str] = frozenset()  # parameters of the current call that are strings
         self._json = _JsonScanner()
         self._scanner: python_literals.PythonScanner | quoted_values.QuotedScanner = python_literals.PythonScanner()
         self._step: Callable[[bool], bool] = self._begin
@@ -79,19 +78,19 @@ class ReplyParser:
         self.text(SPECIAL + text)
 
     def finish(self) -> None:
-        """Nothing more will come."""
+        """End of the reply."""
         self._run(final=True)
 
     def _run(self, final: bool) -> None:
         while self._step(final):
             pass
 
-    # -- the parts of a reply; each takes what it can from the buffer, and says whether that led to another part -----
+    # -- the parts of a reply; each consumes what it can of the buffer, and returns whether the state changed ---------
 
     def _begin(self, final: bool) -> bool:
-        """A reply, or the next of its messages where each has a header."""
+        """The start of a reply, or of its next message if messages have headers."""
         syntax = self._form.syntax
-        parts: list[tuple[str, Callable[[bool], bool], bool]] = []  # marker, what it begins, whether it is taken
+        parts: list[tuple[str, Callable[[bool], bool], bool]] = []  # marker, the state after it, whether it is consumed
         if syntax.reasoning is not None:
             parts.append((syntax.reasoning.start, self._reasoning, True))
         if syntax.content is not None:
@@ -138,7 +137,7 @@ class ReplyParser:
         return True
 
     def _begin_content(self, final: bool) -> bool:
-        """Whether it is a call that has no marker but its place."""
+        """Content, or a call recognized only at the start of the content."""
         self._step = self._content
         if self._tools is not None and self._tools.anchored:
             trigger, text = self._marker(self._tools.trigger), self._buffer.lstrip()
@@ -209,7 +208,7 @@ class ReplyParser:
         return self._json.ended
 
     def _parameter(self, final: bool) -> bool:
-        """The name of a parameter, or the end of them."""
+        """The name of a parameter, or the end of the parameters."""
         tools, syntax = self._syntax(), self._parameters()
         before = self._marker(syntax.before_name)
         if self._buffer.startswith(before):
@@ -252,7 +251,7 @@ class ReplyParser:
         return found
 
     def _named(self, final: bool) -> bool:
-        """The name of an argument that is written as Python's are, or between quotes; or the end of them."""
+        """The name of a Python-style or quoted argument, or the end of the arguments."""
         text = self._buffer.lstrip()
         if text.startswith(self._marker(self._syntax().after_arguments)):
             self._argument("{}" if self._fresh else "}")
@@ -267,7 +266,7 @@ class ReplyParser:
         return True
 
     def _begin_value(self, final: bool) -> bool:
-        """A text between quotes is given out as it comes."""
+        """A quoted string is streamed; other values are not."""
         quote = self._marker(self._parameters().quote)
         if quote and self._buffer.startswith(quote):
             self._argument('"')
@@ -280,7 +279,7 @@ class ReplyParser:
         return True
 
     def _whole_value(self, final: bool) -> bool:
-        """It is given out as a whole, as JSON."""
+        """A value emitted as a whole, as JSON."""
         end = self._scanner.end(self._buffer)
         if end < 0:
             return False
@@ -313,7 +312,7 @@ class ReplyParser:
         return True
 
     def _rest(self, final: bool) -> bool:
-        """Behind the last call; a grammar has nothing there."""
+        """After the last call; nothing, with a grammar."""
         self._emit(self._hold_white(self._buffer, drop=final))
         self._buffer = ""
         return False
@@ -341,7 +340,7 @@ class ReplyParser:
             self.events.append(ToolCallArguments(self._calls - 1, text.replace(SPECIAL, "")))
 
     def _expect(self, literal: str, then: Callable[[bool], bool], final: bool) -> bool:
-        """This must come next."""
+        """Consume this literal, which must come next."""
         literal = self._marker(literal)
         if self._buffer.startswith(literal):
             self._buffer, self._step = self._buffer[len(literal) :], then
@@ -351,23 +350,23 @@ class ReplyParser:
         return self._give_up()
 
     def _give_up(self) -> bool:
-        """What no grammar allows: content, as it stands."""
+        """Malformed input becomes content, unchanged."""
         self._step = self._rest
         return True
 
     def _hold_white(self, text: str, drop: bool) -> str:
-        """A part's next text, without white space that may be its end; that is kept for the next time, or dropped."""
+        """A part's next text, without trailing white space, which is kept for the next call or dropped."""
         text = self._white + text
         kept = text.rstrip()
         self._white = "" if drop else text[len(kept) :]
         return kept
 
     def _marker(self, text: str) -> str:
-        """As it stands in the buffer."""
+        """The marker as it appears in the buffer."""
         return _marked(text, self.markers)
 
     def _take_until(self, marker: str, final: bool) -> tuple[str, bool]:
-        """Text up to a marker, which is taken too; or as much as cannot be its beginning."""
+        """Consume text up to and including a marker, or up to a possible prefix of it."""
         before, found, after = self._buffer.partition(marker)
         if found:
             self._buffer = after
@@ -378,7 +377,7 @@ class ReplyParser:
 
 
 class _JsonScanner:
-    """Finds the end of a JSON value that comes in pieces."""
+    """Finds the end of a JSON value given in pieces."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -386,7 +385,7 @@ class _JsonScanner:
         self._in_string = self._escaped = False
 
     def object(self, text: str) -> int:
-        """How many of these letters belong to the object; `ended` tells whether that was all of it."""
+        """How many of these characters belong to the object; `ended` is set at its end."""
         for index, letter in enumerate(text):
             self._take(letter)
             if letter == "}" and not self._in_string and self._depth == 0:
@@ -395,7 +394,7 @@ class _JsonScanner:
         return len(text)
 
     def value(self, text: str, end: str) -> tuple[int, bool]:
-        """How many of these letters belong to the value, and whether `end` stands behind them."""
+        """How many of these characters belong to the value, and whether `end` follows them."""
         for index, letter in enumerate(text):
             if not self._in_string and letter == end[0]:
                 rest = text[index : index + len(end)]
@@ -423,7 +422,7 @@ class _JsonScanner:
 
 
 def possible_start(text: str, marker: str) -> int:
-    """Length of the longest end of a text that begins the marker."""
+    """Length of the text's longest suffix that is a prefix of the marker."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[-length:]):
             return length

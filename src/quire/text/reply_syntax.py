@@ -1,7 +1,7 @@
-"""How a model writes its replies: what stands around reasoning, content and tool calls.
+"""The syntax of a model's replies: delimiters of reasoning, content and tool calls.
 
-Plain data, so that a tokenizer worker can find it and tell others (`reply_formats.py`). Strings are as the template
-prints them: where one holds the text of a special token, that token stands there.
+Plain data, found by a tokenizer worker (`reply_formats.py`) and sent to other processes. Strings are as printed by the
+template: the text of a special token in them stands for that token.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from quire.core.structured_outputs import ReasoningBudget
 
 
 class ReasoningSyntax(msgspec.Struct, frozen=True):
-    """What stands before and after reasoning."""
+    """Delimiters of reasoning."""
 
     start: str
     end: str
 
 
 class ContentSyntax(msgspec.Struct, frozen=True):
-    """Of formats in which every part of a reply is a message with a header (Harmony).
+    """For formats in which every part of a reply is a message with a header (Harmony).
 
     Attributes:
         starts: headers of content.
         end: ends a message.
-        glue: stands before the header of every message but the first.
+        glue: precedes the header of every message but the first.
     """
 
     starts: tuple[str, ...]
@@ -33,13 +33,13 @@ class ContentSyntax(msgspec.Struct, frozen=True):
 
 
 class ParameterSyntax(msgspec.Struct, frozen=True):
-    """Arguments one by one; a text stands there as it is, other values as JSON.
+    """Arguments one by one; strings are verbatim, other values are JSON.
 
     Attributes:
-        before_json: in place of `before_value`, before what is no text (DeepSeek V3.2).
-        python: they are written as Python's named ones, `a="b", c=True` (LFM2): texts in quotes, a comma between two.
-        quote: stands before and after a text, at every depth; names stand as they are, a comma between two, and
-            everything else is JSON (Gemma 4).
+        before_json: replaces `before_value` for values other than strings (DeepSeek V3.2).
+        python: Python keyword arguments, `a="b", c=True` (LFM2): quoted strings, separated by commas.
+        quote: delimits strings, at every depth; names are unquoted, members separated by commas, and everything else is
+            JSON (Gemma 4).
     """
 
     before_name: str
@@ -55,12 +55,12 @@ class ToolSyntax(msgspec.Struct, frozen=True):
     `before_arguments`, the arguments, `after_arguments`.
 
     Attributes:
-        trigger: a beginning of what opens a call; once it stands in a reply, a call must follow.
-        anchored: it counts only where the content begins.
-        parameters: how arguments are written; None: a JSON object.
-        numbered: in place of the name stands "functions.NAME:INDEX", which is the call's id, too (Kimi K2).
-        with_id: `after_arguments` holds `ID` in place of an id of 9 letters and digits (Mistral).
-        single: templates take one call a message.
+        trigger: a prefix of a call's opening; once it appears in a reply, a call must follow.
+        anchored: the trigger counts only at the start of the content.
+        parameters: syntax of the arguments; None: a JSON object.
+        numbered: the name is written as "functions.NAME:INDEX", which is also the call's id (Kimi K2).
+        with_id: `after_arguments` contains `ID` for an id of 9 letters and digits (Mistral).
+        single: templates accept one call per message.
     """
 
     trigger: str
@@ -81,15 +81,15 @@ class ToolSyntax(msgspec.Struct, frozen=True):
 
 
 ID = "\0ID\0"
-"""Stands for an id in `ToolSyntax.after_arguments`."""
+"""Placeholder of an id in `ToolSyntax.after_arguments`."""
 
 
 class ReplySyntax(msgspec.Struct, frozen=True):
-    """All of it; the parts that a model does not have are None.
+    """The whole syntax; parts that a model does not have are None.
 
     Attributes:
-        name: what users may call it.
-        no_chats: why there are none, where what the checkpoint has for them cannot be used.
+        name: its name for users.
+        no_chats: why chats are refused, if the checkpoint's template cannot be used.
     """
 
     name: str = "plain"
@@ -100,7 +100,7 @@ class ReplySyntax(msgspec.Struct, frozen=True):
 
     @property
     def described(self) -> str:
-        """For people."""
+        """A description for logs and messages."""
         if self.no_chats:
             return self.no_chats
         tools = "no tool calls" if self.tools is None else f"tool calls in the format {self.name}"
@@ -119,12 +119,12 @@ def _strings(value: object) -> list[str]:
 
 
 class ReplyForm(msgspec.Struct, frozen=True):
-    """How one request's reply is to be read.
+    """How to parse one request's reply.
 
     Attributes:
-        tools: the parameters that are texts, of each tool that may be called; None: calls are content.
+        tools: the string parameters of each tool that may be called; None: calls are content.
         in_reasoning: the prompt ends within reasoning.
-        reasoned: the prompt ends after reasoning, so that there is none in the reply.
+        reasoned: the prompt ends after the reasoning, so the reply has none.
     """
 
     syntax: ReplySyntax = ReplySyntax()
@@ -133,7 +133,7 @@ class ReplyForm(msgspec.Struct, frozen=True):
     reasoned: bool = False
 
     def budget(self, tokens: int) -> ReasoningBudget | None:
-        """A bound on the tokens of its reasoning; None where there is none to bound."""
+        """A limit on the tokens of its reasoning; None if it has none."""
         reasoning = self.syntax.reasoning
         if reasoning is None or self.reasoned:
             return None
@@ -142,4 +142,4 @@ class ReplyForm(msgspec.Struct, frozen=True):
 
 
 PLAIN = ReplyForm()
-"""Content alone."""
+"""Content only."""
