@@ -1,18 +1,18 @@
 """Text to token ids and back, over the `tokenizers` library and the files of a Hugging Face folder.
 
-Special tokens in a user's text are text: "<|im_end|>" in a prompt is encoded letter by letter and can end no
-turn. Two things are meant to make control tokens: the tokenizer's post-processor (a first token), and the
-chat template's own text. A template can break that: one that changes user text (`content | replace(" ", "")`,
-`content | lower`) may turn harmless text into the text of a control token, after it was looked at here. Such
-a template's output is trusted as it is, here as elsewhere. The unknown token is no control token: it may come
-of text that the vocabulary cannot spell.
+Special tokens in a user's text are text: "<|im_end|>" in a prompt is encoded as characters and cannot end a
+turn. Only two sources may produce control tokens: the tokenizer's post-processor (a BOS token), and the chat
+template's own text. A template can break that: one that changes user text (`content | replace(" ", "")`,
+`content | lower`) may turn harmless text into the text of a control token, after the check here. Such a
+template's output is trusted, here as elsewhere. The unknown token is not a control token: it may result from
+text that the vocabulary cannot represent.
 
-The second needs care, since a template mixes its control tokens with what users wrote. Before rendering,
+The second needs care, since a template mixes its control tokens with user text. Before rendering,
 the first character of each special token in a user's strings is replaced by a private-use character that
 occurs nowhere else. The rendered text is encoded with special tokens active; the stretches between the
-control tokens that were found are then given their characters back and encoded with special tokens inert.
-Tokenizers treat special tokens as borders anyway, so this is how the text would have been split. Chats
-without such strings, nearly all, are encoded in one go, as everybody does.
+control tokens that were found then get their characters back and are encoded with special tokens inert.
+Tokenizers split at special tokens anyway, so the result is the same. Chats without such strings, which is
+nearly all, are encoded in one call.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ NO_TOKENIZER = (
 )
 PRIVATE_USE = range(0xE000, 0xF900)
 PLAIN_TEXTS = ("a", "A", "0", ".")
-"""One of these is in any vocabulary, nearly."""
+"""Nearly every vocabulary contains one of these."""
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters that spell bytes in byte-level vocabularies (Radford et al. 2019): those that print are their own."""
+    """The characters for bytes in byte-level vocabularies (Radford et al. 2019); printable bytes are their own."""
     own = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -62,13 +62,13 @@ BYTE_OF = _byte_letters()
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A chat as the model sees it.
+    """A chat as given to the model.
 
     Attributes:
         text, token_ids: the prompt.
-        reply: how the reply is to be read.
-        structured: its grammar; None: it is free.
-        loosened: tools whose arguments are any JSON object, and why: see `ReplyGrammar`.
+        reply: how to parse the reply.
+        structured: its grammar; None if it is unconstrained.
+        loosened: tools whose arguments may be any JSON object, and why: see `ReplyGrammar`.
     """
 
     text: str
@@ -85,14 +85,14 @@ class Tokenizer:
         source: content of `tokenizer.json`.
         config: content of `tokenizer_config.json`.
         templates: chat templates by name.
-        name, template_name: what messages call the source and the templates.
+        name, template_name: names of the source and the templates in error messages.
         tool_format: how the model writes tool calls: see `EngineConfig.tool_format`.
 
     Raises:
         TokenizerError: the source is not valid, or not safe to use.
 
     Attributes:
-        template_error: what is wrong with a template: chats are refused with it, all else works. None: nothing is.
+        template_error: the error of a template that cannot be used: chats are refused with it. None if there is none.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, tool_format: str = "auto") -> Tokenizer:
-        """Reads the tokenizer of a checkpoint. Raises `TokenizerError` or `ChatTemplateError`."""
+        """Load the tokenizer of a checkpoint. Raises `TokenizerError` or `ChatTemplateError`."""
         folder = Path(folder)
         path = folder / TOKENIZER_FILE
         if not has_file(path, TokenizerError):
@@ -150,7 +150,7 @@ class Tokenizer:
 
     @classmethod
     def load_if_present(cls, folder: str | Path, tool_format: str = "auto") -> Tokenizer | None:
-        """The tokenizer of a checkpoint, or None where it has no `tokenizer.json`. Raises as `load` does."""
+        """The tokenizer of a checkpoint, or None if it has no `tokenizer.json`. Raises as `load` does."""
         there = has_file(Path(folder) / TOKENIZER_FILE, TokenizerError)
         return cls.load(folder, tool_format) if there else None
 
@@ -162,12 +162,12 @@ class Tokenizer:
 
     @property
     def no_chats(self) -> str:
-        """Why there are none although there is a template; "": nothing is wrong with it."""
+        """Why chats are refused although there is a template; "" if they are not."""
         return "" if self.template_error is None else f"chats are refused: {self.template_error}"
 
     @property
     def reply_syntax(self) -> ReplySyntax:
-        """How the model writes its replies to chats with tools."""
+        """The syntax of the model's replies."""
         if self.template_error is not None:
             return ReplySyntax(no_chats=self.no_chats)
         return self._template(with_tools=True).reply_syntax if self._templates else ReplySyntax()
@@ -175,21 +175,21 @@ class Tokenizer:
     # --- text to ids --------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text; `add_special_tokens` adds what the post-processor adds (a first token, say).
+        """The ids of a text; `add_special_tokens` adds those of the post-processor (such as BOS).
 
         Raises `RequestError` for text that is not valid Unicode.
         """
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """The ids of many texts, in parallel and without holding the interpreter's lock."""
+        """The ids of many texts, in parallel and without holding the GIL."""
         for index, text in enumerate(texts):
             check_text(text, index if len(texts) > 1 else None)
         encoded = self._text.encode_batch(list(texts), add_special_tokens)
         return [self._checked(text, encoding) for text, encoding in zip(texts, encoded, strict=True)]
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """Token sequences of bad words: each as a text of its own, and as it stands after a space."""
+        """Token sequences of bad words: each alone, and after a space."""
         found = []
         for word in words:
             for text in (word, " " + word.lstrip()):
@@ -199,14 +199,14 @@ class Tokenizer:
         return found
 
     def _checked(self, text: str, encoding: Any) -> list[int]:
-        """The ids of an encoding, encoded again in pieces if text became a special token all the same.
+        """The ids of an encoding; the text is encoded again in pieces if it still became a special token.
 
-        That happens where a special token is also a piece of the model's own vocabulary.
+        That happens if a special token is also in the model's own vocabulary.
         """
         ids: list[int] = encoding.ids
         if self._control_ids.isdisjoint(ids):
             return ids
-        # The mask tells what the post-processor added from what came of the text.
+        # The mask tells the post-processor's tokens from those of the text.
         mask = encoding.special_tokens_mask
         if all(made for token, made in zip(ids, mask, strict=True) if token in self._control_ids):
             return ids
@@ -215,7 +215,7 @@ class Tokenizer:
         return [*before, *self._encode_broken(text), *after]
 
     def _encode_broken(self, text: str) -> list[int]:
-        """Encodes text that would yield special tokens in pieces, cut inside each of them."""
+        """Encode text that would yield special tokens in pieces, split inside each of them."""
         ids: list[int] = []
         pieces = [text]  # a stack: the next piece is the last
         while pieces:
@@ -237,23 +237,23 @@ class Tokenizer:
     # --- ids to text --------------------------------------------------------------------------------------
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids. Ids that the tokenizer does not know (a padded vocabulary) have no text."""
+        """The text of ids. Unknown ids (of a padded vocabulary) have no text."""
         return self._text.decode(list(token_ids), skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token as it stands after another one: a leading space is kept.
+        """The text of a token after another one: a leading space is kept.
 
-        A part of a multi-byte character is the replacement character.
+        Part of a multi-byte character becomes the replacement character.
         """
         if token_id in self.special_ids or not self._anchor:
             return self.decode([token_id], skip_special_tokens=False)
         return self.decode([*self._anchor, token_id], skip_special_tokens=False)[self._anchor_length :]
 
     def vocabulary(self, size: int) -> Vocabulary:
-        """What each of a model's `size` ids adds to a text, in bytes; a part of a character is one, too.
+        """The bytes of each of a model's `size` ids, which may be part of a character.
 
         Raises:
-            SamplingParamsError: what a token adds depends on those beside it.
+            SamplingParamsError: a token's text depends on adjacent tokens.
         """
         if by := self._text.spaced_by:
             raise SamplingParamsError(
@@ -283,12 +283,12 @@ class Tokenizer:
         return tuple(self._special_texts)
 
     def special_tokens_named(self, texts: Collection[str]) -> dict[int, str]:
-        """Those special tokens that have one of these texts, by id."""
+        """The special tokens with these texts, by id."""
         return {token: text for token, text in self._text.special.items() if text in texts} if texts else {}
 
     @property
     def anchor(self) -> list[int]:
-        """Ids of some plain text, to decode others after; empty when there are none."""
+        """Ids of some plain text, to decode others after; empty if there are none."""
         return list(self._anchor)
 
     def knows(self, token_id: int) -> bool:
@@ -303,7 +303,7 @@ class Tokenizer:
     # --- chats --------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Makes what the first chat would otherwise wait for."""
+        """Create what the first chat would otherwise wait for."""
         if self._templates:
             self._controls()
 
@@ -316,7 +316,7 @@ class Tokenizer:
         reply: ReplyRequest | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
-        """Renders messages with the checkpoint's own template and encodes them.
+        """Render messages with the checkpoint's template and encode them.
 
         The arguments are those of `ChatTemplate.render`; the tools are those of `reply`. Special tokens in messages,
         tools and variables are text.
@@ -352,12 +352,12 @@ class Tokenizer:
         return RenderedChat(text.translate(back), self._encode_defused(text, back), *made)
 
     def _encode_defused(self, text: str, back: dict[int, str]) -> list[int]:
-        """Encodes a rendered chat: the control tokens in it stay, all between them is plain text."""
+        """Encode a rendered chat: its control tokens are kept, everything between them is plain text."""
         encoding = self._controls().encode(text)
         ids: list[int] = []
         done = 0
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            # An unknown token stands for text, unless it was spelled out.
+            # An unknown token stands for text, unless the text names it.
             spelled = token in self._control_ids or text[start:end] in self._special_texts
             if token in self.special_ids and spelled and end > start:
                 ids += self.encode(text[done:start].translate(back), add_special_tokens=False)
@@ -399,21 +399,21 @@ class Tokenizer:
         return Backend(self._source, self._name, self._config.get("added_tokens_decoder"), special_is_text)
 
     def _controls(self) -> Backend:
-        """A second tokenizer, in which special tokens are active: one with a switch could be raced."""
+        """A second tokenizer in which special tokens are active, since switching a shared one would be a race."""
         with self._lock:
             if self._control is None:
                 self._control = self._build(special_is_text=False)
             return self._control
 
     def _find_byte_ids(self) -> frozenset[int]:
-        """Ids of single bytes (<0x0A>), if the decoder joins runs of them to characters."""
+        """Ids of single bytes (<0x0A>), if the decoder joins runs of them into characters."""
         if "ByteFallback" not in json.dumps(self._text.decoder):
             return frozenset()
         ids = (self._text.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         return frozenset(token for token in ids if token is not None)
 
     def _find_unknown_id(self, model: Mapping[str, Any]) -> int | None:
-        """The id that unknown text gets, unless the same token also opens or ends something."""
+        """The id of unknown text, unless that token is also BOS, EOS or the like."""
         found = model.get("unk_id")
         token = found if type(found) is int else None
         if isinstance(model.get("unk_token"), str):
@@ -422,7 +422,7 @@ class Tokenizer:
         return None if token in others else token
 
     def _find_anchor(self) -> list[int]:
-        """Ids of some plain text; none where no such text survives. Raises TokenizerError where all of it fails."""
+        """Ids of some plain text; empty if none survives decoding. Raises TokenizerError if all of it fails."""
         failure: TokenizerFailedError | None = None
         for text in PLAIN_TEXTS:
             try:
@@ -444,7 +444,7 @@ class Tokenizer:
 
 
 def _reply_form(template: ChatTemplate, prompt: str) -> ReplyForm:
-    """How the reply to a prompt is to be read."""
+    """How to parse the reply to a prompt."""
     syntax, prompt = template.reply_syntax, prompt.rstrip()
     if syntax.reasoning is None:
         return ReplyForm(syntax)
@@ -484,7 +484,7 @@ def check_text(text: str, index: int | None = None) -> int:
 
 
 def _special_tokens(config: Mapping[str, Any], name: str) -> dict[str, str]:
-    """`bos_token` and its like by name; each stands as a string or as an object with `content`.
+    """`bos_token` and the like by name; each is a string or an object with `content`.
 
     Raises `TokenizerError` for one that is not valid Unicode.
     """
@@ -508,9 +508,9 @@ def _special_tokens(config: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def _spots(text: str, specials: Sequence[str]) -> list[int]:
-    """Where special tokens begin in a text, also those that what follows the text could complete.
+    """Where special tokens begin in a text, including those that following text could complete.
 
-    The latter only for those that begin with a sign: one that begins with a letter would change plain words.
+    The latter only for tokens that do not begin with a letter, since otherwise plain words would be changed.
     """
     spots = []
     for special in specials:

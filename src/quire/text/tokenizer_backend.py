@@ -1,12 +1,12 @@
-"""The `tokenizers` library, and all that Quire knows of its ways: no other module calls it.
+"""Wraps the `tokenizers` library; no other module calls it.
 
-It is written in Rust. Where that panics, Python sees a `BaseException` that is no `Exception`, which would pass every
-handler that means to end one request. So every call goes through `_call`, which makes an error of ours of whatever
-the library raises.
+It is written in Rust. A panic becomes a `BaseException` that is not an `Exception`, which would pass every handler
+that fails a single request. So every call goes through `_call`, which turns anything raised by the library into an
+error of Quire.
 
-A tokenizer.json is a program from outside: its normalizer and its decoder may make long text of short. What a decoder
-makes is bounded here, when the file is loaded: decoders run where nothing can stop them, a few tokens a call. Of
-normalizers only what they do with a short text is looked at, since they run where time and memory are bounded.
+A tokenizer.json is untrusted: its normalizer and its decoder may expand short text to long text. The output of
+decoders is bounded here, at load time, since they run in processes that cannot be killed, a few tokens per call. Of
+normalizers only the expansion of a short text is checked, since they run where time and memory are bounded.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_TOKEN_TEXT = 4096
-"""Characters that one token may be decoded to. The longest ones of known vocabularies have some hundreds."""
+"""Maximum characters of a decoded token. The longest ones of known vocabularies have some hundreds."""
 
 MAX_DECODERS = 64
-"""Decoders that one tokenizer may chain. Known ones have up to four."""
+"""Maximum decoders in a chain. Known tokenizers have up to four."""
 
 MAX_TOKENS_A_BYTE = 64
-"""Tokens that a byte of text may become. The compatibility forms of Unicode make up to 11 bytes of one."""
+"""Maximum tokens per byte of text. Unicode's compatibility forms expand a byte to up to 11."""
 
 SPACED = frozenset({"BPEDecoder", "CTC", "WordPiece"})
-"""Decoders that put spaces between tokens, or drop some, as their neighbours are: a token adds no text of its own."""
+"""Decoders that insert or drop spaces depending on adjacent tokens, so a token has no text of its own."""
 
 TRIED_TEXT = "".join(map(chr, range(32, 127))) + "\n\tÄ中"
-"""What is encoded when a tokenizer is loaded, beside the texts that its normalizer looks for."""
+"""Encoded as a check when a tokenizer is loaded, besides the texts that its normalizer replaces."""
 
 
 def _call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What the library returns.
+    """Call the library.
 
     Raises:
-        TokenizerFailedError: it raised anything at all, but what means to end this process or that memory is short.
+        TokenizerFailedError: it raised anything but an exit of this process or a MemoryError.
     """
     try:
         return function(*args, **kwargs)
@@ -54,7 +54,7 @@ def _call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def _words(error: BaseException) -> str:
-    """What the library says, in one line that is not too long."""
+    """The library's message, as one line of bounded length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:300] + "..."
 
@@ -63,18 +63,18 @@ class Backend:
     """One tokenizer of the library. Safe to use from several threads.
 
     Attributes:
-        added: text of the tokens that are not of the model's own vocabulary, by id.
-        special: the special tokens' text, by id.
-        vocab_size: how many ids there are, those of added tokens among them.
+        added: text of the added tokens, which are not in the model's vocabulary, by id.
+        special: text of the special tokens, by id.
+        vocab_size: number of ids, including added tokens.
 
     Args:
         source: content of `tokenizer.json`.
-        name: what messages call that file.
-        listed: `added_tokens_decoder` of `tokenizer_config.json`: tokens that are added where the source lacks them.
-        special_is_text: special tokens in a text are text like any other.
+        name: its name in error messages.
+        listed: `added_tokens_decoder` of `tokenizer_config.json`: tokens to add if the source lacks them.
+        special_is_text: special tokens in a text are encoded as ordinary text.
 
     Raises:
-        TokenizerError: the source is not valid, or it is not what can be used safely.
+        TokenizerError: the source is not valid, or not safe to use.
     """
 
     def __init__(self, source: str, name: str, listed: Any = None, special_is_text: bool = True) -> None:
@@ -83,7 +83,7 @@ class Backend:
             self._library: tokenizers.Tokenizer = _call(tokenizers.Tokenizer.from_str, source)
             self._check_model()
             self._add_tokens(listed or {})
-            # Padding and truncation would change prompts in silence.
+            # Padding and truncation would silently change prompts.
             _call(self._library.no_padding)
             _call(self._library.no_truncation)
             self._library.encode_special_tokens = special_is_text
@@ -102,11 +102,11 @@ class Backend:
     # -- use -----------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> tokenizers.Encoding:
-        """Ids and offsets of a text, without what the post-processor adds. Raises TokenizerFailedError."""
+        """Ids and offsets of a text, without the post-processor's tokens. Raises TokenizerFailedError."""
         return _call(self._library.encode, text, add_special_tokens=False)
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
-        """Ids of many texts, in parallel and without the interpreter's lock. Raises TokenizerFailedError."""
+        """Ids of many texts, in parallel and without the GIL. Raises TokenizerFailedError."""
         return _call(self._library.encode_batch_fast, texts, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
@@ -118,17 +118,17 @@ class Backend:
         return _call(self._library.token_to_id, text)
 
     def id_to_token(self, token: int) -> str | None:
-        """What the vocabulary calls an id. Raises TokenizerFailedError."""
+        """The token of an id, as in the vocabulary. Raises TokenizerFailedError."""
         return _call(self._library.id_to_token, token)
 
     @property
     def spells_bytes(self) -> bool:
-        """Whether the decoder takes each letter of a token for a byte."""
+        """Whether the decoder maps each character of a token to a byte."""
         return any(decoder.get("type") == "ByteLevel" for decoder in _decoders(self.decoder))
 
     @property
     def spaced_by(self) -> str:
-        """What makes the text of a token depend on those beside it, as the end of a sentence; "": nothing does."""
+        """What makes a token's text depend on adjacent tokens, as the end of a sentence; "" if nothing does."""
         kinds = [str(decoder.get("type")) for decoder in _decoders(self.decoder)]
         if not kinds:
             return "has no decoder, so that a space stands between any two"
@@ -137,13 +137,13 @@ class Backend:
     # -- checks --------------------------------------------------------------------------------------------
 
     def check_decoding(self, vocabulary: Any) -> None:
-        """Bound what any token can be decoded to.
+        """Check the maximum length of a decoded token.
 
         Args:
-            vocabulary: of the model, as the source has it: a mapping by text, or a list of pairs that begin with it.
+            vocabulary: the model's, as in the source: a mapping by text, or a list of pairs that begin with the text.
 
         Raises:
-            TokenizerError: a token is too long, or the decoder can make it so.
+            TokenizerError: a token is too long, or the decoder can expand one too much.
         """
         chain = _decoders(self.decoder)
         if len(chain) > MAX_DECODERS:
@@ -161,7 +161,7 @@ class Backend:
             )
 
     def check_encoding(self) -> None:
-        """Encode a short text, with what the normalizer looks for in it. That it cannot be encoded is no error.
+        """Check the encoding of a short text with what the normalizer replaces. A failure to encode it is no error.
 
         Raises:
             TokenizerError: it gives too many tokens.
@@ -170,7 +170,7 @@ class Backend:
         most = MAX_TOKENS_A_BYTE * len(text.encode())
         size, normalized = 0, text
         with contextlib.suppress(TokenizerFailedError):
-            for normalizer in _steps(self._library.normalizer):  # one by one: together they may take hours
+            for normalizer in _steps(self._library.normalizer):  # one by one: together they could take hours
                 normalized = _call(normalizer.normalize_str, normalized)
                 if (size := len(normalized)) > most:
                     break
@@ -183,7 +183,7 @@ class Backend:
             )
 
     def _growth(self, decoder: Mapping[str, Any]) -> float:
-        """How many times longer a decoder can make a text."""
+        """The factor by which a decoder can lengthen a text."""
         kind = decoder.get("type")
         if kind == "Replace":
             pattern = decoder.get("pattern", {}).get("String")
@@ -196,7 +196,7 @@ class Backend:
             return max(1.0, content / len(pattern) if pattern else content + 1.0)
         if kind in ("BPEDecoder", "CTC"):
             replaced = decoder.get("suffix" if kind == "BPEDecoder" else "word_delimiter_token")
-            return 1.0 if replaced else 3.0  # a space between all letters
+            return 1.0 if replaced else 3.0  # a space between all characters
         if kind in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip", "WordPiece"):
             return 1.0
         raise TokenizerError(f"{self._name} has a decoder of type {kind!r}, which Quire does not know")
@@ -210,7 +210,7 @@ class Backend:
             )
 
     def _add_tokens(self, listed: Any) -> None:
-        """Adds what `tokenizer_config.json` lists and `tokenizer.json` lacks."""
+        """Add the tokens that `tokenizer_config.json` lists and `tokenizer.json` lacks."""
         where = f"added_tokens_decoder beside {self._name}"
         if not isinstance(listed, dict):
             raise TokenizerError(f"{where} is not an object; make it one, or remove it")
@@ -232,12 +232,12 @@ class Backend:
 
 
 def _state(part: Any) -> Any:
-    """The description of a normalizer or decoder, as the library has understood it; None where there is none."""
+    """The description of a normalizer or decoder, as parsed by the library; None if there is none."""
     return None if part is None else json.loads(_call(part.__getstate__))
 
 
 def _steps(normalizer: Any) -> Iterator[Any]:
-    """The normalizers that run one after the other."""
+    """The chain of normalizers."""
     if isinstance(normalizer, tokenizers.normalizers.Sequence):
         for index in range(len(normalizer)):
             yield from _steps(normalizer[index])
@@ -246,7 +246,7 @@ def _steps(normalizer: Any) -> Iterator[Any]:
 
 
 def _decoders(decoder: Any) -> list[Mapping[str, Any]]:
-    """The decoders that run one after the other."""
+    """The chain of decoders."""
     if decoder is None:
         return []
     if decoder.get("type") != "Sequence":

@@ -1,14 +1,13 @@
 """Tokenizer workers: template rendering and tokenizing, in processes that a deadline can kill.
 
-One pool serves one HTTP process. Jobs wait, in the order of arrival, until a worker is free; each worker does one at a
-time. Large jobs and small ones take turns, and with two workers or more one is always kept free of large ones, so
-that a prompt of 100,000 tokens does not delay the short ones. With one worker they wait for it, though not for all
-of a long list of prompts. How many jobs may wait is the callers' to bound.
+One pool serves one HTTP process. Jobs are queued in the order of arrival; each worker does one at a time. Large and
+small jobs alternate, and with two or more workers one is always free of large jobs, so that a prompt of 100,000 tokens
+does not delay short ones. With a single worker they wait for it, but not for all of a long list of prompts. Callers
+must bound the number of queued jobs.
 
-A job fails alone. One that takes longer than the deadline loses its worker, which is killed and replaced; it is to
-blame for that if the worker has spent the time on it. A worker that was stopped, is stuck or dies costs its job nothing
-the first time: it is done again, once. Idle workers are asked for a sign of life now and then, so that jobs seldom meet
-one that has none. A caller that gives up frees its worker within a second.
+Failures are isolated per job. The worker of a job that exceeds the deadline is killed and replaced; the job fails if
+the worker spent the time on it. The job of a worker that was stopped, is stuck or died is retried once. Idle workers
+are pinged periodically, so that jobs rarely meet a dead one. A caller that gives up frees its worker within a second.
 """
 
 from __future__ import annotations
@@ -61,32 +60,32 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LARGE_BYTES = 64 << 10
-"""A call with more than this is large. Long lists of texts are cut into jobs of about this size."""
+"""A job larger than this is large. Long lists of texts are split into jobs of about this size."""
 
 MAX_JOB_BYTES = 8 << 20
-"""Most bytes of one text, or of one chat. The tokenizer takes some 150 bytes of memory for each."""
+"""Maximum bytes of a text or a chat. The tokenizer takes about 150 bytes of memory for each."""
 
 MEMORY_BYTES = 2 << 30
-"""How much a worker may grow: enough for `MAX_JOB_BYTES`."""
+"""Maximum growth of a worker's memory: enough for `MAX_JOB_BYTES`."""
 
 START_SECONDS = 60.0
-"""A worker that has not loaded the tokenizer by then never will."""
+"""Timeout for loading the tokenizer."""
 
 PING_SECONDS = 5.0
-"""An idle worker is asked for a sign of life this often."""
+"""Interval of pings to an idle worker."""
 
 BEGIN_SECONDS = 10.0
-"""A worker that has not taken a job by then is stopped, or stuck."""
+"""Timeout for accepting a job; after it the worker is considered stopped or stuck."""
 
 WORKED_SHARE = 0.1
-"""A job over its deadline is to blame if its worker had a processor for at least this share of the time: less than all
-of it, since the machine may be busy. One that was stopped has had none."""
+"""A job over its deadline fails if its worker had a CPU for at least this share of the time (not all of it, since the
+machine may be busy). A stopped worker had none, so its job is retried."""
 
 ABANDONED_SECONDS = 1.0
-"""How long a worker may go on with a job that is not waited for: about what replacing it takes."""
+"""How long a worker may continue an abandoned job: about the time it takes to replace the worker."""
 
 LONGEST_PAUSE = 5.0
-"""Seconds between attempts to start a worker, where they keep failing."""
+"""Maximum seconds between attempts to start a worker."""
 
 _KINDS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, QuireError)}
 _decode_answer = msgspec.msgpack.Decoder(Answer).decode
@@ -94,7 +93,7 @@ _decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 @dataclass(slots=True, eq=False)
 class _Queued:
-    """A job: its message, and the future of its result, which is cancelled when the caller gives up."""
+    """A job: its message and the future of its result, cancelled when the caller gives up."""
 
     body: bytes
     large: bool
@@ -106,16 +105,16 @@ class TokenizerPool:
     """The tokenizer workers of one process.
 
     Args:
-        folder: the checkpoint. One without a tokenizer is fine: every job is then refused with a `RequestError`.
-        workers: how many processes.
-        deadline: seconds that one job may take, from when a worker has it.
-        memory_bytes: how much a worker may grow.
-        log: is told, in one line, when a worker dies or cannot start.
+        folder: the checkpoint. Without a tokenizer, every job is refused with a `RequestError`.
+        workers: number of processes.
+        deadline: seconds per job, from when a worker accepts it.
+        memory_bytes: maximum growth of a worker's memory.
+        log: called with a line when a worker dies or cannot start.
 
-    All methods that tokenize raise what `Tokenizer`'s raise, and:
-        TokenizerTimeoutError: the deadline has passed, and a worker was at this job all the time.
-        TokenizerUnavailableError: two workers were stopped or killed with this job, or none can be started.
-        TokenizerFailedError: two workers died of this job.
+    Methods that tokenize raise the errors of `Tokenizer`'s, and:
+        TokenizerTimeoutError: the job exceeded its deadline while a worker was busy with it.
+        TokenizerUnavailableError: two workers were stopped or killed during this job, or none can be started.
+        TokenizerFailedError: two workers crashed on this job.
         EngineClosedError: the pool was closed.
     """
 
@@ -133,21 +132,21 @@ class TokenizerPool:
         self.reply_syntax = ReplySyntax()  # known once a worker is up
         self._tool_format = tool_format
         self._folder, self._num_workers, self._memory, self._log = folder, workers, memory_bytes, log
-        self._waiting: tuple[deque[_Queued], deque[_Queued]] = (deque(), deque())  # small and large ones
+        self._waiting: tuple[deque[_Queued], deque[_Queued]] = (deque(), deque())  # small and large jobs
         self._slots: list[asyncio.Task[None]] = []
         self._workers: set[_Worker] = set()
-        self._bell = asyncio.Event()  # rings when a free worker may have something to do
-        self._num_busy = self._num_large = 0  # jobs at work, and large ones among them
-        self._took_large = False  # the last time
+        self._bell = asyncio.Event()  # set when there may be work for a free worker
+        self._num_busy = self._num_large = 0  # running jobs, and the large ones among them
+        self._took_large = False  # whether the last job taken was large
 
     @property
     def pids(self) -> list[int]:
-        """The workers that are up."""
+        """Process ids of the running workers."""
         return sorted(worker.pid for worker in self._workers)
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that no worker has yet."""
+        """Number of queued jobs."""
         return sum(map(len, self._waiting))
 
     async def start(self) -> None:
@@ -166,7 +165,7 @@ class TokenizerPool:
             raise
 
     async def close(self) -> None:
-        """Kill the workers; jobs that wait fail. A second call does nothing."""
+        """Kill the workers; queued jobs fail. Idempotent."""
         slots, self._slots = self._slots, []
         for slot in slots:
             slot.cancel()
@@ -176,7 +175,7 @@ class TokenizerPool:
     # -- jobs ----------------------------------------------------------------------------------------------
 
     async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """The token ids of each text; `add_special_tokens` adds what the post-processor adds."""
+        """The token ids of each text; `add_special_tokens` adds those of the post-processor."""
         sizes = [check_text(text, index if len(texts) > 1 else None) for index, text in enumerate(texts)]
         large = sum(sizes) > LARGE_BYTES
         parts = _parts(texts, sizes)
@@ -192,7 +191,7 @@ class TokenizerPool:
         variables: Mapping[str, Any] | None = None,
         reply: ReplyRequest | None = None,
     ) -> RenderedChat:
-        """A chat in the checkpoint's own template; see `Tokenizer.apply_chat_template`."""
+        """A chat rendered with the checkpoint's template; see `Tokenizer.apply_chat_template`."""
         job = Render(
             list(messages),
             add_generation_prompt,
@@ -207,15 +206,15 @@ class TokenizerPool:
         return await self._ask(BadWords(list(words)), list[list[int]]) if words else []
 
     async def compile_grammar(self, wanted: StructuredOutputsParams) -> None:
-        """Whether a grammar can be used; see `Grammars.compile`."""
+        """Check that a grammar can be used; see `Grammars.compile`."""
         await self._ask(CompileGrammar(wanted), type(None))
 
     async def decode(self, ids: list[int]) -> str:
-        """The text of ids, special tokens included."""
+        """The text of ids, including special tokens."""
         return await self._ask(Decode(ids), str)
 
     async def token_texts(self, ids: list[int]) -> list[str]:
-        """The text of each id as it stands after another one."""
+        """The text of each id after another one."""
         return await self._ask(TokenTexts(ids), list[str])
 
     async def _ask(self, job: Job, kind: type[T], large: bool = False) -> T:
@@ -228,7 +227,7 @@ class TokenizerPool:
         try:
             answer = _decode_answer(await queued.result)
         except asyncio.CancelledError:
-            with contextlib.suppress(ValueError):  # a worker has it
+            with contextlib.suppress(ValueError):  # a worker already took it
                 self._waiting[queued.large].remove(queued)
             raise
         if isinstance(answer, Failed):
@@ -238,7 +237,7 @@ class TokenizerPool:
     # -- workers -------------------------------------------------------------------------------------------
 
     async def _keep(self, first: asyncio.Future[None]) -> None:
-        """Keep one worker at work, and replace it when it dies; `first` is told when a worker is up, or why not."""
+        """Run one worker, and replace it when it dies; `first` is set when a worker is up, or to its error."""
         pause = 0.0
         while True:
             await asyncio.sleep(pause)
@@ -266,7 +265,7 @@ class TokenizerPool:
             first.set_exception(error)
             return
         self._log(f"a tokenizer worker cannot be started: {error}")
-        if not self._workers:  # whoever waits would wait for ever
+        if not self._workers:  # queued jobs would wait forever
             self._fail_all(TokenizerUnavailableError("no tokenizer worker can be started; try again"))
 
     def _fail_all(self, error: QuireError) -> None:
@@ -277,7 +276,7 @@ class TokenizerPool:
                     job.result.set_exception(error)
 
     async def _next(self, worker: _Worker) -> _Queued | None:
-        """The next job for this worker; None when it has died."""
+        """The next job for this worker; None if it has died."""
         while not worker.dead:
             if job := self._pop():
                 return job
@@ -289,7 +288,7 @@ class TokenizerPool:
         return None
 
     async def _ping(self, worker: _Worker) -> None:
-        """Ask an idle worker for a sign of life; one that gives none is dead."""
+        """Ping an idle worker; one that does not answer is dead."""
         try:
             await worker.begin(_PING)
             await asyncio.wait_for(worker.receive(), BEGIN_SECONDS)
@@ -299,7 +298,7 @@ class TokenizerPool:
             worker.dead = True
 
     def _pop(self) -> _Queued | None:
-        """The job that a free worker takes: the oldest of its kind, and large and small ones by turns."""
+        """The next job for a free worker: large and small ones alternate, each in the order of arrival."""
         for large in (not self._took_large, self._took_large):
             if large and self._num_large >= max(1, self._num_workers - 1):
                 continue
@@ -311,7 +310,7 @@ class TokenizerPool:
         return None
 
     async def _do(self, job: _Queued, worker: _Worker) -> None:
-        """Have a worker do a job. Afterwards the job has its result, or waits once more; the worker may be dead."""
+        """Run a job on a worker. Afterwards the job is done or queued again; the worker may be dead."""
         self._num_busy += 1
         self._num_large += job.large
         try:
@@ -342,11 +341,11 @@ class TokenizerPool:
                 self._retry(job, worker)
         except (OSError, EOFError):
             worker.dead = True
-            await worker.kill()  # then it is known how it ended
+            await worker.kill()  # so that its exit code is known
             self._retry(job, worker)
 
     async def _answer(self, job: _Queued, worker: _Worker) -> bytes:
-        """Raises TimeoutError when the time is over: the deadline, or less when the caller has given up."""
+        """The answer. Raises TimeoutError at the deadline, or earlier if the caller gave up."""
         await worker.begin(job.body)
         asking = asyncio.create_task(worker.receive())
         try:
@@ -360,7 +359,7 @@ class TokenizerPool:
             asking.cancel()
 
     def _retry(self, job: _Queued, worker: _Worker) -> None:
-        """The worker is gone: the job goes to the head of the queue, unless it was there before."""
+        """The worker is gone: put the job at the head of the queue, unless it was retried before."""
         if job.result.done():
             return
         if not job.retried:
@@ -381,11 +380,11 @@ class TokenizerPool:
 
 
 class _Worker:
-    """One process, seen from its pool.
+    """A worker process, as seen by the pool.
 
     Attributes:
-        dead: it takes no more jobs.
-        end: how it ended, for the log.
+        dead: whether it takes no more jobs.
+        end: how it exited, for the log.
     """
 
     def __init__(
@@ -399,16 +398,16 @@ class _Worker:
         self.end = ""
         self.reply_syntax = ReplySyntax()
         self._process = process
-        self._begun: float | None = None  # its processor time when the job at hand began
+        self._begun: float | None = None  # its CPU time when the current job began
         self._reader, self._writer = streams
         self._watch = asyncio.create_task(self._notice_death(bell))
 
     @classmethod
     async def start(cls, folder: Path, memory_bytes: int, bell: asyncio.Event, tool_format: str = "auto") -> _Worker:
-        """A process that has loaded the tokenizer.
+        """Start a process and wait until it has loaded the tokenizer.
 
         Raises:
-            QuireError: what it says is wrong with the checkpoint; a TokenizerFailedError where it says nothing.
+            QuireError: the error it reported for the checkpoint; a TokenizerFailedError if it reported none.
         """
         try:
             ours, theirs = socket.socketpair()
@@ -419,7 +418,7 @@ class _Worker:
                         child.python("quire.text.tokenizer_worker"),
                         WorkerStart(theirs.fileno(), str(folder), memory_bytes, tool_format),
                         fds=[theirs.fileno()],
-                        # The library's own switch: it would start a thread for each core, in each worker.
+                        # Otherwise the library starts a thread per core in each worker.
                         environment={"TOKENIZERS_PARALLELISM": "false"},
                     )
                 except BaseException:
@@ -445,7 +444,7 @@ class _Worker:
         return worker
 
     async def begin(self, body: bytes) -> None:
-        """Hand it a job. Raises TimeoutError when it does not take it, OSError or EOFError when it is gone."""
+        """Send it a job. Raises TimeoutError if it does not accept it, OSError or EOFError if it is gone."""
         self._begun = None
         async with asyncio.timeout(BEGIN_SECONDS):
             self._writer.write(LENGTH.pack(len(body)))
@@ -455,12 +454,12 @@ class _Worker:
         self._begun = child.cpu_seconds(self.pid)
 
     def worked_for(self, seconds: float) -> bool:
-        """It has begun the job at hand, and has had a processor for so long since; where that is unknown, it has."""
+        """Whether it used this much CPU time since it began the current job; true if its CPU time is unknown."""
         return self._begun is not None and not child.cpu_seconds(self.pid) - self._begun < seconds
 
     @property
     def was_killed(self) -> bool:
-        """From here, or from outside; else it ended by itself, as it does where there is not enough memory."""
+        """Whether it was killed, by the pool or from outside, rather than exiting itself, as it does out of memory."""
         return self.end == NO_LIFE or self._process.returncode == -signal.SIGKILL
 
     async def receive(self) -> bytes:
@@ -469,7 +468,7 @@ class _Worker:
         return await self._reader.readexactly(size)
 
     async def kill(self) -> None:
-        """End the process, if it has not ended by itself, and wait until it is gone."""
+        """Kill the process if it is running, and wait until it is gone."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)  # `Process.kill` may take the exit code from its watcher
@@ -489,7 +488,7 @@ _PING = msgspec.msgpack.encode(Ping())
 
 
 def _parts(texts: Sequence[str], sizes: Iterable[int]) -> list[list[str]]:
-    """The texts in runs of `LARGE_BYTES` or a little more. Raises `RequestError` for a text that is too long."""
+    """The texts in parts of `LARGE_BYTES` or a little more. Raises `RequestError` for a text that is too long."""
     parts: list[list[str]] = []
     room = 0
     for text, size in zip(texts, sizes, strict=True):
@@ -503,7 +502,7 @@ def _parts(texts: Sequence[str], sizes: Iterable[int]) -> list[list[str]]:
 
 
 def _encoded(job: Job) -> bytes:
-    """The job's message. Raises `RequestError` for what no message can hold."""
+    """The job's message. Raises `RequestError` if it cannot be encoded."""
     try:
         body = msgspec.msgpack.encode(job)
     except UnicodeEncodeError:
@@ -524,7 +523,7 @@ def _check_size(size: int) -> None:
 
 
 async def _all(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; when one fails, the others are given up."""
+    """The results of all; if one fails, the others are cancelled."""
     if len(jobs) == 1:
         return [await jobs[0]]
     tasks = [asyncio.create_task(job) for job in jobs]

@@ -1,10 +1,10 @@
-"""The first loading of a checkpoint's tokenizer, where it can do no harm.
+"""Loads a checkpoint's tokenizer in a sandboxed process before this process does.
 
-A tokenizer comes with the checkpoint, so it is data from outside, and loading it may end in a panic or a crash, take
-any memory, or never end. So a tokenizer worker (`tokenizer_worker.py`) loads it first, in a process of its own whose
-memory is bounded and which is killed at a deadline. What it could load, this process can load after it.
+A tokenizer comes with the checkpoint, so it is untrusted: loading it may panic, crash, exhaust memory or never end. So
+a tokenizer worker (`tokenizer_worker.py`) loads it first, with bounded memory and a deadline. If that succeeds, it is
+safe to load here.
 
-It runs beside whatever its owner does meanwhile, such as loading weights. What ships with Quire needs no trial.
+The trial runs concurrently with its owner, which may load weights meanwhile. Tokenizers shipped with Quire skip it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from quire.text.tokenizer import TOKENIZER_FILE
 from quire.text.tokenizer_worker import LENGTH, Answer, Failed, WorkerStart
 
 MEMORY_BYTES = 2 << 30
-"""How much the process may grow. A tokenizer of 200,000 tokens, a file of 18 MB, takes a tenth of it."""
+"""Maximum growth of the process. A tokenizer of 200,000 tokens, a file of 18 MB, takes a tenth of it."""
 
 DEADLINE = 60.0
-"""Seconds from the start. The same tokenizer takes two on one core."""
+"""Seconds from the start. That tokenizer takes two on one core."""
 
 
 DO = "download it again, or save it anew with transformers' save_pretrained"
@@ -39,14 +39,14 @@ _decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 class TokenizerTrial:
-    """One trial. Ends its process when it is left.
+    """One trial, a context manager that ends its process on exit.
 
     Args:
-        folder: the checkpoint; nothing is done for one without a tokenizer.
+        folder: the checkpoint; without a tokenizer, nothing is done.
 
     Raises:
-        TokenizerError: what should be the tokenizer's file is none.
-        TokenizerFailedError: the system starts no process.
+        TokenizerError: the tokenizer's path is not a file.
+        TokenizerFailedError: the process cannot be started.
     """
 
     def __init__(self, folder: Path, deadline: float = DEADLINE, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -56,7 +56,7 @@ class TokenizerTrial:
             return
         self._end = time.monotonic() + deadline
         self._socket, theirs = socket.socketpair()
-        self._socket.shutdown(socket.SHUT_WR)  # no jobs will come: once it has loaded, it leaves, and frees its memory
+        self._socket.shutdown(socket.SHUT_WR)  # no jobs will come: after loading it exits, and frees its memory
         with theirs, contextlib.ExitStack() as on_failure:
             on_failure.callback(self._socket.close)
             try:
@@ -88,11 +88,11 @@ class TokenizerTrial:
         """Wait for its end.
 
         Raises:
-            TokenizerError, ChatTemplateError: the checkpoint's files are not valid; the message names the one.
+            TokenizerError, ChatTemplateError: the checkpoint's files are not valid; the message names the file.
         """
         if self._process is None:
             return
-        self._socket.settimeout(max(0.1, self._end - time.monotonic()))  # an answer that is there is read even then
+        self._socket.settimeout(max(0.1, self._end - time.monotonic()))  # an answer already there is read even then
         try:
             answer = self._read_answer()
         except TimeoutError:
@@ -103,7 +103,7 @@ class TokenizerTrial:
             raise getattr(errors, answer.kind, TokenizerError)(answer.message)
 
     def _read_answer(self) -> Answer:
-        """Raises OSError or EOFError where there is none."""
+        """The answer. Raises OSError or EOFError if there is none."""
         with self._socket.makefile("rb") as stream:
             head = stream.read(LENGTH.size)
             body = stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
@@ -113,11 +113,11 @@ class TokenizerTrial:
         return answer
 
     def _how_it_ended(self) -> str:
-        """What became of a process that gave no answer."""
+        """How a process without an answer ended."""
         code: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = None if self._process is None else self._process.wait(self._seconds)
-        if code == -signal.SIGABRT:  # what Rust does where memory is refused, and what C libraries do of any error
+        if code == -signal.SIGABRT:  # Rust aborts when it runs out of memory, and C libraries on any error
             return f"the process that tried it gave up; it may take more than {self._memory >> 20} MiB of memory"
         ended = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         return f"the process that tried it ended with {ended}"

@@ -1,12 +1,10 @@
 """A tokenizer worker: a process that renders chat templates and tokenizes, for `tokenizer_pool.py`.
 
-What users send, and what a checkpoint's template does with it, may take any time and memory. So it is done here,
-where it can be killed and where memory is bounded. A worker does one job at a time, over a socket, and leaves when
-the other end is closed.
+Untrusted requests and templates may take any time and memory, so they are processed here, in a process that can be
+killed and has bounded memory. A worker does one job at a time, over a socket, and exits when the other end is closed.
 
-Every message is a length in four bytes and msgpack. The first one tells that the tokenizer is loaded (`Done`, with the
-model's `ReplySyntax`), or why it is not (`Failed`); after that there are two for each `Job`: it has begun (`Begun`),
-and its answer.
+Every message is a four-byte length and msgpack. The first one reports that the tokenizer is loaded (`Done`, with the
+model's `ReplySyntax`), or why not (`Failed`); after that there are two for each `Job`: `Begun`, and its answer.
 """
 
 from __future__ import annotations
@@ -43,16 +41,16 @@ LENGTH = struct.Struct(">I")
 MAX_ID = (1 << 32) - 1
 
 COMPILE_SECONDS = 3.0
-"""Of a processor, for a grammar. What is not refused the engine compiles once more, while other grammars wait."""
+"""Maximum CPU time for compiling a grammar. The engine compiles accepted ones again, while other grammars wait."""
 
 
 class WorkerStart(msgspec.Struct):
-    """What a worker is told on its standard input.
+    """A worker's arguments, read from its standard input.
 
     Attributes:
-        socket: number of the inherited socket.
+        socket: file descriptor of the inherited socket.
         folder: the checkpoint.
-        memory_bytes: how much its memory may grow while the tokenizer is loaded, and again after that.
+        memory_bytes: maximum growth of its memory while the tokenizer is loaded, and again after that.
         tool_format: see `EngineConfig.tool_format`.
     """
 
@@ -86,7 +84,7 @@ class BadWords(msgspec.Struct, tag="bad_words"):
 
 
 class Decode(msgspec.Struct, tag="decode"):
-    """Answered by the text of these ids, special tokens included."""
+    """Answered by the text of these ids, including special tokens."""
 
     ids: list[int]
 
@@ -98,20 +96,20 @@ class TokenTexts(msgspec.Struct, tag="token_texts"):
 
 
 class CompileGrammar(msgspec.Struct, tag="compile"):
-    """Answered by nothing in particular where a grammar can be used."""
+    """Answered by `Done` if the grammar can be used."""
 
     wanted: StructuredOutputsParams
 
 
 class Ping(msgspec.Struct, tag="ping"):
-    """Answered by nothing in particular: a sign of life."""
+    """Answered by `Done`, to show that the worker is alive."""
 
 
 Job = Encode | Render | BadWords | Decode | TokenTexts | CompileGrammar | Ping
 
 
 class Begun(msgspec.Struct, tag="begun"):
-    """The job has come; what time passes from now on passes for it."""
+    """The job was received; its time is measured from now on."""
 
 
 class Done(msgspec.Struct, tag="done"):
@@ -121,7 +119,7 @@ class Done(msgspec.Struct, tag="done"):
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The job is refused. `kind` is a class of `quire.errors`, `param` the field to blame, if it is one alone."""
+    """The job failed. `kind` is a class of `quire.errors`, `param` the field that caused it, if a single one did."""
 
     kind: str
     message: str
@@ -135,8 +133,8 @@ _encode = msgspec.msgpack.encode
 
 
 def main() -> None:
-    """The process: load, then work until the socket is closed."""
-    from quire.grammar.grammars import Grammars  # only here: whoever starts a worker needs none of it
+    """Load the tokenizer, then serve jobs until the socket is closed."""
+    from quire.grammar.grammars import Grammars  # imported late: processes that start a worker do not need it
 
     start = child.begin(WorkerStart)
     with socket.socket(fileno=start.socket) as connection, contextlib.suppress(ConnectionError):
@@ -158,10 +156,10 @@ def main() -> None:
 
 
 def _load(folder: Path, tool_format: str) -> Tokenizer | None:
-    """The checkpoint's tokenizer, ready; None where it has none: then every job is refused.
+    """The checkpoint's tokenizer, warmed up; None if it has none: then every job is refused.
 
     Raises:
-        TokenizerError, ChatTemplateError: it cannot be loaded, for whatever reason.
+        TokenizerError, ChatTemplateError: it cannot be loaded, for any reason.
     """
     try:
         tokenizer = Tokenizer.load_if_present(folder, tool_format)
@@ -171,7 +169,7 @@ def _load(folder: Path, tool_format: str) -> Tokenizer | None:
         raise
     except MemoryError:
         raise TokenizerError(f"{folder / TOKENIZER_FILE} or a file beside it takes too much memory to load") from None
-    except Exception as error:  # files from outside: unexpected errors are their fault, too
+    except Exception as error:  # untrusted files: unexpected errors are their fault, too
         traceback.print_exception(error, file=sys.stderr)
         raise TokenizerError(
             f"{folder / TOKENIZER_FILE} and the files beside it cannot be used ({type(error).__name__}: {error}); "
@@ -181,12 +179,11 @@ def _load(folder: Path, tool_format: str) -> Tokenizer | None:
 
 
 def _limit_memory(growth: int) -> None:
-    """Bound what this process may have on top of what it has now; a second call counts from what it has then. Asking
-    for more then fails here alone, and the library that asked may abort; users' texts are not to be left behind in a
-    core file.
+    """Limit the growth of this process's memory, from its current size. Beyond it allocation fails in this process
+    only, and a library may abort; core files are disabled, since they would contain users' texts.
 
-    It is the private writable memory that counts (RLIMIT_DATA), since threads and libraries reserve addresses that
-    they never use. Where the kernel does not tell, there is no bound.
+    The limit is on private writable memory (RLIMIT_DATA), since threads and libraries reserve addresses that they
+    never use. If the kernel does not report its size, there is no limit.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -197,7 +194,7 @@ def _limit_memory(growth: int) -> None:
 
 
 def _answer(tokenizer: Tokenizer | None, grammars: Grammars, body: bytes) -> Answer:
-    """The answer to one job, whatever happens."""
+    """The answer to a job; does not raise."""
     try:
         job: Job = _decode_job(body)
         if isinstance(job, Ping):
@@ -233,7 +230,7 @@ def _work(tokenizer: Tokenizer, grammars: Grammars, job: Job) -> Any:
 
 
 def _checked(ids: list[int]) -> list[int]:
-    """The ids, if the tokenizer's library can hold them."""
+    """The ids, if they are in the range of the tokenizer's library."""
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token <= MAX_ID:
             raise TokenOutOfRangeError(f"the token id {token} lies outside the vocabulary; ids are from 0 on")
@@ -251,7 +248,7 @@ def _done(value: Any) -> Done:
 
 
 def _refusal(error: Exception) -> Failed:
-    """What the other end is told. Anything that Quire did not raise on purpose goes to the log, not to clients."""
+    """The answer for an error. Unexpected errors are logged, and not shown to clients."""
     if isinstance(error, MemoryError):
         error = RequestError("tokenizing this request takes more memory than it may have; send less text")
     elif not isinstance(error, QuireError) or isinstance(error, TokenizerFailedError):
@@ -267,7 +264,7 @@ def _send(connection: socket.socket, message: Begun | Answer) -> None:
 
 
 def _receive(connection: socket.socket) -> bytes | None:
-    """The next job; None when there are no more."""
+    """The next job; None if the other end was closed."""
     head = _read(connection, LENGTH.size)
     return None if head is None else _read(connection, LENGTH.unpack(head)[0])
 
