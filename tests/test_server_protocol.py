@@ -260,6 +260,18 @@ BAD_TOOLS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_a_json_object_may_have_a_schema_as_in_llama_cpp() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked = chat(response_format={"type": "json_object", "schema": schema}).params.structured_outputs
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert asked is not None and asked == chat(response_format=named).params.structured_outputs
+    plain = chat(response_format={"type": "json_object", "schema": None}).params.structured_outputs
+    assert plain is not None and plain.kind == "json_object"
+    for bad in ({"schema": "x"}, {"schema": schema, "strict": True}, {"json_schema": named["json_schema"]}):
+        error = refusal(lambda bad=bad: chat(response_format={"type": "json_object", **bad}))
+        assert (error.param or "").startswith("response_format")
+
+
 @pytest.mark.parametrize(("fields", "param"), BAD_TOOLS)
 def test_bad_tools_are_refused_by_their_place(fields: dict[str, Any], param: str) -> None:
     assert refusal(lambda: chat(**fields)).param == param

@@ -126,6 +126,7 @@ FORMATS: dict[str, Schema] = {
             "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
             "format": {"type": "object", "description": "For a structural tag, as in vLLM and XGrammar."},
             "structures": {"type": "array", "description": "For a structural tag in the older format."},
+            "schema": {"type": ["object", "null"], "description": "For json_object: its schema, as in llama.cpp."},
             "triggers": {"type": "array", "items": {"type": "string"}, "description": "The same."},
             "json_schema": {
                 "type": "object",

@@ -26,6 +26,9 @@ GRAMMARS = {
 }
 """SGLang's and llama.cpp's names, and a former one of vLLM's."""
 
+_BESIDE_TYPE = {"json_schema": ("json_schema",), "json_object": ("schema",)}
+"""The second one is llama.cpp's."""
+
 FORMATS = "text", "json_object", "json_schema", "structural_tag"
 
 
@@ -85,21 +88,27 @@ def _format_fields(value: Any) -> dict[str, Any] | None:
         raise wrong_value("response_format.type", kind, f"one of {', '.join(FORMATS)}")
     if kind == "structural_tag":
         return {"structural_tag": value}
-    _check_names(value, {"type", "json_schema"} if kind == "json_schema" else {"type"}, "response_format")
+    _check_names(value, {"type", *_BESIDE_TYPE.get(kind, ())}, "response_format")
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and value.get("schema") is None:
         return {"json_object": True}
+    if kind == "json_object":
+        return {"json": _schema(value, "response_format")}
     told = value.get("json_schema")
     if not isinstance(told, dict):
         raise wrong_type("response_format.json_schema", told, "an object with a schema")
     _check_names(told, {"name", "description", "schema", "strict"}, "response_format.json_schema")
     if not isinstance(told.get("strict"), bool | None):
         raise wrong_type("response_format.json_schema.strict", told["strict"], "true or false; it is enforced anyway")
-    schema = told.get("schema")
+    return {"json": _schema(told, "response_format.json_schema")}
+
+
+def _schema(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+    schema = value.get("schema")
     if not isinstance(schema, dict):
-        raise wrong_type("response_format.json_schema.schema", schema, "a JSON Schema")
-    return {"json": schema}
+        raise wrong_type(f"{where}.schema", schema, "a JSON Schema")
+    return schema
 
 
 def _check_names(value: Mapping[str, Any], known: set[str], where: str) -> None:
