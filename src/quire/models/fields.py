@@ -1,4 +1,4 @@
-"""JSON files read field by field; errors name the field, what was found, and what is allowed."""
+"""Typed access to fields of JSON files; errors name the field, its value, and the allowed values."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from quire.errors import ModelConfigError, QuireError
 
 MAX_JSON_BYTES = 16 << 20
 MAX_SIZE = 1 << 24
-"""Bound of any count or width in a configuration: far above every model, far below what exhausts a machine."""
+"""Maximum of any count or width in a configuration: far above every model, and harmless for a machine's memory."""
 MAX_NUMBER = 1e6
-"""Bound of a factor or another real number that has none of its own."""
+"""Maximum of factors and other real numbers without a maximum of their own."""
 
 
 def has_file(file: Path, error: type[QuireError] = ModelConfigError) -> bool:
-    """Whether a file that may be absent is there.
+    """Whether an optional file exists.
 
-    Raises `error` where something of its name is there but no file: taking a broken link for an absent file
-    would change in silence what the checkpoint says.
+    Raises `error` if there is something else with its name: treating a broken link as absent would silently change
+    the checkpoint.
     """
     if os.path.isfile(file):  # unlike Path.is_file, not an error for a name that is too long
         return True
@@ -35,7 +35,7 @@ class Fields:
 
     Args:
         values: the object.
-        source: what to call it in messages, such as "/models/x/config.json".
+        source: its name in error messages, such as "/models/x/config.json".
     """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
@@ -44,7 +44,7 @@ class Fields:
 
     @classmethod
     def read(cls, file: Path, max_bytes: int = MAX_JSON_BYTES) -> Fields:
-        """The fields of a JSON file; those of an absent file are none.
+        """The fields of a JSON file; empty if it is absent.
 
         Raises:
             ModelConfigError: the file cannot be read, or is not a JSON object.
@@ -68,38 +68,38 @@ class Fields:
         return name in self._values
 
     def names(self) -> set[str]:
-        """The fields that are there and not null."""
+        """Names of the fields that are present and not null."""
         return set(self._values)
 
     def picked(self, names: Iterable[str]) -> dict[str, Any]:
-        """Those of some fields that are there, as found: whoever asked checks them."""
+        """Those of some fields that are present, unchecked."""
         return {name: self._values[name] for name in names if name in self._values}
 
     def without(self, name: str) -> Fields:
-        """The same fields but one."""
+        """The fields without one."""
         return Fields(self.picked(self.names() - {name}), self.source)
 
     def error(self, name: str, allowed: str) -> ModelConfigError:
-        """What to raise for a field: its value as found, and what is allowed."""
+        """An error for a field, with its value and the allowed values."""
         found = repr(self._values[name])[:200] if name in self._values else "nothing"
         return ModelConfigError(f"{self.source}: field {name!r} must be {allowed}, found {found}")
 
     def integer(self, name: str, *, default: int | None = None, min: int = 1, max: int = MAX_SIZE) -> int:
-        """A whole number from `min` to `max`; required where there is no default."""
+        """An integer from `min` to `max`; required without a default."""
         value = self._values.get(name, default)
         if type(value) is not int or not min <= value <= max:
             raise self.error(name, f"a whole number from {min} to {max}")
         return value
 
     def number(self, name: str, *, default: float | None = None, above: float = 0.0, max: float = MAX_NUMBER) -> float:
-        """A number greater than `above` and at most `max`; required where there is no default."""
+        """A number greater than `above` and at most `max`; required without a default."""
         value = self._values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= max:
             raise self.error(name, f"a finite number greater than {above:g} and at most {max:g}")
         return float(value)
 
     def optional_number(self, name: str, *, zero: bool = False) -> float | None:
-        """A number greater than 0 and at most `MAX_NUMBER`, or None where there is none; `zero`: or where it is 0."""
+        """A number greater than 0 and at most `MAX_NUMBER`, or None if absent (or 0, with `zero`)."""
         if zero and name in self and self._values[name] == 0 and not isinstance(self._values[name], bool):
             return None
         return self.number(name) if name in self else None
@@ -112,28 +112,28 @@ class Fields:
         return value
 
     def choice(self, name: str, allowed: Collection[str], *, default: str | None = None) -> str:
-        """One of a few strings; required where there is no default."""
+        """One of the allowed strings; required without a default."""
         value = self._values.get(name, default)
         if not isinstance(value, str) or value not in allowed:
             raise self.error(name, " or ".join(repr(item) for item in sorted(allowed)))
         return value
 
     def text(self, name: str) -> str:
-        """A string, which is required."""
+        """A required string."""
         value = self._values.get(name)
         if not isinstance(value, str):
             raise self.error(name, "a string")
         return value
 
     def strings(self, name: str) -> list[str] | None:
-        """A list of strings, or None where there is none."""
+        """A list of strings, or None if absent."""
         value = self._values.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             raise self.error(name, "a list of strings")
         return value
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of numbers greater than 0 and at most `MAX_NUMBER`, which is required."""
+        """A required list of numbers greater than 0 and at most `MAX_NUMBER`."""
         value = self._values.get(name)
         fine = isinstance(value, list) and all(
             isinstance(item, int | float) and not isinstance(item, bool) and 0 < item <= MAX_NUMBER for item in value
@@ -143,14 +143,14 @@ class Fields:
         return tuple(float(item) for item in value)
 
     def integers(self, name: str, *, below: int) -> list[int]:
-        """A list of whole numbers from 0 to below - 1; empty where there is none."""
+        """A list of integers from 0 to below - 1; empty if absent."""
         value = self._values.get(name, [])
         if not isinstance(value, list) or not all(type(item) is int and 0 <= item < below for item in value):
             raise self.error(name, f"a list of whole numbers, each from 0 to {below - 1}")
         return value
 
     def token_ids(self, name: str, vocab_size: int) -> list[int]:
-        """One token id or a list of them; empty where there is none."""
+        """A token id or a list of them; empty if absent."""
         value = self._values.get(name, [])
         ids = value if isinstance(value, list) else [value]
         if not all(type(item) is int and 0 <= item < vocab_size for item in ids):
@@ -158,21 +158,21 @@ class Fields:
         return ids
 
     def mapping(self, name: str) -> dict[str, str]:
-        """An object that holds strings, at least one."""
+        """A non-empty object of strings."""
         value = self._values.get(name)
         if not isinstance(value, dict) or not value or not all(isinstance(item, str) for item in value.values()):
             raise self.error(name, "an object of strings")
         return value
 
     def section(self, name: str) -> Fields:
-        """The fields of a nested object; none where it is absent."""
+        """The fields of a nested object; empty if absent."""
         value = self._values.get(name, {})
         if not isinstance(value, dict):
             raise self.error(name, "an object")
         return Fields(value, f"{self.source}, {name}")
 
     def refuse(self, name: str, neutral: Collection[object], why: str) -> None:
-        """Raises unless the field is absent or has one of the values that change nothing."""
+        """Raise unless the field is absent or has one of the `neutral` values."""
         if name in self and not any(
             self._values[name] == value and type(self._values[name]) is type(value) for value in neutral
         ):

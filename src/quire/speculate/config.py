@@ -1,6 +1,6 @@
-"""What `speculative_config` may say: how tokens are drafted, and how they are accepted.
+"""`speculative_config`: how tokens are drafted and accepted.
 
-Keys are vLLM's where vLLM has the same thing. A leaf: anyone may import it.
+Keys are vLLM's where vLLM has the same feature. Imports nothing of the engine.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from quire.errors import ConfigError
 from quire.vllm_options import SPECULATIVE_OPTIONS, translated
 
 METHODS: dict[str, int] = {"ngram": 8, "draft_model": 4, "eagle": 4, "eagle3": 4, "mtp": 1}
-"""How tokens may be drafted, and how many at most unless it is said."""
+"""Methods of drafting, with the default maximum of drafts."""
 
 TREE_NODES = 16
-"""The same, of a tree."""
+"""The default maximum of drafts in a tree."""
 
 MOST_DRAFTS = 64
-"""More could not pay."""
+"""The maximum of `num_speculative_tokens`; more would not pay off."""
 
 DEMOS = {"draft_model": "demo-draft", "eagle": "demo-eagle"}
-"""What drafts for the embedded model where no other is named."""
+"""Default draft models of the embedded demo model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +32,15 @@ class SpeculativeConfig:
 
     Attributes:
         method: one of `METHODS`.
-        model: folder of the draft model or head, org/name to download, or an embedded one's name.
-        num_speculative_tokens: most drafts of a request a step; with trees, the nodes of one.
-        adaptive: draft as many as pay, down to none; False: always as many as there is room for.
-        prompt_lookup_min, prompt_lookup_max: ngram: tokens of the suffix that is looked up.
-        tree_width: branches of a node; 1: drafts follow one another.
-        tree_depth: most tokens on a path.
+        model: folder of the draft model or head, org/name on the Hub, or the name of an embedded one.
+        num_speculative_tokens: maximum drafts per request and step; with trees, nodes of a tree.
+        adaptive: draft as many as pay off, down to none; False: always as many as fit.
+        prompt_lookup_min, prompt_lookup_max: length of the suffix that ngram looks up.
+        tree_width: branches of a node; 1 for a chain of drafts.
+        tree_depth: maximum tokens on a path.
 
     Raises:
-        ConfigError: a value has the wrong type, is out of range, or is for another method.
+        ConfigError: a value has the wrong type, is out of range, or does not apply to the method.
     """
 
     method: str
@@ -82,7 +82,7 @@ class SpeculativeConfig:
 
     @classmethod
     def read(cls, given: Mapping[str, Any], model: str) -> SpeculativeConfig:
-        """From `EngineConfig.speculative_config`; `model` is what the engine verifies with.
+        """From `EngineConfig.speculative_config`; `model` is the target.
 
         Raises:
             ConfigError: a key is unknown (the message names the nearest one), or a value is not valid.
@@ -110,7 +110,7 @@ class SpeculativeConfig:
         return own
 
     def named_model(self) -> str:
-        """`model`, of a method that reads one.
+        """`model`, for a method that needs one.
 
         Raises:
             ConfigError: none was named.
@@ -121,7 +121,7 @@ class SpeculativeConfig:
         return self.model
 
     def describe(self) -> str:
-        """For people, at start."""
+        """A description for the log."""
         what = self.method if self.model is None else f"{self.method} ({self.model})"
         shape = f"trees of {self.num_speculative_tokens} drafts" if self.tree_width > 1 else ""
         shape = shape or f"up to {self.num_speculative_tokens} drafts"
@@ -129,7 +129,7 @@ class SpeculativeConfig:
 
 
 def _defaults(method: Any, tree_width: Any, model: str) -> dict[str, Any]:
-    """What depends on the method, on whether there are trees, and on the model that is drafted for."""
+    """Defaults that depend on the method, on trees, and on the target."""
     known = method if isinstance(method, str) else ""
     most = METHODS.get(known, 1) if tree_width in (None, 1) else TREE_NODES
     return {"num_speculative_tokens": most, "model": DEMOS.get(known) if model == "demo" else None}

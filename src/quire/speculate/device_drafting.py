@@ -1,8 +1,8 @@
-"""Drafts of a second model where steps overlap on a device: see `drafting`, of which this is the part without trees.
+"""Drafts of a second model with overlapping steps on a device: like `drafting`, without trees.
 
-The host does not know where a text ends, but how far at most. So the model's rows of a request are computed up to
-there: what they take is what the device has at these positions, and those after the end are computed again. The row
-of the last known token is picked on the device, and each draft goes from there into the next row.
+The host knows only an upper bound of a request's length. So the model's rows are computed up to it, from the tokens
+on the device at these positions, and those beyond the actual end are computed again. The row of the last known token
+is selected on the device, and each draft is fed into the next row there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from quire.speculate.drafting import CHUNK, NOTHING, DraftingModel
 
 
 def kept_tokens(most: int) -> int:
-    """Tokens of a request that are looked at again, where a step verifies at most so many drafts: a power of two.
+    """Number of a request's recent tokens to keep, if a step verifies at most `most` drafts: a power of two.
 
-    Those are what may wait, what the step in flight may add to it, and drafts.
+    It covers those that may wait, those that the step in flight may add, and drafts.
     """
     return 1 << (CHUNK + 2 * (most + 1) - 1).bit_length()
 
@@ -33,8 +33,8 @@ class _Request:
     """How far a request has been followed.
 
     Attributes:
-        followed: the model's rows before this position are right.
-        ahead: so are those of the tokens that a step has made which is not settled yet.
+        followed: the model's rows before this position are valid.
+        ahead: so are the rows of tokens of steps that are not settled yet.
     """
 
     followed: int = 0
@@ -42,27 +42,27 @@ class _Request:
 
 
 class DeviceDraftingProposer(DeviceProposer):
-    """Drafts with a model, one token after the other.
+    """Drafts chains of tokens with a model.
 
     Args:
-        model: what drafts.
+        model: the drafting model.
         lead: see `DraftingProposer`.
-        most: drafts of a request in a step.
+        most: maximum drafts per request and step.
     """
 
     def __init__(self, model: DraftingModel, lead: int, most: int) -> None:
         self._model, self._lead, self._most = model, lead, most
         self.keeps = kept_tokens(most)
         self._requests: dict[int, _Request] = {}
-        self._hidden = torch.empty(0, 0)  # [requests * keeps, hidden]: what a head is fed, as `DeviceContext.recent`
+        self._hidden = torch.empty(0, 0)  # [requests * keeps, hidden]: a head's input, like `DeviceContext.recent`
 
     def start(self, info: RequestInfo) -> None:
-        """See `DeviceProposer`. One without speculation is not followed; drafts after its cached prefix are worse."""
+        """See `DeviceProposer`. Requests without speculation are not followed; drafts after such a prefix are worse."""
         if info.params.speculate:
             self._requests[info.request] = _Request()
 
     def end(self, request: int) -> None:
-        """See `DeviceProposer`; one that is not known is ignored."""
+        """See `DeviceProposer`; unknown requests are ignored."""
         self._requests.pop(request, None)
 
     def restart(self, request: int, start: int) -> None:
@@ -81,7 +81,7 @@ class DeviceDraftingProposer(DeviceProposer):
     def follow(
         self, computed: Sequence[Computed], placed: Placed | None, features: Tensor, context: DeviceContext
     ) -> None:
-        """See `DeviceProposer`: prompts at once; what is sampled, when drafts are wanted or enough of it waits."""
+        """See `DeviceProposer`: prompts at once; sampled tokens when drafts are wanted or enough tokens wait."""
         hidden = self._model.fuse(features) if self._lead else NOTHING
         if not self._has_room(context):
             grown = hidden.new_zeros(len(context.recent) * self.keeps, hidden.shape[1])
@@ -90,20 +90,20 @@ class DeviceDraftingProposer(DeviceProposer):
             self._hidden = grown
         try:
             self._follow_prompts([each for each in computed if each.request in self._requests], hidden, context)
-        finally:  # whatever may have failed, the next step goes on from here
+        finally:  # even after a failure the next step continues from here
             if self._lead and placed is not None:
                 places = placed.table_rows.long() * self.keeps + placed.positions % self.keeps
                 self._keep(hidden, placed.picked, places)
 
     def _follow_prompts(self, computed: Sequence[Computed], hidden: Tensor, context: DeviceContext) -> None:
-        """All rows whose tokens the prompts name; a head's last one waits for what comes after it."""
+        """Compute all rows whose tokens are in the prompts; a head's last row waits for the next token."""
         batch: list[tuple[int, int, list[int]]] = []  # request, start and tokens of each
-        picked: list[int] = []  # rows of `hidden` that they are fed
-        waited: list[tuple[int, int]] = []  # rows of the batch for which that has waited, and where
-        kept: list[tuple[int, int]] = []  # rows of `hidden` that are to wait, and where
+        picked: list[int] = []  # their rows of `hidden`
+        waited: list[tuple[int, int]] = []  # rows of the batch whose input was waiting, and where
+        kept: list[tuple[int, int]] = []  # rows of `hidden` to store, and where
         for each in computed:
             state, place = self._requests[each.request], context.row_of(each.request) * self.keeps
-            if state.followed != each.start - self._lead:  # it begins here, or what was before was not followed
+            if state.followed != each.start - self._lead:  # it begins here, or earlier tokens were not followed
                 state.followed = each.start
             tokens = each.tokens[state.followed + self._lead - each.start :]
             if tokens:
@@ -121,22 +121,22 @@ class DeviceDraftingProposer(DeviceProposer):
             self._keep(hidden, *context.upload(*np.array(kept).T))
 
     def _has_room(self, context: DeviceContext) -> bool:
-        """Whether there is a place for whatever may wait."""
+        """Whether there is room for all rows that may wait."""
         return not self._lead or len(self._hidden) >= len(context.recent) * self.keeps
 
     def _fed(self, hidden: Tensor, picked: list[int], waited: list[tuple[int, int]], context: DeviceContext) -> Tensor:
-        """Rows of `hidden`, with what has waited in place of some."""
+        """Rows of `hidden`, some replaced by waiting ones."""
         rows, at, places = context.upload(np.array(picked), *np.array(waited, np.int64).reshape(-1, 2).T)
         return hidden.index_select(0, rows).index_copy_(0, at, self._hidden.index_select(0, places))
 
     def _keep(self, hidden: Tensor, rows: Tensor, places: Tensor) -> None:
-        """Rows of `hidden` wait in these places."""
+        """Store rows of `hidden` in these places."""
         self._hidden.index_copy_(0, places, hidden.index_select(0, rows))
 
     # -- drafting ------------------------------------------------------------------------------------------
 
     def propose(self, asked: Sequence[Asked], context: DeviceContext) -> Lines | None:
-        """See `DeviceProposer`. Requests that lag catch up, too."""
+        """See `DeviceProposer`. Lagging requests catch up, too."""
         known = [each for each in asked if each.request in self._requests]
         lags = [each.most - self._lead - self._requests[each.request].followed for each in known]
         late = CHUNK // 2 if max(lags, default=0) >= CHUNK else max(lags, default=0) + 1
@@ -152,14 +152,14 @@ class DeviceDraftingProposer(DeviceProposer):
         return Lines([each.request for each in wanted], self._lines(wanted, ends, out, context))
 
     def _catch_up(self, asked: Sequence[Asked], ends: Ends, context: DeviceContext) -> Tensor:
-        """Computes all rows that may be known. If that fails, it is not tried again.
+        """Compute all rows that may be known. A failure is not retried.
 
-        Returns what the model made of the row of each request's last known token, [requests, hidden].
+        Returns the output of the row of each request's last known token, [requests, hidden].
         """
         starts, counts = [], []
         for each in asked:
             state, stop = self._requests[each.request], each.most - self._lead
-            starts.append(max(state.followed, stop + self._most + 1 - self.keeps))  # what is before is there no longer
+            starts.append(max(state.followed, stop + self._most + 1 - self.keeps))  # earlier ones are no longer kept
             counts.append(stop - starts[-1])
             state.followed, state.ahead = each.certain - self._lead, each.most > each.certain
         batch = context.batch([each.request for each in asked], starts, [[-1 - self._lead] * count for count in counts])
@@ -170,11 +170,11 @@ class DeviceDraftingProposer(DeviceProposer):
             rows * self.keeps + positions % self.keeps, np.array(starts), firsts, np.array(counts) - 1
         )
         out = self._model.forward(self._hidden.index_select(0, places) if self._lead else NOTHING, batch, context.kv)
-        row = (ends.lengths - 1 - self._lead - begins).clamp(min=0)  # below: that step failed; this one is not used
+        row = (ends.lengths - 1 - self._lead - begins).clamp(min=0)  # negative: that step failed; this one is not used
         return out.index_select(0, rows_before + torch.minimum(row, lasts))
 
     def _lines(self, asked: Sequence[Asked], ends: Ends, out: Tensor, context: DeviceContext) -> Tensor:
-        """Drafts one after the other, from `out` of the last known rows; those that want most come first."""
+        """Chains of drafts, from `out` of the last known rows; requests that want most come first."""
         drafts = torch.full((len(asked), asked[0].drafts), -1, device=out.device)
         for depth in range(asked[0].drafts):
             count = sum(each.drafts > depth for each in asked)

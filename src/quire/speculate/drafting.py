@@ -1,11 +1,11 @@
-"""Drafts that a second, smaller model computes: a whole one, an EAGLE head, or DeepSeek's layer after the last.
+"""Drafts computed by a second, smaller model: a draft model, an EAGLE head, or DeepSeek's MTP layer.
 
-Such a model has KV of its own for the same tokens, so it must have seen every token before it can guess the next one.
-What the target computes it is told (`follow`), and it catches up: for the requests that are to be drafted at once, and
-for the others as soon as there is enough of it (`CHUNK`), so that they cost little, and cached blocks hold its KV too.
+Such a model has its own KV for the same tokens, so it must process every token before it can predict the next one.
+It is given what the target computed (`follow`), and catches up: at once for requests that need drafts, and for the
+others when enough tokens are waiting (`CHUNK`), so that they cost little, and cached blocks contain its KV too.
 
-A draft model's row at position p takes the token there, and predicts the next. A head's row at p takes what the target
-made of that position and the token *after* it, and predicts the one after that: it *leads* by one token.
+A draft model's row at position p takes the token there, and predicts the next. A head's row at p takes the target's
+hidden state of that position and the token *after* it, and predicts the one after that: it *leads* by one token.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from quire.runner.proposer import Computed, Drafts, Row, Wanted
 from quire.speculate.tree import GrowingTree, TreeShape
 
 CHUNK = 16
-"""Rows that a request may lag behind before it catches up without being drafted. Those that lag half as far join it."""
+"""Rows that a request may lag before it catches up although it needs no drafts. Those that lag half as far join it."""
 
 
 NOTHING = torch.empty(0, 0)
-"""What a draft model is fed beside tokens."""
+"""A draft model's input besides tokens."""
 
 
 class DraftingModel(Protocol):
-    """What drafts are computed with; EAGLE's heads and `Model.mtp` are such, and `DraftModel` makes a whole model so.
+    """A model that drafts: EAGLE's heads, `Model.mtp`, and `DraftModel`, which adapts a whole model.
 
     Attributes:
         kv_shape: of a token's KV.
@@ -46,24 +46,24 @@ class DraftingModel(Protocol):
     kv_shape: KVShape
 
     def fuse(self, features: Tensor) -> Tensor:
-        """From the target's features [rows, width] to what a row is fed as `hidden`."""
+        """From the target's features [rows, width] to the rows' input `hidden`."""
         ...
 
     def forward(self, hidden: Tensor, batch: RaggedBatch, kv: KVCache) -> Tensor:
-        """One step: [tokens, hidden], which `logits` takes, and which a drafted row after it is fed as `hidden`."""
+        """One step: [tokens, hidden], the input of `logits`, and the input `hidden` of the next drafted row."""
         ...
 
     def logits(self, out: Tensor) -> Tensor:
-        """From rows of what `forward` made to [rows, vocabulary of the target] fp32."""
+        """From rows of `forward`'s result to [rows, vocabulary of the target] fp32."""
         ...
 
 
 class DraftModel:
-    """A whole model that drafts: it needs the tokens alone.
+    """A whole model that drafts, from tokens only.
 
     Args:
-        model: loaded with `one_kv_group`: its KV lies in the blocks of one of the target's groups.
-        vocab_size: the target's. Rows that one of both vocabularies has more than the other are padding.
+        model: loaded with `one_kv_group`: its KV is in the blocks of one of the target's groups.
+        vocab_size: the target's. Extra rows in either vocabulary are padding.
     """
 
     def __init__(self, model: Model, vocab_size: int) -> None:
@@ -74,16 +74,16 @@ class DraftModel:
                 "lie in the blocks of one group; choose another model"
             )
         self._model = model
-        self._more = vocab_size - model.vocab_size  # rows that the target has more
+        self._more = vocab_size - model.vocab_size  # extra rows of the target
         self.kv_shape = model.kv_shape()
 
     def fuse(self, features: Tensor) -> Tensor:
-        """See `DraftingModel`; nothing asks for it."""
+        """See `DraftingModel`; not used."""
         return features
 
     def forward(self, hidden: Tensor, batch: RaggedBatch, kv: KVCache) -> Tensor:
         """See `DraftingModel`."""
-        if self._more > 0:  # a target may sample its padding
+        if self._more > 0:  # the target may sample from its padding
             batch = dataclasses.replace(batch, token_ids=batch.token_ids.clamp(max=self._model.vocab_size - 1))
         return self._model.forward([batch], [kv])
 
@@ -98,10 +98,10 @@ class _Request:
     """How far a request has been followed.
 
     Attributes:
-        end: tokens that the target has computed.
-        followed: the drafting model's rows before this position are right.
-        tokens: what its rows from there on take, as far as that is known.
-        fed: drafts that a draft model was fed at positions from `followed` on.
+        end: number of tokens that the target has computed.
+        followed: the drafting model's rows before this position are valid.
+        tokens: input of its rows from there on, as far as known.
+        fed: drafts that a draft model has processed at positions from `followed` on.
     """
 
     end: int = 0
@@ -110,24 +110,23 @@ class _Request:
     fed: list[int] = field(default_factory=list)
 
     def known(self, lead: int) -> int:
-        """Position of the first token that no row has taken, or waits with."""
+        """Position of the first token that is not the input of any row, computed or waiting."""
         return self.followed + lead + len(self.tokens)
 
 
 class DraftingProposer:
-    """Drafts with a model: one token after the other, or a tree.
+    """Drafts with a model: a chain of tokens, or a tree.
 
-    Where a request begins after a cached prefix, that prefix's blocks hold what another request stored there when it
-    computed it.
+    After a cached prefix, the prefix's blocks contain the KV stored by the request that computed it.
 
     Args:
-        model: what drafts.
-        lead: 0 for a draft model, 1 for a head; see the head of this file.
-        tree: how drafts branch; None: each continues the one before.
-        needs_distributions: whether drafts come with what they were drawn from.
+        model: the drafting model.
+        lead: 0 for a draft model, 1 for a head; see the module's docstring.
+        tree: shape of a tree; None for a chain.
+        needs_distributions: whether drafts come with the distributions they were drawn from.
 
     Raises:
-        ValueError: a tree where distributions are needed.
+        ValueError: a tree with distributions.
     """
 
     def __init__(
@@ -141,11 +140,11 @@ class DraftingProposer:
         self._waiting = _Waiting()
 
     def start(self, info: RequestInfo) -> None:
-        """See `Proposer`. Drafts after the cached prefix of one that was not followed are worse."""
+        """See `Proposer`. Drafts are worse after the cached prefix of a request that was not followed."""
         self._requests[info.request] = _Request()
 
     def end(self, request: int) -> None:
-        """See `Proposer`; one that is not known is ignored."""
+        """See `Proposer`; unknown requests are ignored."""
         self._requests.pop(request, None)
         self._waiting.drop(request)
 
@@ -161,19 +160,19 @@ class DraftingProposer:
             if full:
                 parts = [part for i in full for part in self._parts(computed[i], waiting[i], hidden)]
                 self._catch_up([computed[i].request for i in full], parts, context)
-        finally:  # whatever may have failed, the next step goes on from here
+        finally:  # even after a failure the next step continues from here
             if hidden is not None:
                 self._keep(computed, hidden)
 
     def _take(self, computed: Computed) -> int:
-        """Takes in a request's new tokens; returns how many rows of its features were waiting before."""
+        """Append a request's new tokens; returns the number of its rows that were already waiting."""
         state = self._requests[computed.request]
         if computed.start != state.end:  # preempted, or admitted after a cached prefix
             state.followed = state.end = computed.start
             state.tokens, state.fed = [], []
         waiting = state.end - state.followed
         tokens = computed.tokens[state.known(self._lead) - computed.start :]
-        right = _common(tokens, state.fed)  # accepted drafts: their rows are there
+        right = _common(tokens, state.fed)  # accepted drafts: their rows are computed
         state.followed += right
         state.tokens += tokens[right:]
         state.fed = []
@@ -181,14 +180,14 @@ class DraftingProposer:
         return waiting
 
     def _parts(self, computed: Computed, waiting: int, hidden: Tensor | None) -> list[Tensor]:
-        """What a head is fed for all rows whose tokens are known: those that waited, and those just computed."""
+        """A head's input for all rows whose tokens are known: waiting ones, and those just computed."""
         if hidden is None:  # a draft model
             return []
         new = _pick(hidden, computed.rows[: len(self._requests[computed.request].tokens) - waiting])
         return [self._waiting.first({computed.request: waiting}), new] if waiting else [new]
 
     def _keep(self, computed: Sequence[Computed], hidden: Tensor) -> None:
-        """What rows to come are fed waits for them: of a head's last one the token is never known."""
+        """Store the input of future rows: the token of a head's last row is never known yet."""
         rows: list[int] = []
         counts = {}
         for each in computed:
@@ -202,7 +201,7 @@ class DraftingProposer:
     # -- drafting ------------------------------------------------------------------------------------------
 
     def propose(self, wanted: Sequence[Wanted], context: DraftContext) -> list[Drafts]:
-        """See `Proposer`. A request whose tokens it has not seen all has no drafts."""
+        """See `Proposer`. A request gets no drafts unless all its tokens were followed."""
         asked = [each for each in wanted if each.count > 0 and self._has_all_before(each)]
         asked.sort(key=lambda each: -each.count)
         found: dict[int, Drafts] = {}
@@ -224,12 +223,12 @@ class DraftingProposer:
         return state.end == last and state.known(self._lead) == last
 
     def _catch_up(self, requests: Sequence[int], hidden: Sequence[Tensor], context: DraftContext) -> Tensor:
-        """Computes all rows of some requests whose tokens are known. If that fails, it is not tried again.
+        """Compute all rows of some requests whose tokens are known. A failure is not retried.
 
         Args:
-            hidden: what a head is fed for them, in parts; none for a draft model.
+            hidden: a head's input for them, in parts; empty for a draft model.
 
-        Returns what the model made of each request's last row, [requests, hidden].
+        Returns the output of each request's last row, [requests, hidden].
         """
         states = [self._requests[request] for request in requests]
         starts, tokens = [state.followed for state in states], [state.tokens for state in states]
@@ -241,16 +240,16 @@ class DraftingProposer:
         return _pick(out, [end - 1 for end in itertools.accumulate(map(len, tokens))])
 
     def _forward(self, hidden: Tensor | None, batch: RaggedBatch, kv: KVCache) -> Tensor:
-        """The model's; a batch may have rows of padding after those of `hidden`."""
+        """The model's `forward`; a batch may have padding after the rows of `hidden`."""
         if hidden is None:
             return self._model.forward(NOTHING, batch, kv)
         padding = len(batch.token_ids) - len(hidden)
         return self._model.forward(F.pad(hidden, (0, 0, 0, padding)) if padding else hidden, batch, kv)
 
     def _lines(self, asked: Sequence[Wanted], out: Tensor, context: DraftContext) -> list[Drafts]:
-        """Drafts one after the other, from `out` [requests, hidden] of their last known rows."""
+        """Chains of drafts, from `out` [requests, hidden] of the last known rows."""
         line = context.line(asked, self._lead)
-        drawn_from: list[Tensor] = []  # a draft each: [requests that want it, vocabulary]
+        drawn_from: list[Tensor] = []  # per draft: [requests that want it, vocabulary]
         while True:
             logits = self._model.logits(out)
             if self._needs_distributions:
@@ -260,7 +259,7 @@ class DraftingProposer:
                 break
             out = _first(self._forward(_first(out, going), line.batch(), context.kv), going)
         lines = line.drafts()
-        if not self._lead:  # a head computes these rows again, from what the target makes of them
+        if not self._lead:  # a head computes these rows again, from the target's hidden states
             for each, tokens in zip(asked, lines, strict=True):
                 self._requests[each.request].fed = tokens[: each.count - 1]
         if not self._needs_distributions:
@@ -273,9 +272,9 @@ class DraftingProposer:
         ]
 
     def _trees(self, shape: TreeShape, asked: Sequence[Wanted], out: Tensor, context: DraftContext) -> list[Drafts]:
-        """Drafts that branch; the trees of all requests grow together, a layer at a time."""
+        """Trees of drafts; those of all requests grow together, a layer at a time."""
         trees = [GrowingTree(each.count, shape) for each in asked]
-        expanded = [(i, 0) for i in range(len(asked))]  # which tree, and which node of it, each row of `out` is
+        expanded = [(i, 0) for i in range(len(asked))]  # tree and node of each row of `out`
         while expanded:
             rows = []
             for i, node in expanded:
@@ -288,7 +287,7 @@ class DraftingProposer:
             row_of = {node: row for row, node in enumerate(expanded)}
             expanded = [(i, node) for i, nodes in grown for node in nodes]
             if expanded:
-                # A head's root is the row before the last known token, which it takes.
+                # A head's root is the row before the last known token, which is its input.
                 batch = context.tree_batch(
                     [trees[i].branch(asked[i].request, asked[i].position - 1 - self._lead, nodes) for i, nodes in grown]
                 )
@@ -298,7 +297,7 @@ class DraftingProposer:
 
 
 class _Waiting:
-    """What heads are fed for rows that are not computed yet: of each request `CHUNK` of them, or a few more."""
+    """A head's input for rows that are not computed yet: `CHUNK` of each request, or a few more."""
 
     def __init__(self) -> None:
         self._rows = torch.empty(0, 0)  # [places, hidden]
@@ -306,11 +305,11 @@ class _Waiting:
         self._places: dict[int, list[int]] = {}  # by request
 
     def first(self, counts: Mapping[int, int]) -> Tensor:
-        """[rows, hidden], so many of the first ones of each request."""
+        """[rows, hidden], the first `counts` rows of each request."""
         return _pick(self._rows, [place for request, n in counts.items() for place in self._places[request][:n]])
 
     def keep(self, counts: Mapping[int, int], hidden: Tensor) -> None:
-        """So many new rows of each request, one request's after another's: hidden [rows, hidden]."""
+        """Append `counts` new rows to each request; hidden [rows, hidden] has them request by request."""
         if self._used + len(hidden) > len(self._rows):
             self._make_room(hidden)
         first, self._used = self._used, self._used + len(hidden)
@@ -320,7 +319,7 @@ class _Waiting:
             first += count
 
     def drop(self, request: int, left: int = 0) -> None:
-        """A request's first rows: so many are left."""
+        """Drop a request's first rows, so that `left` remain."""
         places = self._places.get(request)
         if places:
             del places[: len(places) - left]
@@ -328,7 +327,7 @@ class _Waiting:
             self._places.pop(request, None)
 
     def _make_room(self, new: Tensor) -> None:
-        """For rows like the new ones: those that wait move to the front, where there is room for as many again."""
+        """Make room for the new rows: move the waiting ones to the front of a buffer with room for as many again."""
         held = [place for places in self._places.values() for place in places]
         rows = new.new_empty(2 * (len(held) + len(new)) + 8 * CHUNK, new.shape[1])
         if held:
@@ -344,7 +343,7 @@ def _first(x: Tensor, count: int) -> Tensor:
 
 
 def _pick(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """Some rows of x; where they follow one another, as a view."""
+    """Some rows of x; a view if they are consecutive."""
     first, count = rows[0] if rows else 0, len(rows)
     if list(rows) == list(range(first, first + count)):
         return x[first : first + count]
@@ -352,5 +351,5 @@ def _pick(x: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of their common head."""
+    """Length of the common prefix."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

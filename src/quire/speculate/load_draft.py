@@ -1,4 +1,4 @@
-"""Loads what drafts for a model, and refuses it before anything runs where the two do not fit."""
+"""Loads draft models and heads, and refuses those that do not fit the target."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.models.weights import Weights
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 256 << 20
 HIDDEN_NORM = "layers.0.hidden_norm.weight"
-"""What EAGLE-3 heads have and older ones have not."""
+"""A tensor that distinguishes EAGLE-3 heads from older ones."""
 
 
 def load_eagle(folder: Path | str, target: Model) -> Eagle:
@@ -54,13 +54,13 @@ def load_eagle3(folder: Path | str, target: Model) -> Eagle3:
 
 
 def load_draft_model(folder: Path | str, target: Model, target_folder: Path | None = None) -> Model:
-    """A smaller model, on the target's device.
+    """A smaller model of the same vocabulary, on the target's device.
 
     Args:
-        target_folder: the target's checkpoint: where it and the draft model's have a tokenizer, they must be the same.
-            If they have, their vocabularies may be padded to different sizes, as models of one family often are.
+        target_folder: the target's checkpoint: if both have a tokenizer, the tokenizers must be equal, and vocabularies
+            may then be padded to different sizes, as is common within a family of models.
 
-    Raises ConfigError: the folder holds no model, or its tokens are not the target's.
+    Raises ConfigError: the folder contains no model, or its tokens differ from the target's.
     """
     with _refused(folder):
         draft = read_config(*_fields(Path(folder)))
@@ -78,7 +78,7 @@ def load_draft_model(folder: Path | str, target: Model, target_folder: Path | No
 
 @contextlib.contextmanager
 def _refused(folder: Path | str) -> Iterator[None]:
-    """Whatever is wrong, as one ConfigError that names the folder and the option."""
+    """Turn any error into a ConfigError that names the folder and the option."""
     try:
         yield
     except (CheckpointError, ConfigError) as error:
@@ -86,7 +86,7 @@ def _refused(folder: Path | str) -> Iterator[None]:
 
 
 def _open_head(folder: Path) -> Checkpoint:
-    """A head's checkpoint, its tensors under one spelling: EAGLE-3's `midlayer` is `layers.0`."""
+    """A head's checkpoint, with EAGLE-3's `midlayer` renamed to `layers.0`."""
     checkpoint = Checkpoint(folder)
     entries = {
         name.removeprefix("model.").replace("midlayer.", "layers.0."): entry
@@ -122,7 +122,7 @@ def _fields(folder: Path) -> tuple[Fields, Fields]:
 
 
 def _check_tokenizers(folder: Path, target_folder: Path) -> bool:
-    """Whether both have a tokenizer.json. Raises ConfigError where these spell some id differently."""
+    """Whether both have a tokenizer.json. Raises ConfigError if the tokens of some id differ."""
     files = (folder / TOKENIZER_FILE, target_folder / TOKENIZER_FILE)
     if not all(has_file(file) for file in files):
         return False
@@ -141,15 +141,15 @@ def _check_tokenizers(folder: Path, target_folder: Path) -> bool:
 
 
 def _tokens(file: Path) -> dict[str, int]:
-    """Id of each token in a tokenizer.json, added ones among them.
+    """Id of each token in a tokenizer.json, including added ones.
 
-    Read as JSON alone: the library that makes a tokenizer of it may fail on a stranger's file in ways that end us.
+    Parsed as JSON, since the tokenizers library may crash this process on an untrusted file.
     """
     fields = Fields.read(file, MAX_TOKENIZER_BYTES)
     vocabulary = fields.section("model").picked(["vocab"]).get("vocab", {})
     added = fields.picked(["added_tokens"]).get("added_tokens", [])
     try:
-        if isinstance(vocabulary, list):  # a text and its score, in the order of ids
+        if isinstance(vocabulary, list):  # pairs of text and score, in the order of ids
             vocabulary = {text: token for token, (text, _) in enumerate(vocabulary)}
         tokens = {**vocabulary, **{about["content"]: about["id"] for about in added}}
         return {text: operator.index(token) for text, token in tokens.items()}

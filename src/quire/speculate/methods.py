@@ -1,4 +1,4 @@
-"""From what `speculative_config` asks for to what drafts."""
+"""Creates the proposer of a `speculative_config`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from quire.speculate.tree import TreeShape
 
 
 def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, config: EngineConfig) -> Speculation:
-    """What drafts for `target`, loaded where it is a model.
+    """The proposer for `target`, with its model loaded, if it has one.
 
     Args:
         folder: of the target's checkpoint.
 
     Raises:
-        ConfigError: what was named was not found, or cannot draft for it.
+        ConfigError: the model was not found, or cannot draft for the target.
     """
     rejection = config.speculative_acceptance == "rejection"
     if spec.method == "ngram":
@@ -50,7 +50,7 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
 
 
 def _load(spec: SpeculativeConfig, target: Model, folder: Path) -> tuple[DraftingModel, tuple[int, ...], int, str]:
-    """The model that drafts, layers whose input it is fed, bytes of its own weights, and a name for them."""
+    """The drafting model, the target's layers whose input it takes, bytes of its own weights, and their name."""
     if spec.method == "mtp":
         if target.mtp is None:
             raise ValueError("the model has no multi-token-prediction layer: load it with mtp=True")

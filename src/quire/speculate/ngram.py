@@ -1,7 +1,7 @@
-"""Drafts by looking them up: what followed the last few tokens when they stood in the text before.
+"""Prompt lookup (Saxena 2023; vLLM's `ngram`): drafts what followed an earlier occurrence of the last few tokens.
 
-Prompt lookup (Saxena 2023; vLLM's `ngram`): no model drafts, so it costs next to nothing, and it helps where a request
-repeats its prompt or itself: summaries, edits of code, structured data.
+There is no draft model, so it costs almost nothing, and it helps if a request repeats its prompt or itself: summaries,
+edits of code, structured data.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the upper bits of a product spread well
 
 _BULK = 16
-"""Where more than so many tokens are new, and one in so many, indexing all together is faster than one by one."""
+"""If more tokens than this are new, and more than one in this many, indexing them in bulk is faster."""
 
 _SMALLEST = 256
-"""Slots of a table at first."""
+"""Initial slots of a table."""
 
 
 class NgramProposer:
-    """Proposes what followed the longest suffix of a request's tokens that occurs before, at its last occurrence.
+    """Proposes what followed the last earlier occurrence of the longest suffix of a request's tokens that has one.
 
-    Where that runs into the end of the text it goes on with its own beginning, as if the text repeated itself.
+    At the end of the text the drafts continue from their beginning, as if the text repeated itself.
 
     Args:
-        min_length: tokens of the shortest suffix that is looked for (vLLM: `prompt_lookup_min`).
+        min_length: tokens of the shortest suffix looked up (vLLM: `prompt_lookup_min`).
         max_length: of the longest one (`prompt_lookup_max`).
 
     Raises:
@@ -51,20 +51,20 @@ class NgramProposer:
         self._texts: dict[int, _Text] = {}
 
     def start(self, info: RequestInfo) -> None:
-        """Takes over the tokens; they are indexed when drafts are first wanted."""
+        """Store the tokens; they are indexed when drafts are first wanted."""
         tokens = [*info.prompt_token_ids, *info.output_token_ids]
         self._texts[info.request] = _Text(tokens, self._min_length, self._max_length)
 
     def end(self, request: int) -> None:
-        """Forgets the request."""
+        """Drop the request."""
         self._texts.pop(request, None)
 
     def propose(self, wanted: Sequence[Wanted], context: DraftContext) -> list[Drafts]:
-        """What followed; nothing where no suffix occurs before, or where not all tokens are known."""
+        """The drafts; none if no suffix occurs before, or not all tokens are known."""
         return [Drafts(self._drafts(one)) for one in wanted]
 
     def follow(self, computed: Sequence[Computed], features: Tensor, context: DraftContext) -> None:
-        """Takes over the tokens that are new; a request that begins again repeats known ones."""
+        """Append new tokens; a preempted request repeats known ones."""
         for part in computed:
             text = self._texts.get(part.request)
             if text is None:
@@ -86,12 +86,12 @@ class NgramProposer:
 class _Text:
     """A request's tokens, and where each n-gram of them last ended.
 
-    A table a length, with open addressing: a slot holds the last end of the n-gram whose hash leads there (the index
-    after its last token), or 0. It is compared with the tokens themselves, so that equal hashes do no harm. Python
-    dicts would need several times the memory, and ten times the time for a long prompt.
+    A table per length, with open addressing: a slot holds the last end (the index after the last token) of the n-gram
+    hashed to it, or 0. The tokens themselves are compared, so collisions are harmless. Python dicts would need several
+    times the memory, and ten times the time for a long prompt.
 
     Args:
-        tokens: the text so far; it is appended to.
+        tokens: the text so far; extended in place.
         min_length, max_length: of the n-grams.
     """
 
@@ -99,18 +99,18 @@ class _Text:
         self.tokens = tokens
         self._factors = [pow(_FACTOR, power, 1 << 64) for power in range(1, max_length + 1)]
         self._min_length = min_length
-        self._indexed = 0  # n-grams that end there or before are in the tables
+        self._indexed = 0  # n-grams that end here or before are in the tables
         self._shift = 64
         self._tables: list[memoryview] = []
 
     def extend(self, start: int, tokens: Sequence[int]) -> None:
-        """Appends what is new of the tokens from position `start` on; nothing where tokens before them are missing."""
+        """Append the new ones of the tokens from position `start` on; none if earlier tokens are missing."""
         known = len(self.tokens) - start
         if 0 <= known < len(tokens):
             self.tokens.extend(tokens[known:])
 
     def continuation(self, count: int) -> list[int]:
-        """The `count` tokens that followed the longest known suffix, at its last occurrence; or none."""
+        """The `count` tokens after the last earlier occurrence of the longest known suffix; or none."""
         self._index(len(self.tokens) - 1)  # an occurrence at the very end has no continuation
         end = self._last_end()
         following = self.tokens[end : end + count] if end else []
@@ -119,7 +119,7 @@ class _Text:
         return (following * (count // len(following) + 1))[:count]
 
     def _last_end(self) -> int:
-        """Where the longest suffix of the text ended before; 0: nowhere."""
+        """End of the last earlier occurrence of the longest suffix; 0 if there is none."""
         if not self._tables:
             return 0
         tokens, size, last = self.tokens, len(self.tokens), 0
@@ -131,7 +131,7 @@ class _Text:
         return last
 
     def _find(self, which: int, gram: list[int], hashed: int) -> tuple[int, int]:
-        """The slot of an n-gram in a table, and what it holds: where the n-gram ended last, or 0."""
+        """The slot of an n-gram in a table, and its value: the n-gram's last end, or 0."""
         tokens, length, table = self.tokens, len(gram), self._tables[which]
         slot = hashed >> self._shift
         while (end := table[slot]) and tokens[end - length : end] != gram:
@@ -139,7 +139,7 @@ class _Text:
         return slot, end
 
     def _hashes(self, end: int) -> Iterator[int]:
-        """Of the n-grams that end there, the shortest first; fewer at the beginning of the text."""
+        """Hashes of the n-grams that end there, the shortest first; fewer at the beginning of the text."""
         hashed = 0
         last = self.tokens[max(0, end - len(self._factors)) : end]
         for length, (factor, token) in enumerate(zip(self._factors, reversed(last), strict=False), 1):
@@ -148,12 +148,12 @@ class _Text:
                 yield hashed
 
     def _index(self, end: int) -> None:
-        """Enters the n-grams that end there or before."""
+        """Add the n-grams that end there or before."""
         new = end - self._indexed
         if new <= 0:
             return
         slots = len(self._tables[0]) if self._tables else 0
-        if (new > _BULK and _BULK * new >= end) or 2 * end > slots:  # more than half full, tables grow slow
+        if (new > _BULK and _BULK * new >= end) or 2 * end > slots:  # tables more than half full get slow
             self._enter_all(end)
         else:
             for at in range(self._indexed + 1, end + 1):
@@ -163,7 +163,7 @@ class _Text:
         self._indexed = end
 
     def _enter_all(self, end: int) -> None:
-        """Makes the tables anew, of all n-grams that end there or before."""
+        """Rebuild the tables from all n-grams that end there or before."""
         bits = max(_SMALLEST, 4 * end).bit_length()
         self._shift = 64 - bits
         self._tables = []
@@ -177,15 +177,15 @@ class _Text:
 
 
 def _table(hashes: NDArray[np.uint64], ends: NDArray[np.int32], bits: int) -> NDArray[np.int32]:
-    """A table of 2^bits slots that holds, for each hash among those of `ends` (which rise), the last of its ends.
+    """A table of 2^bits slots with the last end of each hash; `ends` are ascending.
 
-    All go to their first slot at once; of several the last one stays, and those with another hash go to the next slot.
+    All are written to their first slot at once; the last one remains, and those with other hashes try the next slot.
     """
     table = np.zeros(1 << bits, np.int32)
     slots = (hashes[ends] >> np.uint64(64 - bits)).astype(np.int64)
     while len(ends):
         free = table[slots] == 0
-        table[slots[free]] = ends[free]  # where a slot is named twice, the last one counts
+        table[slots[free]] = ends[free]  # of duplicate slots, the last one counts
         left = hashes[table[slots]] != hashes[ends]
         ends, slots = ends[left], (slots[left] + 1) & ((1 << bits) - 1)
     return table
