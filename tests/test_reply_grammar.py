@@ -394,6 +394,13 @@ def test_what_cannot_be_enforced_of_a_tool_is_refused_where_it_is_strict_and_tol
         made(True)
 
 
+def test_a_form_of_a_chat_that_cannot_be_enforced_is_refused_by_its_field() -> None:
+    wanted = ReplyRequest(structured=StructuredOutputsParams(json={"type": "array", "uniqueItems": True}))
+    with pytest.raises(SamplingParamsError, match="uniqueItems") as refused:
+        reply_grammar(ReplyForm(ReplySyntax()), wanted)
+    assert refused.value.param == "structured_outputs"
+
+
 def test_known_formats_are_those_of_the_option() -> None:
     assert {*get_args(get_type_hints(EngineConfig)["tool_format"])} == {"auto", "off", *KNOWN}
     plain = ChatTemplate(PLAIN)

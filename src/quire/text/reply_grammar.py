@@ -273,7 +273,11 @@ def _content(wanted: StructuredOutputsParams) -> Format:
 
 
 def _schema(text: str) -> Any:
-    check_schema(text)
+    try:
+        check_schema(text)
+    except SamplingParamsError as error:
+        error.param = "structured_outputs"
+        raise
     return json.loads(text)
 
 
