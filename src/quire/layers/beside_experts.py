@@ -1,4 +1,4 @@
-"""A gated MLP and experts side by side, as in Gemma 4's sparse models: each reads the residual stream by its norm."""
+"""A gated MLP and experts in parallel, as in Gemma 4's sparse models: each has its own norm of the residual stream."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ AFTER_MLP, BEFORE_EXPERTS, AFTER_EXPERTS = (
 
 
 class MLPBesideExperts:
-    """`norm(mlp(x)) + norm(experts(norm(residual)))`, where the router reads the residual by a norm of its own.
+    """`norm(mlp(x)) + norm(experts(norm(residual)))`, where the router has its own norm of the residual.
 
-    The router's norm has no weights; what its result is multiplied with, a number for each column and the root of their
-    count, takes their place.
+    The router's norm has no weights; the factors of its result (a number per column, and the root of their count) are
+    used as its weights.
 
     Args:
-        config: of the experts.
+        config: sizes of the experts.
         weights: gives the layer's parts by name.
         activation: of the MLP's gate.
         hidden: width of the residual stream.
@@ -43,13 +43,13 @@ class MLPBesideExperts:
         self._eps, self._kernels = eps, weights.kernels
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
-        """x: [tokens, hidden], of the MLP's norm; residual: [tokens, hidden]. Same shape and type."""
+        """x: [tokens, hidden], the MLP's normed input; residual: [tokens, hidden]. Same shape and type."""
         routed = self._kernels.rms_norm(residual, self._router_norm, self._eps)
         sparse = self._after_experts(self.experts(self._before_experts(residual), batch, routed))
         return self._after_mlp(self.mlp(x)).add_(sparse)
 
 
 def beside_shapes(block: str, hidden: int) -> dict[str, tuple[int, ...]]:
-    """The tensors of such a layer beside the MLP's and the experts', by name, with their shapes."""
+    """Shapes, by name, of the tensors of such a layer besides the MLP's and the experts'."""
     norms = {f"{name}.weight": (hidden,) for name in (AFTER_MLP, BEFORE_EXPERTS, AFTER_EXPERTS)}
     return {**norms, f"{block}.scale": (hidden,)}

@@ -1,4 +1,4 @@
-"""The gated delta net: a recurrent layer in place of attention (https://arxiv.org/abs/2412.06464), as Qwen3-Next's."""
+"""Gated DeltaNet, a recurrent layer in place of attention (https://arxiv.org/abs/2412.06464), as in Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ QKVZ = tuple(f"{PREFIX}in_proj_{name}" for name in "qkvz")
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetConfig:
-    """Sizes of a gated delta net.
+    """Sizes of a Gated DeltaNet.
 
     Attributes:
         key_heads, key_dim: heads of queries and keys, and their width.
         heads, value_dim: the same of values.
-        taps: tokens that the convolution sees.
+        taps: width of the convolution, in tokens.
     """
 
     key_heads: int
@@ -47,7 +47,7 @@ class DeltaNetConfig:
         return shapes
 
     def state_shape(self, layers: int, block_size: int, dtype: torch.dtype, group: Group) -> StateShape:
-        """What a rank keeps of so many layers."""
+        """See `RecurrentConfig`."""
         key_heads, heads = own_heads(self.key_heads, group), own_heads(self.heads, group)
         return StateShape(layers, key_heads, heads, self.key_dim, self.value_dim, self.taps, dtype, block_size)
 
@@ -71,7 +71,7 @@ class DeltaNetConfig:
 
 
 class GatedDeltaNet:
-    """The layer. Ranks share its heads; what decays and betas are made of, every rank computes for all of them.
+    """The layer. Ranks share its heads; every rank computes the inputs of decays and betas for all heads.
 
     Args:
         config: its sizes.
@@ -113,10 +113,10 @@ class GatedDeltaNet:
     def __call__(
         self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
     ) -> torch.Tensor:
-        """x: [tokens, hidden]. Same shape and type. Of rotary `tables` nothing is needed.
+        """x: [tokens, hidden]. Same shape and type. Rotary `tables` are not used.
 
         Raises:
-            TypeError: the cache is not one of states.
+            TypeError: the cache does not contain states.
         """
         if not isinstance(kv, StateCache):
             raise TypeError(f"a recurrent layer needs a cache of states, not {type(kv).__name__}")

@@ -11,13 +11,13 @@ class Embedding:
     """Looks up rows of a weight [vocabulary, hidden].
 
     The weight is kept as given and may be a view into a memory-mapped checkpoint: a lookup touches only the
-    pages of its rows. So where the head is tied to the embedding, only the head's packed copy is in memory.
+    pages of its rows. So if the head is tied to the embedding, only the head's packed copy is in memory.
 
     Args:
         weight: see above.
         dtype: of the results.
-        kernels: what looks up.
-        scale: what the rows are multiplied with.
+        kernels: implementation of the lookup.
+        scale: factor of the rows.
     """
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype, kernels: Kernels, scale: float = 1.0) -> None:

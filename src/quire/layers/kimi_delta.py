@@ -1,6 +1,6 @@
-"""Kimi delta attention (https://arxiv.org/abs/2510.26692): a gated delta net whose states decay row by row.
+"""Kimi delta attention (https://arxiv.org/abs/2510.26692): a Gated DeltaNet with a decay per row of the state.
 
-What decays are made of, and the gate of the result, are products of two small matrices each.
+The inputs of the decays, and the gate of the result, are low-rank projections.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class KimiDeltaConfig:
     """Sizes of Kimi delta attention.
 
     Attributes:
-        heads, head_dim: of queries, keys and values alike.
-        taps: tokens that the convolutions see.
+        heads, head_dim: of queries, keys and values.
+        taps: width of the convolutions, in tokens.
     """
 
     heads: int
@@ -47,7 +47,7 @@ class KimiDeltaConfig:
         return shapes
 
     def state_shape(self, layers: int, block_size: int, dtype: torch.dtype, group: Group) -> StateShape:
-        """What a rank keeps of so many layers."""
+        """See `RecurrentConfig`."""
         heads, dim = own_heads(self.heads, group), self.head_dim
         return StateShape(layers, heads, heads, dim, dim, self.taps, dtype, block_size, decay_dim=dim)
 
@@ -66,12 +66,12 @@ class KimiDeltaConfig:
 
     @property
     def row(self) -> int:
-        """See `RecurrentConfig`: queries, keys, values and the gate, twice, and what decays are made of, in fp32."""
+        """See `RecurrentConfig`: queries, keys, values and the gate, twice, and the inputs of the decays, in fp32."""
         return 10 * self.width
 
 
 class KimiDeltaAttention:
-    """The layer. Ranks share its heads; what the small products yield first, every rank computes.
+    """The layer. Ranks share its heads; every rank computes the first halves of the low-rank projections.
 
     Args:
         config: its sizes.

@@ -1,11 +1,11 @@
 """Multi-head latent attention, of DeepSeek V2 and V3 (https://arxiv.org/abs/2405.04434).
 
-A token's keys and values of all heads follow from one compressed vector and one rotated key, and the cache holds
-nothing else. In the *absorbed* form, a head's query is mapped into the space of the
-compressed vectors, attention reads those as they lie in the cache, once for all heads, and its result is mapped back.
-The *expanded* form restores keys and values first, for fewer operations a key. It differs in the last bits, so that a
-token would depend on whether it was computed in a long span or a short one: only kernels that do not promise equal bits
-use it, in steps where it is cheaper. It restores some heads at a time, as many as `RESTORED_BYTES` hold.
+A token's keys and values of all heads are projections of one compressed vector and one rotated key, and only these are
+cached. In the *absorbed* form, a head's query is mapped into the space of the compressed vectors, attention reads those
+from the cache, once for all heads, and its result is mapped back. The *expanded* form restores keys and values first,
+for fewer operations per key. It differs in the last bits, so results would depend on whether a token was computed in a
+long or a short span: only kernels that do not promise equal bits use it, in steps where it is cheaper. It restores some
+heads at a time, as many as fit into `RESTORED_BYTES`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from quire.ops.kv_cache import KEY, VALUE
 from quire.parallel.group import Split, share
 
 OPERATIONS_A_BYTE = 12
-"""About how many operations of products take the time of moving a byte, measured in bf16 on CPUs."""
+"""Approximate operations of matrix products in the time of moving a byte, measured in bf16 on CPUs."""
 
 RESTORED_BYTES = 128 * 2**20
-"""Most memory that restored keys and values take, whatever the contexts: they are those of some heads of one layer."""
+"""Maximum memory of restored keys and values, which are those of some heads of one layer."""
 
 NORM_EPS = 1e-6
-"""Of the norms inside the attention, whatever `rms_norm_eps` is: as in DeepSeek's own code and in transformers."""
+"""Of the norms inside the attention, regardless of `rms_norm_eps`, as in DeepSeek's own code and in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class LatentConfig:
     Attributes:
         q_lora_rank: width of the compressed queries; None: queries are not compressed.
         kv_lora_rank: width of the compressed keys and values.
-        qk_nope_head_dim, qk_rope_head_dim: the parts of a head's query and key that do not turn, and that do.
+        qk_nope_head_dim, qk_rope_head_dim: the parts of a head's query and key that are not rotated, and that are.
         v_head_dim: width of a head's value.
-        bias: whether the products that compress, and the output, have biases (`attention_bias`).
+        bias: whether the compressing projections, and the output projection, have biases (`attention_bias`).
         scale: factor of the scores.
-        index_key: width of what the cache holds of a token behind that, for sparse attention.
+        index_key: width of the index key after these in a cached row, for sparse attention.
     """
 
     q_lora_rank: int | None
@@ -60,7 +60,7 @@ class LatentConfig:
 
     @property
     def row(self) -> int:
-        """Numbers that the cache holds of a token, a layer."""
+        """Width of a cached row: numbers per token and layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim + self.index_key
 
     def tensor_shapes(self, hidden: int, heads: int) -> dict[str, tuple[int, ...]]:
@@ -86,17 +86,17 @@ class LatentConfig:
 
 
 class LatentAttention:
-    """Latent attention of one layer over the paged cache, output product included.
+    """Latent attention of one layer over the paged cache, including the output projection.
 
-    The two halves of `kv_b_proj`, which map queries into the latent space and results out of it, are products of one
-    head each, and stay in the model's data type in a quantized model.
+    The two halves of `kv_b_proj`, which map queries into the latent space and results out of it, are projections per
+    head, and keep the model's data type in a quantized model.
 
     Args:
         config: sizes.
         heads: query heads.
         weights: gives the layer's parts by name.
         layer: which layer of the cache this is.
-        query_scaling: by position; None: none.
+        query_scaling: by position; None if there is none.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class LatentAttention:
         values = [kernels.pack([weight.contiguous()]) for weight in to_values]
         self.out_of_latent = kernels.heads(values)
         self.output = weights.linear("self_attn.o_proj", bias=config.bias, split=Split.INPUTS, heads=(heads,))
-        # Products of each head, for keys and for values; these also map results out of the latent space.
+        # Projections per head, for keys and for values; the latter also map results out of the latent space.
         self._restoring = (
             [(kernels.pack([weight.contiguous()]), value) for weight, value in zip(to_keys, values, strict=True)]
             if may_expand(kernels) and not config.index_key
@@ -134,7 +134,7 @@ class LatentAttention:
 
     @property
     def parts(self) -> LatentParts | None:
-        """What a kernel that computes the whole layer takes; None: steps may need another form."""
+        """Arguments of a kernel for the whole layer; None if steps may need the expanded form."""
         if self._restoring or self.config.index_key:
             return None
         compresses = self.config.q_lora_rank is not None
@@ -177,7 +177,7 @@ class LatentAttention:
     def expanded(
         self, still: torch.Tensor, turned: torch.Tensor, kv: KVCache, restored: RestoredContexts
     ) -> torch.Tensor:
-        """Attention in the expanded form, some heads after the other: [tokens, heads, v]."""
+        """Attention in the expanded form, a few heads at a time: [tokens, heads, v]."""
         config, wide = self.config, restored.wide
         tokens, at_once = len(still), wide.kv_heads
         rows = self._rows(kv, restored.blocks)  # [blocks, block_size, latent + rope]
@@ -201,10 +201,10 @@ class LatentAttention:
         return rows
 
     def _restore(self, latent: torch.Tensor, key: torch.Tensor, heads: slice, wide: KVCache) -> None:
-        """Write some heads' keys and values into `wide`, where what none of them reaches is zero.
+        """Write some heads' keys and values into `wide`, with zeros in the rest.
 
         Args:
-            latent: [blocks, block_size, latent]. key: [blocks, 1, block_size, rope], the part that all heads share.
+            latent: [blocks, block_size, latent]. key: [blocks, 1, block_size, rope], the part shared by all heads.
         """
         still, whole, value = self.config.qk_nope_head_dim, self.config.qk_head_dim, self.config.v_head_dim
         keys, values = wide.numbers[:-1, 0, :, KEY], wide.numbers[:-1, 0, :, VALUE]  # [blocks, heads, block_size, ..]
@@ -217,7 +217,7 @@ class LatentAttention:
     def _halves(
         self, q: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], batch: RaggedBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The queries' still and turned parts, [tokens, heads, nope] and [.., rope], of q [tokens, heads * both]."""
+        """Queries' unrotated and rotated parts, [tokens, heads, nope] and [.., rope], of q [tokens, heads * both]."""
         q = q.view(len(q), self.heads, self.config.qk_head_dim)
         nope = self.config.qk_nope_head_dim
         still, turned = q[..., :nope], self._kernels.rotate_interleaved(q[..., nope:], tables)
@@ -229,11 +229,11 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class RestoredContexts:
-    """Where a step's contexts are restored, layer after layer, in the expanded form.
+    """Buffers for a step's contexts in the expanded form, reused by all layers.
 
     Attributes:
-        blocks: [blocks] int64, those of the cache that the step reads.
-        wide: their keys and values of some heads, one layer; block i of it is `blocks[i]`.
+        blocks: [blocks] int64, the cache's blocks that the step reads.
+        wide: their keys and values of some heads of one layer; its block i is `blocks[i]`.
         batch: the step, with its blocks renamed to those of `wide`.
     """
 
@@ -243,12 +243,12 @@ class RestoredContexts:
 
 
 def may_expand(kernels: Kernels) -> bool:
-    """Whether steps use the expanded form where it is cheaper; a device's spans are not known to the layer."""
+    """Whether steps use the expanded form if it is cheaper; on a device, the layer does not know the spans."""
     return not kernels.deterministic and not kernels.reads_spans
 
 
 def restored_of(config: LatentConfig, heads: int, kv: KVCache, batch: RaggedBatch) -> RestoredContexts | None:
-    """Room for a step's contexts, of as many heads as fit; None: the absorbed form is cheaper, or not one head fits."""
+    """Buffers for a step's contexts, of as many heads as fit; None if the absorbed form is cheaper, or no head fits."""
     if not expanded_is_cheaper(config, heads, batch):
         return None
     blocks, names = torch.unique(batch.block_tables, return_inverse=True)
@@ -261,10 +261,10 @@ def restored_of(config: LatentConfig, heads: int, kv: KVCache, batch: RaggedBatc
 
 
 def heads_at_once(config: LatentConfig, heads: int, tokens: int, kv: KVCache) -> int:
-    """Heads, a divisor of `heads`, whose keys and values of so many tokens `RESTORED_BYTES` hold; 0: not one's.
+    """A divisor of `heads`: how many heads' keys and values of `tokens` tokens fit into `RESTORED_BYTES`; 0 if none.
 
-    Beside them lie the rows that they are made of, twice (and as fp32, where the cache is quantized), and one head's
-    products.
+    The memory includes the rows they are computed from, twice (and as fp32, if the cache is quantized), and one head's
+    projections.
     """
     itemsize = kv.dtype.itemsize
     rows = config.row * (2 * itemsize + (0 if kv.scales is None else 2 * 4))
@@ -275,13 +275,13 @@ def heads_at_once(config: LatentConfig, heads: int, tokens: int, kv: KVCache) ->
 
 
 def expanded_is_cheaper(config: LatentConfig, heads: int, batch: RaggedBatch) -> bool:
-    """Whether a step's attention takes less time in the expanded form, by counted operations and bytes moved."""
+    """Whether a step's attention is faster in the expanded form, estimated from operations and bytes moved."""
     absorbed = expanded = 0
-    full = heads * (config.qk_head_dim + config.v_head_dim)  # numbers of a token's keys and values
+    full = heads * (config.qk_head_dim + config.v_head_dim)  # width of a token's keys and values
     mapped = heads * config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
     for (first, last), context in zip(itertools.pairwise(batch.row_starts), batch.context_lens, strict=True):
         rows = last - first
-        pairs = rows * (context - rows) + rows * (rows + 1) // 2  # of a query and a key that it sees
+        pairs = rows * (context - rows) + rows * (rows + 1) // 2  # pairs of a query and a visible key
         absorbed += 2 * pairs * heads * (config.row + config.kv_lora_rank) + 2 * rows * mapped
         absorbed += OPERATIONS_A_BYTE * 2 * context * config.row
         expanded += 2 * pairs * full + 2 * context * mapped

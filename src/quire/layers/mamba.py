@@ -1,7 +1,7 @@
-"""Mamba 2 in place of attention (https://arxiv.org/abs/2405.21060), as Granite 4's and Nemotron-H's.
+"""Mamba 2 in place of attention (https://arxiv.org/abs/2405.21060), as in Granite 4 and Nemotron-H.
 
-It is a linear attention: C is a token's query, B its key, x its value, and z the gate. Heads of queries and keys, of
-which there may be one, are called groups.
+It is a linear attention: C is a token's query, B its key, x its value, and z the gate. Heads of queries and keys (one
+or more) are called groups.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class MambaConfig:
     """Sizes of a layer.
 
     Attributes:
-        groups: heads of B and C, each for heads / groups next to each other; and the last norm goes over each group.
+        groups: heads of B and C, each for heads / groups consecutive heads; also the groups of the last norm.
         heads, head_dim: of x, and their width.
         state_dim: width of B and C.
-        taps: tokens that the convolution sees.
+        taps: width of the convolution, in tokens.
         eps: of the norm.
-        bias, conv_bias: whether both products, and the convolution, have one.
+        bias, conv_bias: whether both projections, and the convolution, have a bias.
     """
 
     groups: int
@@ -56,7 +56,7 @@ class MambaConfig:
 
     @property
     def projections(self) -> tuple[tuple[str, int], ...]:
-        """The parts of a checkpoint's `in_proj` in their order, with their rows."""
+        """The parts of a checkpoint's `in_proj` in order, with their numbers of rows."""
         keys = self.groups * self.state_dim
         rows = {"z": self.width, "x": self.width, "b": keys, "c": keys, "dt": self.heads}
         return tuple((f"{PREFIX}in_proj_{name}", count) for name, count in rows.items())
@@ -122,7 +122,7 @@ class Mamba:
 
 
 def _layer_weights(config: MambaConfig, weights: LayerWeights, own: range) -> MambaWeights:
-    """Of this rank's heads. A checkpoint's channels are x, B, C; here they are C, B, x."""
+    """The weights of this rank's heads. A checkpoint's channels are x, B, C; here they are C, B, x."""
     keys = share(config.groups * config.state_dim, weights.group, config.groups)
     values = share(config.width, weights.group, config.heads)
     second = config.width + config.groups * config.state_dim
@@ -141,7 +141,7 @@ def _layer_weights(config: MambaConfig, weights: LayerWeights, own: range) -> Ma
 
 
 class GroupedNorm:
-    """An RMS norm over each group of heads, of numbers in fp32. Where ranks share a group, they bring it together."""
+    """An RMS norm over each group of heads, in fp32. Ranks that share a group gather it."""
 
     def __init__(self, config: MambaConfig, weights: LayerWeights) -> None:
         group, width = weights.group, config.width

@@ -1,6 +1,7 @@
-"""What each layer gets of the tokens themselves, as in Gemma 3n and 4: a second table, with a part for each layer.
+"""Per-layer embeddings, as in Gemma 3n and 4: a second embedding table, with a part for each layer.
 
-A token's part of a layer is mixed with what the first embedding says, and gates what the layer adds last.
+A token's part for a layer is combined with a projection of the first embedding, and gates the last addition of the
+layer.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from quire.layers.weights import LayerWeights
 
 
 class PerLayerInputs:
-    """Makes them for all layers, once a step: the mean (by root) of a token's row and a norm of a projection.
+    """Computes them for all layers, once per step: (a token's row + a normed projection) / sqrt(2).
 
-    The projection is scaled before its norm, which changes nothing but how much its epsilon counts; and what both are
-    multiplied with at the end, they are multiplied with before they are added.
+    The reference scales the projection before its norm, which is equivalent to another epsilon; and the factor of the
+    sum is applied to both terms before they are added.
 
     Args:
-        table: rows of the tokens, [vocabulary, layers * width], scaled already by `scale_of_table`.
+        table: rows of the tokens, [vocabulary, layers * width], already scaled by `scale_of_table`.
         projection: of the first embedding, [layers * width, hidden].
-        norm: of each layer's part, whose epsilon is `eps_of_norm`; its weights are changed.
+        norm: of each layer's part, with epsilon `eps_of_norm`; its weights are scaled in place.
     """
 
     def __init__(self, table: Embedding, projection: Linear, norm: RMSNorm) -> None:
@@ -39,12 +40,12 @@ class PerLayerInputs:
 
 
 def scale_of_table(width: int) -> float:
-    """What the table's rows are multiplied with."""
+    """The factor of the table's rows."""
     return math.sqrt(width) * math.sqrt(0.5)
 
 
 def eps_of_norm(eps: float, hidden_size: int) -> float:
-    """The epsilon of a norm of what was not multiplied with hidden_size ** -0.5 before."""
+    """The epsilon of a norm of values that were not multiplied by hidden_size ** -0.5 before."""
     return eps * hidden_size
 
 
@@ -64,7 +65,7 @@ class PerLayerGate:
         self._kernels = weights.kernels
 
     def __call__(self, x: torch.Tensor, per_layer_input: torch.Tensor) -> torch.Tensor:
-        """x: [tokens, hidden]; per_layer_input: [tokens, width]. Returns what is to be added, [tokens, hidden]."""
+        """x: [tokens, hidden]; per_layer_input: [tokens, width]. Returns the term to add, [tokens, hidden]."""
         both = torch.cat([self._gate(x), per_layer_input], dim=1)
         return self.norm(self._projection(self._kernels.activate(both, "gelu_tanh")))
 

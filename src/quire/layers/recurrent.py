@@ -1,4 +1,4 @@
-"""What a model asks of any kind of recurrent layer, which stands in a layer in place of attention."""
+"""The interface of recurrent layers, which replace attention."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from quire.parallel.group import Group
 
 
 class RecurrentLayer(Protocol):
-    """One layer. Of attention's `query_factors` there are none."""
+    """One layer. There are no `query_factors` as in attention."""
 
     query_factors: None
 
     def __call__(
         self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], kv: KVCache, batch: RaggedBatch
     ) -> torch.Tensor:
-        """x: [tokens, hidden]. Same shape and type. Of rotary `tables` nothing is needed.
+        """x: [tokens, hidden]. Same shape and type. Rotary `tables` are not used.
 
         Raises:
-            TypeError: the cache is that of another kind of layer.
+            TypeError: the cache is for another kind of layer.
         """
         ...
 
@@ -37,11 +37,11 @@ class RecurrentConfig(Protocol):
         ...
 
     def state_shape(self, layers: int, block_size: int, dtype: torch.dtype, group: Group) -> RecurrentShape:
-        """What a rank keeps of so many layers."""
+        """Shape of a rank's states of this many layers."""
         ...
 
     def layer(self, weights: LayerWeights, layer: int, eps: float) -> RecurrentLayer:
-        """Such a layer.
+        """Create a layer.
 
         Args:
             weights: gives the layer's parts by name.
@@ -51,15 +51,15 @@ class RecurrentConfig(Protocol):
         ...
 
     def cut_by(self, ranks: int) -> str:
-        """What so many ranks would cut, in words; "": nothing, so they can share it."""
+        """What cannot be divided among this many ranks, in words; "" if they can share the layer."""
         ...
 
     @property
     def width(self) -> int:
-        """Numbers of a token that ranks bring together at once."""
+        """Numbers per token that ranks gather at once."""
         ...
 
     @property
     def row(self) -> int:
-        """Numbers that a step works with for each of its tokens: what its products yield."""
+        """Numbers per token in a step's working memory: outputs of the projections."""
         ...

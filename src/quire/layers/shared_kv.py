@@ -1,4 +1,4 @@
-"""Attention of a layer without keys and values: it reads those that another one stored, as in Gemma 3n and 4."""
+"""Attention of a layer without its own KV: it reads another layer's, as in Gemma 3n and 4."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from quire.parallel.group import Split, own_heads
 
 
 class SharedKVAttention:
-    """Causal attention of one layer over what another one keeps: norms of the query heads, and their rotation.
+    """Causal attention of one layer over another one's KV: norms of the query heads, and their rotation.
 
     Args:
         num_heads, head_dim: of the queries.
         weights: gives the layer's parts by name.
         layer: which layer of the cache it reads.
-        window: a row sees this many positions, itself included; None: all.
+        window: number of positions that a row sees, including itself; None for all.
         eps: of the norms.
         scale: of the scores.
     """

@@ -21,9 +21,9 @@ class ShortConvConfig:
     """Sizes of a short convolution.
 
     Attributes:
-        channels: as many as the stream has.
-        taps: tokens that it sees.
-        bias: whether its two products and the convolution have one.
+        channels: the hidden size.
+        taps: width of the convolution, in tokens.
+        bias: whether its two projections and the convolution have one.
     """
 
     channels: int

@@ -1,9 +1,9 @@
-"""Latent attention to some positions alone, which an indexer chooses (DeepSeek V3.2, https://arxiv.org/abs/2512.02556).
+"""Sparse latent attention, to positions chosen by an indexer (DeepSeek V3.2, https://arxiv.org/abs/2512.02556).
 
-The indexer has queries of its own, made of the compressed ones, and one key a token, which lies in the token's row of
-the cache behind what attention reads. In the reference both are turned by a Hadamard matrix and rounded to fp8, which
-saves time there: products stay those of what is turned, so it is left out here, and nothing is rounded but to the
-model's data type. A layer may take what the one before it chose (GLM-5.2).
+The indexer has its own queries, projected from the compressed ones, and one key per token, stored in the token's row of
+the cache after the part that attention reads. The reference multiplies both by a Hadamard matrix, and rounds to fp8 to
+save time. Scores are invariant under that matrix, so it is omitted here, and values are rounded to the model's data
+type only. A layer may reuse the positions chosen by the one before it (GLM-5.2).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from quire.layers.weights import LayerWeights
 from quire.ops import KVCache, RaggedBatch, elementwise, sparse
 
 INDEX_EPS = 1e-6
-"""Of the norm of index keys, whatever `rms_norm_eps` is: as in DeepSeek's own code and in transformers."""
+"""Of the norm of index keys, regardless of `rms_norm_eps`, as in DeepSeek's own code and in transformers."""
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class IndexConfig:
-    """What chooses the positions that a row attends to.
+    """Sizes of an indexer, which chooses the positions that a row attends to.
 
     Attributes:
         heads, head_dim: of its queries (`index_n_heads`, `index_head_dim`); there is one key.
-        top: how many positions (`index_topk`).
-        interleaved: which pairs of its first dimensions turn: those side by side, or half of them apart.
-        shared: this layer takes what the one before it chose.
+        top: number of positions (`index_topk`).
+        interleaved: whether adjacent dimensions are rotated in pairs, or those half of the rotated part apart.
+        shared: this layer reuses the choice of the one before it.
     """
 
     heads: int
@@ -41,7 +41,7 @@ class IndexConfig:
     shared: bool = False
 
     def tensor_shapes(self, hidden: int, queries: int) -> dict[str, tuple[int, ...]]:
-        """Its tensors, for compressed queries of so many numbers."""
+        """Its tensors, for compressed queries of this width."""
         if self.shared:
             return {}
         return {
@@ -54,11 +54,11 @@ class IndexConfig:
 
 
 class Indexer:
-    """Index keys, and which positions rows attend to. Its products are never quantized, as a router's are not.
+    """Computes index keys, and the positions that rows attend to. Like a router's, its projections are never quantized.
 
     Args:
         config: sizes.
-        rope: dimensions of a query and key that turn, the first ones.
+        rope: number of rotated dimensions of a query and key, the first ones.
     """
 
     def __init__(self, config: IndexConfig, rope: int, weights: LayerWeights) -> None:
@@ -97,12 +97,12 @@ class Indexer:
         config, of_rows = self._config, choice.of_rows
         q = self._queries.matmul(of_rows(compressed)).view(-1, config.heads, config.head_dim)
         q = self._turned(q, (of_rows(tables[0]), of_rows(tables[1])))
-        scale = config.heads**-0.5 * config.head_dim**-0.5  # above 0, so that it may stand before the relu or behind it
+        scale = config.heads**-0.5 * config.head_dim**-0.5  # above 0, so it commutes with the relu
         weights = self._weights.matmul(of_rows(x).float()) * scale
         self._kernels.choose(q, weights, kv, batch, layer, choice)
 
     def _turned(self, x: torch.Tensor, tables: Tables) -> torch.Tensor:
-        """x: [tokens, heads, head_dim], of which the first dimensions turn."""
+        """x: [tokens, heads, head_dim], of which the first dimensions are rotated."""
         first, rest = x[..., : self._rope], x[..., self._rope :]
         if self._config.interleaved:
             turned = self._kernels.rotate_interleaved(first, tables)
@@ -112,7 +112,7 @@ class Indexer:
 
 
 class SparseLatentAttention(LatentAttention):
-    """Latent attention of one layer to what its indexer chooses. See `LatentAttention`."""
+    """Latent attention of one layer to the positions chosen by its indexer. See `LatentAttention`."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class SparseLatentAttention(LatentAttention):
         norm = self.norm
         kernels.store_latent(self.compressed(x), norm.weight, norm.eps, tables, kv, batch, self.layer, keys)
         choice = batch.once(("choice", self._index.top), lambda: sparse.choice(batch, self._index.top))
-        if self._indexer is not None:  # else the last layer that had one chose
+        if self._indexer is not None:  # else the last layer with an indexer chose
             self._indexer.choose(x, compressed, tables, kv, batch, self.layer, choice)
         q = torch.cat([self.into_latent(still), turned], dim=-1)  # [tokens, heads, latent + rope]
         out = kernels.attend_chosen(q, choice, kv, batch, self.layer, config.scale, config.kv_lora_rank)
