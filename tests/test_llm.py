@@ -301,6 +301,30 @@ def test_a_second_thread_is_refused_and_told_who_is_inside_and_what_to_use(llm, 
     assert next(stream, None) is None and llm.step() == [] and llm.idle, "a stream that was refused has ended"
 
 
+def test_a_signals_handler_that_calls_amid_a_step_is_refused_and_changes_no_token(llm, monkeypatch):
+    [expected] = llm.generate("def f(", GREEDY)
+    forward, told = llm._engine.model.forward, []
+
+    def handler(number, frame):
+        with pytest.raises(
+            ConcurrentUseError, match=r"^LLM\.generate was called amid LLM\.generate of the same thread"
+        ):
+            llm.generate("x", GREEDY)
+        told.append(number)
+
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGUSR1)
+        return forward(*args)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        monkeypatch.setattr(llm._engine.model, "forward", interrupted)
+        [output] = llm.generate("def f(", GREEDY)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert output.outputs == expected.outputs and told and llm._guard.free
+
+
 def test_a_stream_that_is_left_while_another_thread_is_inside_is_ended_by_the_next_step(llm, monkeypatch):
     stream = llm.stream("class A", SamplingParams(max_tokens=1000, ignore_eos=True))
     next(stream)

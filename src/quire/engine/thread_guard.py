@@ -22,7 +22,7 @@ class ThreadGuard:
 
     def __init__(self, what: str, instead: str) -> None:
         self._what, self._instead = what, instead
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # for such a handler
         self._inside: tuple[threading.Thread, str] | None = None
 
     @property
@@ -32,10 +32,10 @@ class ThreadGuard:
 
     @contextlib.contextmanager
     def entered(self, call: str) -> Iterator[None]:
-        """Hold the object while `call`, a method's name, runs in this thread. A thread that is inside may enter again.
+        """Hold the object while `call`, a method's name, runs in this thread.
 
         Raises:
-            ConcurrentUseError: another thread is inside.
+            ConcurrentUseError: another thread is inside, or this one (a signal's handler runs amid what it interrupts).
         """
         me, entered = threading.current_thread(), False
         try:
@@ -48,8 +48,13 @@ class ThreadGuard:
                 self._inside = None
 
     def _refuse_second(self, me: threading.Thread, call: str) -> None:
-        if self._inside is not None and self._inside[0] is not me:
+        if self._inside is not None:
             owner, busy = self._inside
+            if owner is me:
+                raise ConcurrentUseError(
+                    f"{self._what}.{call} was called amid {self._what}.{busy} of the same thread, perhaps by a "
+                    "signal's handler; call it when that has returned"
+                )
             raise ConcurrentUseError(
                 f"{self._what}.{call} was called in thread {me.name!r} while thread {owner.name!r} is in "
                 f"{self._what}.{busy}; one thread at a time may use it: {self._instead}"
