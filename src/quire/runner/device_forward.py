@@ -319,9 +319,11 @@ def _padded_decodes(count: int) -> int:
     return -(-count // step) * step
 
 
-def largest_graph(parameters: int) -> int:
-    """Most tokens of a step that is recorded, for a model with this many parameters."""
-    return LARGEST_SMALL_GRAPH if parameters <= SMALL_MODEL else LARGEST_GRAPH
+def largest_graph(parameters: int, most_tokens: int) -> int:
+    """Most tokens of a step that is recorded, for a model with this many parameters and steps of at most `most_tokens`,
+    before they are padded."""
+    largest = LARGEST_SMALL_GRAPH if parameters <= SMALL_MODEL else LARGEST_GRAPH
+    return min(largest, -(-most_tokens // CHUNK) * CHUNK)
 
 
 def decode_sizes(most_spans: int, largest: int = LARGEST_GRAPH) -> set[Size]:

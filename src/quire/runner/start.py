@@ -93,7 +93,7 @@ def start_runner(
         runner = ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation, halves, host, grammars)
         return Started(runner, kv, tuple(notes))
     graphs = "off" if config.enforce_eager else config.cuda_graphs
-    largest = largest_graph(model.num_parameters)
+    largest = largest_graph(model.num_parameters, config.max_num_batched_tokens)
     spare = round(plan.activations * (1 + min(1, largest / config.max_num_batched_tokens)))
     forward = _device_forward(config, model, kv, device, plan.max_model_len, graphs, spare, speculation)
     notes.append(f"device: {device.describe()}")
@@ -233,7 +233,7 @@ def _device_forward(
 ) -> DeviceForward:
     width = -(-longest // config.block_size)
     aux_layers, keeps = (speculation.aux_layers, speculation.keeps) if speculation else ((), 1)
-    largest = largest_graph(model.num_parameters)
+    largest = largest_graph(model.num_parameters, config.max_num_batched_tokens)
     return DeviceForward(model, kv, device, config.max_num_seqs, width, graphs, spare, aux_layers, keeps, largest)
 
 
