@@ -1,8 +1,7 @@
 """EngineConfig: every engine option, in one frozen and validated dataclass.
 
-Command-line flags, YAML keys and keyword arguments are all made from its fields, so that an option exists
-once. Names are vLLM's where vLLM has the same thing; where they are not, vLLM's are taken too (`vllm_options.py`).
-This module is a leaf: anyone may import it.
+Command-line flags, YAML keys and keyword arguments are all derived from its fields, so each option is defined once.
+Names are vLLM's where vLLM has the same option; otherwise vLLM's names are accepted, too (`vllm_options.py`).
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "block_size": 64,
     },
 }
-"""`--preset`: low latency, throughput, or long prompts. Options given by hand win over a preset's."""
+"""`--preset`: low latency, throughput, or long prompts. Explicit options override a preset's."""
 
 DEVICE_DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"async_scheduling": False},
     "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "deterministic": False},
 }
-"""What unset options are on a device, where it is not what `EngineConfig` says."""
+"""A device's defaults, where they differ from those of `EngineConfig`."""
 
 SIZES = ("kv_cache_memory", "host_kv_memory", "disk_kv_memory")
 """Options that are sizes in bytes."""
@@ -50,8 +49,8 @@ _SIZE_UNITS |= {"g": 10**9, "gb": 10**9, "gib": 2**30, "t": 10**12, "tb": 10**12
 
 
 def option(default: Any, help: str, *, low: float | None = None, high: float | None = None, short: str = "") -> Any:
-    """A field of `EngineConfig`: its default, the help text of its flag and how it is written in short, and the range
-    it is checked against.
+    """A field of `EngineConfig`: its default, the help text and short form of its flag, and the range it is checked
+    against.
     """
     return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "short": short})
 
@@ -433,13 +432,13 @@ class EngineConfig:
 
     @functools.cached_property
     def speculation(self) -> SpeculativeConfig | None:
-        """`speculative_config`, read; None: nothing is drafted."""
+        """`speculative_config`, parsed; None without speculation."""
         given = self.speculative_config
         return None if given is None else SpeculativeConfig.read(given, self.model)
 
     @property
     def replicas(self) -> int:
-        """Engines that a server has of this; an engine itself is one."""
+        """Number of engines of a server with this configuration."""
         return 1 if self.enable_expert_parallel else self.data_parallel_size
 
     @property
@@ -455,12 +454,12 @@ class EngineConfig:
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """`kv_cache_memory` in bytes, or None where the memory plan decides."""
+        """`kv_cache_memory` in bytes, or None if the memory plan decides."""
         return None if self.kv_cache_memory is None else parse_size(self.kv_cache_memory)
 
     @property
     def host_kv_bytes(self) -> int:
-        """`host_kv_memory` in bytes; an engine with a role has some in any case."""
+        """`host_kv_memory` in bytes; 1 GiB by default for an engine with a role."""
         return parse_size(self.host_kv_memory or ("1GiB" if self.kv_role else "0"))
 
     @property
@@ -469,17 +468,17 @@ class EngineConfig:
 
     @property
     def prefills(self) -> bool:
-        """Other engines may have prompts computed here."""
+        """Whether other engines may have prompts computed here."""
         return self.kv_role in ("prefill", "both")
 
     @property
     def decodes(self) -> bool:
-        """Prompts may be computed by other engines."""
+        """Whether prompts may be computed by other engines."""
         return self.kv_role in ("decode", "both")
 
     @property
     def prefill_urls(self) -> list[str]:
-        """`prefill_url`, one each; without, an engine with a directory has none."""
+        """The URLs in `prefill_url`; empty for an engine with a directory and none given."""
         default = "http://127.0.0.1:8000" if self.kv_directory is None else ""
         return [each.strip() for each in (self.prefill_url or default).split(",") if each.strip()]
 
@@ -524,7 +523,7 @@ class EngineConfig:
 
 
 def unknown_option(name: str, known: list[str]) -> str:
-    """The message for an option that does not exist, with the nearest one, or what another engine's is here."""
+    """The message for an unknown option, with the nearest name, or the equivalent of another engine's option."""
     if (other := OTHER_OPTIONS.get(name)) and (other.ours is None or other.ours in known):
         return f"unknown option {name!r}; {explained(name, name, other.ours)}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -565,8 +564,7 @@ def check_field(field: dataclasses.Field[Any], hint: Any, value: Any) -> None:
 
 
 def with_options(*own: str) -> inspect.Signature:
-    """A constructor's signature, in which `options` are the fields of `EngineConfig` that they are, for help() and
-    notebooks."""
+    """A constructor's signature with `options` replaced by the fields of `EngineConfig`, for help() and notebooks."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     hints = get_type_hints(EngineConfig)
     return inspect.Signature(
@@ -579,7 +577,7 @@ def with_options(*own: str) -> inspect.Signature:
 
 
 def with_options_text(docstring: str | None) -> str | None:
-    """A constructor's docstring, and what each of its options is; None under `python -OO`."""
+    """A constructor's docstring with the help of each option appended; None under `python -OO`."""
     if docstring is None:
         return None
     lines = [f"    {field.name}: {field.metadata['help']} (default: {field.default})" for field in _options()]

@@ -1,8 +1,9 @@
 """EAGLE and EAGLE-2 heads, as in the authors' `cnets1.py` (https://arxiv.org/abs/2401.15077, 2406.16858).
 
-One decoder layer continues the target's last hidden states: from the one at a position and the token after it, the one
-at the next position. Embedding (unless the head brings its own) and output head are the target's. Published heads have
-no norm before the attention and none at the end; whichever biases and norms a head's tensors name, it has.
+One decoder layer continues the target's last hidden states: from the one at a position and the token after it, it
+predicts the one at the next position. Embedding (unless the head has its own) and output head are the target's.
+Published heads have no norm before the attention and none at the end; biases and norms are used if the checkpoint has
+their tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from quire.ops import KVCache, KVShape, RaggedBatch
 
 TABLE = "embed_tokens.weight"
 SKIPPED = ("lm_head.",)
-"""A copy of the target's output head, which some checkpoints hold."""
+"""A copy of the target's output head in some checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ class HeadConfig:
     Attributes:
         layer: sizes and options of its layer.
         rope: its rotary embedding.
-        vocab_size, target_hidden_size: of the target that it was made for.
-        shapes: every tensor that it needs, by name.
+        vocab_size, target_hidden_size: of its target.
+        shapes: of every tensor that it needs, by name.
     """
 
     layer: LayerConfig
@@ -45,16 +46,16 @@ class HeadConfig:
 
 
 class Head:
-    """What drafting asks of any head.
+    """The interface of heads.
 
     Attributes:
-        config: what config.json and the names of the tensors say.
-        hidden_size: of what `forward` takes and gives.
-        aux_layers: layers of the target whose inputs are its features; none: it is fed what the target's `forward`
-            gives.
+        config: from config.json and the names of the tensors.
+        hidden_size: of the input and output of `forward`.
+        aux_layers: layers of the target whose inputs are its features; empty if the features are the output of the
+            target's `forward`.
         dtype: of activations, KV and weights: the target's.
         kv_shape: of a token's KV.
-        weight_bytes: what a step reads of its own weights; an embedding table is not among them.
+        weight_bytes: bytes of its own weights read in a step, without an embedding table.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -71,12 +72,12 @@ class Head:
 
 
 class Eagle(Head):
-    """One decoder layer that continues the target's last hidden states, fed with the embedding of the token after each.
+    """One decoder layer that continues the target's last hidden states, given the embedding of the token after each.
 
     Args:
         config: of the head.
-        weights: its checkpoint's.
-        target: whose embedding and output head are shared.
+        weights: of its checkpoint.
+        target: its embedding and output head are shared.
     """
 
     def __init__(self, config: HeadConfig, weights: Weights, target: Model) -> None:
@@ -87,7 +88,7 @@ class Eagle(Head):
 
     @staticmethod
     def read_config(fields: Fields, names: Collection[str]) -> HeadConfig:
-        """Reads config.json, and from the names of the tensors what is optional; raises ModelConfigError."""
+        """Read config.json, and optional parts from the names of the tensors; raises ModelConfigError."""
         layer, rope, vocab_size = read_layer(fields, names)
         layer = replace(
             layer,
@@ -104,18 +105,18 @@ class Eagle(Head):
         return HeadConfig(layer, rope, vocab_size, hidden, shapes)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] what the target's `forward` gave: what `forward` takes in their place."""
+        """From the target's `forward` [tokens, hidden] to the input of `forward`."""
         return features
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
         """One step.
 
         Args:
-            hidden: [tokens, hidden], the target's at these positions, or what this gave for the position before.
+            hidden: [tokens, hidden], the target's at these positions, or this method's result for the position before.
             batch: its `token_ids` are those of the position after each.
             kv: a cache of one layer.
 
-        Returns [tokens, hidden], a guess of the target's at the position after each.
+        Returns [tokens, hidden], a prediction of the target's at the position after each.
         """
         x = self.fc(torch.cat([self.embedding(batch.token_ids), hidden], dim=1))
         x, residual = self.layer(None, x, self.rotary.tables(batch.positions), kv, batch)

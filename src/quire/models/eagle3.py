@@ -1,8 +1,8 @@
 """EAGLE-3 heads, as in the authors' `cnets.py` (https://arxiv.org/abs/2503.01840).
 
-What enters a low, a middle and a high layer of the target is fused into one hidden state. One decoder layer, whose
-attention reads the token's embedding and the hidden state side by side, makes the next one of it. The head has a
-vocabulary of its own, the target's likelier tokens: `d2t` says how far each id is moved, `t2d` which ids there are.
+The inputs of a low, a middle and a high layer of the target are fused into one hidden state. One decoder layer, whose
+attention reads the concatenation of the token's embedding and the hidden state, computes the next one. The head has its
+own vocabulary, the target's most frequent tokens: `d2t` has the offset of each id, `t2d` the ids it contains.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Eagle3Config(HeadConfig):
 
     Attributes:
         aux_layers: layers of the target whose inputs it reads.
-        draft_vocab_size: how many tokens it can draft.
+        draft_vocab_size: number of tokens it can draft.
     """
 
     aux_layers: tuple[int, ...]
@@ -45,7 +45,7 @@ class Eagle3Layer:
     """The head's decoder layer.
 
     Args:
-        config: sizes; q, k and v read twice the hidden size.
+        config: sizes; the input of q, k and v has twice the hidden size.
         weights: gives the layer's parts by name.
     """
 
@@ -68,7 +68,7 @@ class Eagle3Layer:
         """All [tokens, hidden]; tables: cos and sin of the step's positions."""
         x = torch.cat([self.input_norm(embedded), self.hidden_norm(hidden)], dim=1)
         x = self.attention(x, tables, kv, batch)
-        # The sum may be written where the residual lies, and `hidden` is the caller's.
+        # The sum may be written into the residual, and `hidden` belongs to the caller.
         x, residual = self.post_attention_norm.with_residual(x, hidden.clone())
         return self.mlp(x) + residual
 
@@ -78,9 +78,9 @@ class Eagle3(Head):
 
     Args:
         config: of the head.
-        weights: its checkpoint's.
-        target: whose embedding is shared, unless the head brings its own.
-        ids: [draft vocabulary] int64, the target's id of each of its tokens; None: the vocabularies are the same.
+        weights: of its checkpoint.
+        target: its embedding is shared, unless the head has its own.
+        ids: [draft vocabulary] int64, the target's id of each of its tokens; None if the vocabularies are equal.
     """
 
     def __init__(self, config: Eagle3Config, weights: Weights, target: Model, ids: torch.Tensor | None) -> None:
@@ -94,9 +94,9 @@ class Eagle3(Head):
 
     @staticmethod
     def read_config(fields: Fields, names: Collection[str], target_layers: int) -> Eagle3Config:
-        """Reads config.json, and from the names of the tensors what is optional.
+        """Read config.json, and optional parts from the names of the tensors.
 
-        Raises ModelConfigError, and ConfigError where the target has not the layers that the head reads.
+        Raises ModelConfigError, and ConfigError if the target lacks layers that the head reads.
         """
         fields.refuse("norm_before_residual", (False,), "a residual that is normalized")
         layer, rope, vocab_size = read_layer(fields, names)
@@ -124,11 +124,12 @@ class Eagle3(Head):
         """One step.
 
         Args:
-            hidden: [tokens, hidden], the fused features of these positions, or what this gave for the position before.
+            hidden: [tokens, hidden], the fused features of these positions, or this method's result for the position
+                before.
             batch: its `token_ids` are those of the position after each.
             kv: a cache of one layer.
 
-        Returns [tokens, hidden], which stands for the features of the position after each.
+        Returns [tokens, hidden], a prediction of the features of the position after each.
         """
         tables = self.rotary.tables(batch.positions)
         return self.layer(self.embedding(batch.token_ids), hidden, tables, kv, batch)
@@ -146,11 +147,11 @@ class Eagle3(Head):
 
 
 def read_aux_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """The layers that a head reads: those that config.json names, else EAGLE-3's own choice for so many layers.
+    """The layers that a head reads: those in config.json, else EAGLE-3's default for this number of layers.
 
     Raises:
-        ModelConfigError: the field is no list of the target's layers.
-        ConfigError: it names none, and the target has too few for a low, a middle and a high one.
+        ModelConfigError: the field is not a list of the target's layers.
+        ConfigError: the field is absent, and the target has too few layers for a low, a middle and a high one.
     """
     for section in (fields, fields.section("eagle_config")):
         if AUX_LAYERS_FIELD in section:
@@ -165,9 +166,9 @@ def read_aux_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 
 def read_ids(checkpoint: Checkpoint, config: Eagle3Config) -> torch.Tensor | None:
-    """The target's id of each draft token, [draft vocabulary] int64; None: the same ones.
+    """The target's id of each draft token, [draft vocabulary] int64; None if they are equal.
 
-    Raises TensorShapeError: the two tables are not there, or do not say which tokens they are.
+    Raises TensorShapeError: the two tables are missing or inconsistent.
     """
     if MOVES not in checkpoint.entries and config.draft_vocab_size == config.vocab_size:
         return None

@@ -1,4 +1,4 @@
-"""From the name of a model to a folder: the embedded model, a folder on disk, or a download from the hub."""
+"""Finds a model's folder by name: an embedded model, a folder on disk, or a download from the Hub."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ EMBEDDED_MODELS = {
     "demo-draft": "an embedded model that drafts for demo",
     "demo-eagle": "an embedded head that drafts for demo",
 }
-"""What ships with Quire, in words for people."""
+"""Descriptions of the embedded models."""
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 UNWANTED_FILES = ["[!0-9]*/*", "[0-9][!0-9_]*/*", "*/*/*", "consolidated*.safetensors"]
-"""Folders of other formats, all but modules of Sentence Transformers ("1_Pooling"), and Mistral's second copy of the
+"""Folders of other formats, except modules of Sentence Transformers ("1_Pooling"), and Mistral's second copy of the
 weights."""
 
 
 def describe(folder: Path) -> str | None:
-    """What a checkpoint is, if it is an embedded one, for people."""
+    """A description of an embedded checkpoint; None for others."""
     return EMBEDDED_MODELS.get(folder.name) if folder.parent == ASSETS else None
 
 
@@ -39,17 +39,16 @@ def resolve(
     """The folder of a checkpoint.
 
     Args:
-        model: "demo" is the model that ships with Quire, "demo-draft" and "demo-eagle" are what drafts for it; else
-            a folder; else `org/name` on the Hugging Face hub, which is downloaded (with a progress bar) unless it
-            lies in the hub's cache already.
+        model: "demo" for the embedded model, "demo-draft" and "demo-eagle" for its draft models; else a folder; else
+            `org/name` on the Hugging Face Hub, downloaded (with a progress bar) unless it is in the Hub's cache.
         revision: branch, tag or commit of a download.
-        endpoint: another hub than huggingface.co.
-        cache_dir: where downloads lie; None is the hub library's own choice.
-        weights: download them, too.
+        endpoint: a hub other than huggingface.co.
+        cache_dir: folder of downloads; None for the hub library's default.
+        weights: whether to download the weights.
 
     Raises:
         CheckpointNotFoundError: it is none of these; the message says what was tried.
-        DownloadError: the hub did not answer, or the download ended early.
+        DownloadError: the Hub did not answer, or the download failed.
         ConfigError: a revision of something that is not downloaded.
     """
     local = ASSETS / model if model in EMBEDDED_MODELS else _expanded(model)
@@ -80,7 +79,7 @@ def _expanded(model: str) -> Path:
 
 
 def _download(model: str, revision: str | None, endpoint: str | None, cache_dir: Path | None, weights: bool) -> Path:
-    from huggingface_hub import constants, snapshot_download  # only here: folders need not pay for importing it
+    from huggingface_hub import constants, snapshot_download  # imported late, since folders do not need it
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     at = f" at revision {revision!r}" if revision else ""
@@ -102,7 +101,7 @@ def _download(model: str, revision: str | None, endpoint: str | None, cache_dir:
             f"since the hub cannot be reached ({' '.join(offline.split())}). "
             f"Copy {needed} here and give that, or try again with a network."
         ) from error
-    except Exception as error:  # whatever the hub, the network or the disk did, the checkpoint is not here
+    except Exception as error:  # any failure of the Hub, the network or the disk
         reason = " ".join(str(error).split())[:300]
         unknown = isinstance(error, RepositoryNotFoundError | RevisionNotFoundError)
         raise (CheckpointNotFoundError if unknown else DownloadError)(

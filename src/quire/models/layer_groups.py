@@ -1,4 +1,4 @@
-"""Which layers keep the same of a request: they share blocks and block tables (see `core.kv_group`)."""
+"""Groups of layers with the same KV layout and window, which share blocks and block tables (see `core.kv_group`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class LayerGroup(NamedTuple):
     """One KV group of a model.
 
     Attributes:
-        window: how many tokens back its layers see, itself included; None: all of them.
-        layers: their numbers, ascending.
-        recurrent: they keep a state.
+        window: number of positions that a token sees, including itself; None for all.
+        layers: numbers of its layers, ascending.
+        recurrent: whether its layers keep a state.
     """
 
     window: int | None
@@ -21,15 +21,15 @@ class LayerGroup(NamedTuple):
     recurrent: bool = False
 
     def within(self, layers: range) -> LayerGroup:
-        """Those of its layers that are among these."""
+        """The group with only those of its layers that are in `layers`."""
         return self._replace(layers=tuple(layer for layer in self.layers if layer in layers))
 
 
 class KVHeads(NamedTuple):
-    """What a layer keeps of a position.
+    """The KV of a position in a layer.
 
     Attributes:
-        num_heads: of keys and values.
+        num_heads: number of KV heads.
         head_dim: width of each.
     """
 
@@ -43,13 +43,12 @@ def layer_groups(
     without: Collection[int] = (),
     recurrent: Collection[int] = (),
 ) -> tuple[LayerGroup, ...]:
-    """A group for each window, and each shape of a position, that layers have; the one that keeps most first. Layers
-    that keep a state are the last.
+    """A group per window and KV shape, the one that keeps most first. Layers that keep a state are last.
 
     Args:
         windows: of each layer.
-        heads: of each layer; None: all have the same.
-        without: layers that keep nothing, since they read what others keep.
+        heads: of each layer; None if all are the same.
+        without: layers without their own KV, which read other layers'.
         recurrent: layers that keep a state.
     """
     all_kinds = zip(windows, heads or [KVHeads(0, 0)] * len(windows), strict=True)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class MultiTokenPrediction:
     """The layer after the last one, which predicts the token after the next.
 
-    Embedding and output head are the model's own; the copies of them that checkpoints hold are not read. Every rank
-    computes all of it, so that all have the same drafts.
+    Embedding and output head are shared with the model; their copies in checkpoints are not read. It is replicated on
+    every rank, so that all have the same drafts.
 
     Args:
         config: of the model.
-        weights: the checkpoint's.
-        model: whose embedding, rotary tables and head are shared.
+        weights: of the checkpoint.
+        model: its embedding, rotary tables and head are shared.
 
     Attributes:
         kv_shape: of a token's KV.
@@ -42,18 +42,18 @@ class MultiTokenPrediction:
         self.kv_shape = dataclasses.replace(model.kv_shape(), layers=1)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] what the model's `forward` gave: what `forward` takes in their place."""
+        """From the model's `forward` [tokens, hidden] to the input of `forward`."""
         return features
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
         """One step.
 
         Args:
-            hidden: [tokens, hidden], what the model's `forward` returned at these positions.
+            hidden: [tokens, hidden], the result of the model's `forward` at these positions.
             batch: its `token_ids` are those of the position after each.
             kv: a cache of one layer.
 
-        Returns [tokens, hidden], of which `logits` gives the scores of the position after those.
+        Returns [tokens, hidden], from which `logits` computes the scores of the position after those.
         """
         both = torch.cat([self.enorm(self.embedding(batch.token_ids)), self.hnorm(hidden)], dim=1)
         x, residual = self.layer(None, self.eh_proj(both), self.rotary.tables(batch.positions), kv, batch)

@@ -1,9 +1,8 @@
-"""How a checkpoint's embeddings are made, as its files for Sentence Transformers say, and from pooled states to them.
+"""Embeddings as specified by a checkpoint's files for Sentence Transformers, computed from pooled states.
 
-`modules.json` lists what follows the model: a pooling module, whose folder says which pooling, perhaps dense
-layers, and maybe a normalizing module. A checkpoint without it is taken as vLLM takes one: the last token's hidden
-state, normalized. `config_sentence_transformers.json` names prompts, which stand before a
-text.
+`modules.json` lists the modules after the model: a pooling module, whose folder specifies the method, optional dense
+layers, and an optional normalizing module. The default without it is that of vLLM: the last token's hidden state,
+normalized. `config_sentence_transformers.json` has prompts, which are prepended to texts.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ MODULES_FILE = "modules.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
 MAX_MODULES = 16
 FLAGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
-"""Fields of a pooling module's config.json, and what they are here."""
+"""Fields of a pooling module's config.json, with our method names."""
 SIMILARITIES = ("cosine", "dot", "dot_product", "euclidean", "manhattan")
 NAMES = {"lasttoken": "last", "last": "last", "mean": "mean"}
-"""Values of `pooling_mode`, as newer ones say it."""
+"""Values of `pooling_mode`, the newer field."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """How embeddings are made.
+    """How embeddings are computed.
 
     Attributes:
-        width: numbers of an embedding.
+        width: dimensions of an embedding.
         method: see `PoolingParams`.
-        normalizes: they are divided by their length.
-        declared: the checkpoint says so itself: it is an embedding model.
-        matryoshka: the dimensions that it was trained for, if it names them.
-        dense: layers after pooling, in their order.
-        prompts: what stands before a text, by the name of what it is for.
-        default_prompt: the name of that where none is asked for; None: nothing then.
+        normalizes: whether embeddings are normalized to length 1.
+        declared: whether the checkpoint has these files, and so is an embedding model.
+        matryoshka: the dimensions it was trained for, if specified.
+        dense: layers after pooling, in order.
+        prompts: text to prepend, by name.
+        default_prompt: name of the default prompt; None if there is none.
         similarity: how embeddings are compared, as Sentence Transformers names it.
     """
 
@@ -60,11 +59,10 @@ class PoolingConfig:
 
     @classmethod
     def read(cls, folder: Path) -> PoolingConfig:
-        """What a checkpoint's folder says.
+        """Read a checkpoint's folder.
 
         Raises:
-            ModelConfigError, CheckpointError: its embeddings are made in a way that is not supported, or a file cannot
-                be read.
+            ModelConfigError, CheckpointError: its kind of embeddings is not supported, or a file cannot be read.
         """
         model = Fields.read(folder / "config.json")
         matryoshka = tuple(model.integers("matryoshka_dimensions", below=MAX_SIZE))
@@ -91,7 +89,7 @@ class PoolingConfig:
         return cls(*made, *_prompts(Fields.read(folder / PROMPTS_FILE)))
 
     def prompt(self, name: str | None) -> str:
-        """What stands before a text that is embedded for a purpose; None: for none that is named.
+        """The prompt of this name; the default one, if any, for None.
 
         Raises:
             RequestError: the checkpoint has no prompt of that name.
@@ -103,10 +101,10 @@ class PoolingConfig:
         return "" if name is None else self.prompts[name]
 
     def prompted(self, prompts: Sequence[Any], name: str | None) -> list[Any]:
-        """Texts, and lists of token ids, with that before each text.
+        """Prepend the prompt to texts; token ids are unchanged.
 
         Raises:
-            RequestError: there is no such prompt, or it is asked for with token ids, before which it cannot stand.
+            RequestError: there is no such prompt, or one is requested for token ids.
         """
         prompt = self.prompt(name)
         if name is not None and not all(isinstance(one, str) for one in prompts):
@@ -117,18 +115,18 @@ class PoolingConfig:
 
     @property
     def compares_by_cosine(self) -> bool:
-        """Whether a cosine is how embeddings are compared."""
+        """Whether embeddings are compared by cosine similarity."""
         return self.similarity == "cosine" or (self.normalizes and self.similarity.startswith("dot"))
 
     def before(self, purpose: str) -> str:
-        """What stands before a query, or a document, that is compared with others: the prompt of that name, if any."""
+        """The prompt for a query, or a document: the one of that name, if any."""
         return self.prompt(purpose if purpose in self.prompts else None)
 
     def embedding(self, pooled: Sequence[float], dimensions: int | None = None) -> array[float]:
-        """An embedding as 32-bit numbers, of what a prompt was pooled to.
+        """An embedding in fp32, from a prompt's pooled state.
 
         Args:
-            dimensions: only so many of the first numbers, as Matryoshka embeddings are cut.
+            dimensions: truncate to this many, as for Matryoshka embeddings.
         """
         if self.dense:
             state = np.array(pooled, np.float32)
@@ -140,7 +138,7 @@ class PoolingConfig:
         return array("f", [value / (length or 1.0) for value in values])
 
     def check_dimensions(self, dimensions: int | None) -> None:
-        """Raises RequestError where embeddings cannot be cut to so many."""
+        """Raise RequestError if embeddings cannot be truncated to this many dimensions."""
         if dimensions is None:
             return
         allowed = ", ".join(map(str, self.matryoshka)) if self.matryoshka else f"1 to {self.width}"
@@ -150,7 +148,7 @@ class PoolingConfig:
 
 
 def _modules(file: Path) -> list[tuple[str, str]]:
-    """Each module's class, without the package, and its folder; none where there is no such file."""
+    """Each module's class, without the package, and its folder; empty if there is no such file."""
     if not has_file(file):
         return []
     try:
@@ -181,7 +179,7 @@ def _prompts(fields: Fields) -> tuple[dict[str, str], str | None, str]:
 
 
 def _method(pooling: Fields) -> Literal["last", "mean"]:
-    """What a pooling module's config.json asks for."""
+    """The pooling method in a pooling module's config.json."""
     asked = [name for name in pooling.names() if name.startswith("pooling_mode_") and pooling.flag(name, default=False)]
     if not asked and "pooling_mode" in pooling:
         method = NAMES[pooling.choice("pooling_mode", NAMES)]
