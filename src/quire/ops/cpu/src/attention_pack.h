@@ -152,10 +152,14 @@ class Ahead {
     // Behind the last ones: some rows that are there.
     const char* next() {
         if (part_ == count_) return kv_.data;
-        const char* at = kv_.plane(parts_[part_].table[kv_.block_of(position_)], layer_, head_, which_);
-        at += kv_.row_of(position_) * kv_.row_bytes();
+        char* plane = kv_.plane(parts_[part_].table[kv_.block_of(position_)], layer_, head_, which_);
+        const int64_t row = kv_.row_of(position_);
+        if (kv_.quantized() && which_ == KEYS) {  // those of the values, too: the softmax reads them before the first value
+            __builtin_prefetch(kv_.scales(plane) + row);
+            __builtin_prefetch(kv_.scales(plane + kv_.plane_bytes()) + row);
+        }
         advance();
-        return at;
+        return plane + row * kv_.row_bytes();
     }
 
   private:

@@ -137,7 +137,10 @@ class RowsAhead {
         for (int64_t left = pace_; left > 0;) {
             if (line_ == group_lines_) {  // on to the next 16 rows
                 if (position_ >= end_) return;
-                at_ = source_.plane(position_, KEYS) + position_ % source_.kv.block_size * source_.kv.row_bytes();
+                char* plane = source_.plane(position_, KEYS);
+                const int64_t row = source_.kv.row_of(position_);
+                if (source_.kv.quantized()) __builtin_prefetch(source_.kv.scales(plane) + row, 0, 2);
+                at_ = plane + row * source_.kv.row_bytes();
                 position_ += LANES, line_ = 0;
             }
             const int64_t last = std::min(group_lines_, line_ + left);
