@@ -77,7 +77,7 @@ def pretend_amx(monkeypatch: pytest.MonkeyPatch, *built: str, wrong: bool) -> No
         ("sse2", "sse2"),
         ("sse2 avx2 fma f16c", "avx2"),
         ("sse2 avx2 fma f16c avx512f avx512bw avx512vl avx512dq", "avx512"),
-        ("sse2 avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni", "avx512_bf16"),
+        ("sse2 avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni avx512vbmi", "avx512_bf16"),
         ("", "torch"),
     ],
 )

@@ -24,6 +24,7 @@ INSTRUCTION_SETS = (
     "avx512f",
     "avx512_bf16",
     "avx512_vnni",
+    "avx512vbmi",
     "amx_tile",
     "amx_bf16",
     "amx_int8",

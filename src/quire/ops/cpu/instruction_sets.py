@@ -34,8 +34,8 @@ _AVX512 = InstructionSet(
 )
 _AVX512_BF16 = InstructionSet(
     "x86_64",
-    _AVX512.needs | {"avx512_bf16", "avx512_vnni"},
-    (*_AVX512.options, "-mavx512bf16", "-mavx512vnni"),
+    _AVX512.needs | {"avx512_bf16", "avx512_vnni", "avx512vbmi"},
+    (*_AVX512.options, "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi"),
 )
 _AMX = InstructionSet(
     "x86_64",

@@ -192,6 +192,36 @@ UNROLL
     INLINE void store_side_by_side(lane* to, const f32x16* numbers) { store(to, numbers[0]); }
 };
 
+#if defined(__AVX512BF16__)
+// Numbers in bf16 of the codes 0 .. 127, which are all magnitudes.
+struct NumbersOfCodes {
+    alignas(64) uint8_t lower[128], upper[128];
+};
+constexpr NumbersOfCodes numbers_of_codes(bool fp8) {
+    // A number is `mantissa` units; fp8 has subnormal ones of 2^-9, and from 8 on units that double with the exponent.
+    NumbersOfCodes to = {};
+    for (int code = 1; code < 128; code++) {
+        int mantissa = !fp8 || code < 8 ? code : 8 + code % 8, exponent = !fp8 ? 0 : code < 8 ? -9 : code / 8 - 10;
+        for (; mantissa < 128; mantissa *= 2) exponent--;
+        const int number = (exponent + 7 + 127) * 128 + mantissa % 128;
+        to.lower[code] = number % 256, to.upper[code] = number / 256;
+    }
+    return to;
+}
+template <class S>
+constexpr NumbersOfCodes NUMBERS_OF = numbers_of_codes(std::is_same<S, fp8>::value);
+
+struct ByteOrder {
+    alignas(64) uint8_t at[64];
+};
+constexpr ByteOrder columns_of_two_rows() {
+    ByteOrder order = {};
+    for (int i = 0; i < 64; i++) order.at[i] = i % 2 * 64 + i % 16 / 8 * 16 + i / 16 * 4 + i % 8 / 2;
+    return order;
+}
+constexpr ByteOrder COLUMNS_OF_TWO_ROWS = columns_of_two_rows();
+#endif
+
 #if defined(__AVX512BF16__) || defined(QUIRE_EMULATE_AMX)
 #define QUIRE_PAIR_LANES
 struct PairLanes {
@@ -270,8 +300,9 @@ struct PairLanes {
     template <class S>
     INLINE void of_stored(vector stored, vector (&to)[EACH<S>]) {
         if constexpr (sizeof(S) == 1) {
-            to[0] = expanded<0, 1, 4, S>((__m512i)stored);
-            to[1] = expanded<2, 3, 4, S>((__m512i)stored);
+            // In 128 bits first the first two codes of four lanes, then their last two.
+            const __m128i halves = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+            expand<S>(_mm512_shuffle_epi8((__m512i)stored, _mm512_broadcast_i32x4(halves)), to);
         } else {
             to[0] = stored;
         }
@@ -280,59 +311,29 @@ struct PairLanes {
     INLINE void of_columns(const char* rows, int64_t stride, int n, vector* to) {
         if constexpr (sizeof(S) == 1) {
             const __mmask32 there = first_of(n);
-            const __m256i first = _mm256_maskz_loadu_epi8(there, rows);
-            const __m256i second = _mm256_maskz_loadu_epi8(there, rows + stride);
-            const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-            // A part of 128 bits has four columns of the first half, four of the second half, for each of the two rows.
-            const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-            const __m512i parts = _mm512_permutexvar_epi32(order, both);
-            to[0] = expanded<0, 8, 1, S>(parts);
-            to[1] = expanded<4, 12, 1, S>(parts);
+            const __m512i first = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(there, rows));
+            const __m512i second = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(there, rows + stride));
+            // In 128 bits four columns of the first half, then four of the second half, of both rows.
+            expand<S>(_mm512_permutex2var_epi8(first, _mm512_load_si512(&COLUMNS_OF_TWO_ROWS), second), to);
         } else {
             interleave(of_row((const S*)rows, n), of_row((const S*)(rows + stride), n), to);
         }
     }
     INLINE __mmask32 first_of(int n) { return n >= 2 * LANES ? ~__mmask32{} : (__mmask32{1} << n) - 1; }
 
-    // In each 128 bits of bytes four lanes: with the code at LOW + i * STEP below, the one at HIGH + i * STEP above.
-    template <int LOW, int HIGH, int STEP, class S>
-    INLINE vector expanded(__m512i codes) {
-        constexpr int NO = -1;  // a byte of zeros
-        auto bytes = [](auto of) __attribute__((always_inline)) {
-            return _mm512_broadcast_i32x4(_mm_setr_epi8(of(0, 0), of(0, 1), of(0, 2), of(0, 3), of(1, 0), of(1, 1),
-                                                        of(1, 2), of(1, 3), of(2, 0), of(2, 1), of(2, 2), of(2, 3),
-                                                        of(3, 0), of(3, 1), of(3, 2), of(3, 3)));
+    // 64 codes as numbers: of each 128 bits the first eight in to[0], the others in to[1]. A code's magnitude has a number,
+    // whose upper and lower byte are looked up; its sign is the number's. (No code is -128.)
+    template <class S>
+    INLINE void expand(__m512i codes, vector* to) {
+        const __m512i magnitude = std::is_same<S, int8>::value ? _mm512_abs_epi8(codes) : codes;
+        auto found = [&](const uint8_t (&table)[128]) __attribute__((always_inline)) {
+            return _mm512_permutex2var_epi8(_mm512_load_si512(table), magnitude, _mm512_load_si512(table + 64));
         };
-        if constexpr (std::is_same<S, int8>::value) {
-            // 2^23 and the code above -128 in fp32, exactly; bf16 holds what is left of that.
-            const __m512i above = _mm512_xor_si512(codes, _mm512_set1_epi8(-128));
-            const __m512i large = _mm512_set1_epi32(0x4b000000);
-            auto number = [&](auto where) __attribute__((always_inline)) {
-                const auto at = bytes([=](int lane, int) { return char(where + lane * STEP); });
-                const __m512i placed = _mm512_mask_shuffle_epi8(large, 0x1111111111111111, above, at);
-                return (__m512i)((__m512)placed - _mm512_set1_ps(0x1p23f + 128));
-            };
-            const __m512i low = number(std::integral_constant<int, LOW>{});
-            const __m512i high = number(std::integral_constant<int, HIGH>{});
-            const auto upper = bytes([](int lane, int byte) { return char(4 * lane + 2 + byte % 2); });
-            return (vector)_mm512_mask_shuffle_epi8(high, 0x3333333333333333, low, upper);
-        } else {
-            auto placed = [&](auto odd) __attribute__((always_inline)) {
-                return _mm512_shuffle_epi8(codes, bytes([=](int lane, int byte) {
-                    return char(byte % 2 != odd ? NO : (byte < 2 ? LOW : HIGH) + lane * STEP);
-                }));
-            };
-            const __m512i above = placed(std::integral_constant<int, 1>{});
-            const __m512i below = placed(std::integral_constant<int, 0>{});
-            // Exponent and mantissa in place, with bf16's bias; multiples of 2^-9, which have no exponent, from a table.
-            constexpr u16x32 small = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
-            const __m512i magnitude = _mm512_and_si512(_mm512_srli_epi16(above, 4), _mm512_set1_epi16(0x7f0));
-            const __m512i normal = _mm512_add_epi16(magnitude, _mm512_set1_epi16(0x3c00));
-            const __mmask32 is_small = _mm512_testn_epi16_mask(below, _mm512_set1_epi16(0x78));
-            const __m512i number = _mm512_mask_permutexvar_epi16(normal, is_small, below, (__m512i)small);
-            constexpr int A_OR_B_AND_C = 0xf8;
-            return (vector)_mm512_ternarylogic_epi32(number, above, _mm512_set1_epi16(-0x8000), A_OR_B_AND_C);
-        }
+        constexpr int A_OR_B_AND_C = 0xf8;
+        const __m512i lower = found(NUMBERS_OF<S>.lower);
+        const __m512i upper = _mm512_ternarylogic_epi32(found(NUMBERS_OF<S>.upper), codes, _mm512_set1_epi8(-128), A_OR_B_AND_C);
+        to[0] = (vector)_mm512_unpacklo_epi8(lower, upper);
+        to[1] = (vector)_mm512_unpackhi_epi8(lower, upper);
     }
 #else
     template <class S>
