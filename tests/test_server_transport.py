@@ -57,6 +57,14 @@ class Bench:
         async def large(mebibytes: int) -> Response:
             return Response(bytes(mebibytes << 20))
 
+        @router.get("/v1/parts")
+        async def whole_stream() -> Response:
+            async def parts() -> object:
+                for part in (b"one", b"", b"two\r\n", b"5\r\nthree\r\n"):
+                    yield part
+
+            return StreamingResponse(parts())  # type: ignore[arg-type]
+
         @router.get("/v1/broken-stream")
         async def broken() -> Response:
             async def parts() -> object:
@@ -252,6 +260,15 @@ def test_another_protocol_is_not_spoken_but_the_request_is_answered(bench: Bench
 
 
 # -- who is slow ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("headers", ["", "Host: localhost\r\nConnection: keep-alive\r\n", "Expect: 100-continue\r\n"])
+def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_the_connection(bench: Bench, headers: str) -> None:
+    head, _, body = bench.ask(f"GET /v1/parts HTTP/1.0\r\n{headers}\r\n".encode()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n") and body == b"onetwo\r\n5\r\nthree\r\n"
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+    chunked = bench.ask(b"GET /v1/parts HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert b"transfer-encoding: chunked" in chunked and chunked.endswith(b"\r\n0\r\n\r\n")
 
 
 def test_headers_that_come_too_slowly_are_cut_off(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -297,7 +297,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._running = cycle
-        cycle.transport = self._way_out  # type: ignore[assignment]
+        knows_chunks = cycle.scope["http_version"] != "1.0"
+        cycle.transport = self._way_out if knows_chunks else _WholeWayOut(self)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
 
@@ -310,6 +311,46 @@ class _WayOut:
         self.write = protocol.transport.write
         self.is_closing = protocol.transport.is_closing
         self.close = protocol.close
+
+
+class _WholeWayOut(_WayOut):
+    """The same for HTTP/1.0, which knows no chunks (RFC 9112, 6.1) and no 100 (RFC 9110, 15.2): the chunks that uvicorn
+    cuts a stream into are joined again. The end of the connection is the end of the answer.
+    """
+
+    __slots__ = ("_chunked",)
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        super().__init__(protocol)
+        self._chunked: bool | None = None  # of the answer whose head was written
+        send = self.write
+
+        def write(data: bytes | bytearray | memoryview) -> None:
+            whole = bytes(data)
+            if self._chunked is None:
+                if whole.startswith(b"HTTP/1.1 100 "):
+                    return
+                self._chunked = _CHUNKED in whole
+                whole = whole.replace(_CHUNKED, b"\r\n", 1)
+            elif self._chunked:
+                whole = _joined(whole)
+            send(whole)
+
+        self.write = write
+
+
+_CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
+
+
+def _joined(data: bytes) -> bytes:
+    """What whole chunks hold."""
+    parts = []
+    while data:
+        size, _, rest = data.partition(b"\r\n")
+        length = int(size, 16)
+        parts.append(rest[:length])
+        data = rest[length + 2 :]
+    return b"".join(parts)
 
 
 class _BadHeadError(Exception):
