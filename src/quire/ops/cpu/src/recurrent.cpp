@@ -75,8 +75,9 @@ INLINE void sums_of(const f32x16* v, float* out) {
         for (int round = 0; round < 4; round++) {
             i32x16 low, high;
             std::memcpy(&low, HALVES.low[round], sizeof low), std::memcpy(&high, HALVES.high[round], sizeof high);
+            const int pairs = N / 2 >> round;
 #pragma GCC unroll 8
-            for (int i = 0; i < N / 2 >> round; i++)
+            for (int i = 0; i < pairs; i++)
                 x[i] = __builtin_shuffle(x[2 * i], x[2 * i + 1], low) + __builtin_shuffle(x[2 * i], x[2 * i + 1], high);
         }
         return store(out, x[0]);
