@@ -119,7 +119,8 @@ INLINE BlockScale scale_of(const T* x, int64_t count) {
     return largest < TINY ? BlockScale{0.0f, 0.0f} : BlockScale{largest / 127.0f, 127.0f / largest};
 }
 
-// 16 codes, rounded half to even. Those of a block that is not finite are of no account, since its scale is NaN.
+// 16 codes, rounded half to even. Those of a block that is not finite are of no account, since its scale is NaN, and
+// their sum may overflow.
 INLINE i32x16 codes_of(f32x16 v, float inverse) {
     const f32x16 shifted = v * inverse + 12582912.0f;  // 1.5 * 2^23: the low bits hold the rounded integer
     return bits_of<i32x16>(shifted) - 0x4b400000;
@@ -150,7 +151,7 @@ void quantize(const T* x, int64_t count, uint32_t* to, int64_t stride, float* sc
             }
             total += codes;
         }
-        if (starts) *starts = -how.offset * sum(total), starts += stride;
+        if (starts) *starts = -how.offset * (uint32_t)sum(total), starts += stride;
     }
 }
 

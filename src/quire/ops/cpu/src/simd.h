@@ -272,8 +272,8 @@ INLINE T fold(V v, F f) {
 INLINE float sum(f32x16 v) {
     return fold<float>(v, [](auto a, auto b) { return a + b; });
 }
-INLINE int32_t sum(i32x16 v) {
-    return fold<int32_t>(v, [](auto a, auto b) { return a + b; });
+INLINE int32_t sum(i32x16 v) {  // one that overflows wraps around
+    return (int32_t)fold<uint32_t>(v, [](auto a, auto b) { return a + b; });
 }
 INLINE float max_of(f32x16 v) {
     return fold<float>(v, [](auto a, auto b) { return a < b ? b : a; });
