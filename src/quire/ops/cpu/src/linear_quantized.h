@@ -140,7 +140,7 @@ void quantize(const T* x, int64_t count, uint32_t* to, int64_t stride, float* sc
     const BlockScale block = scale_of(x, count);
     *scale = block.scale;
     for (int64_t j = 0; j < count;) {
-        i32x16 total{};
+        u32x16 total{};
         for (const int64_t end = std::min(count, j + how.group); j < end; j += LANES) {
             const i32x16 codes = codes_of(load_some(x + j, count - j), block.inverse);
             const auto quads = bits_of<u32x4>(converted<i8x16>(codes));
@@ -149,9 +149,9 @@ void quantize(const T* x, int64_t count, uint32_t* to, int64_t stride, float* sc
             } else {
                 for (int64_t i = 0; i < LANES / 4 && j + 4 * i < count; i++, to += stride) *to = quads[i];
             }
-            total += codes;
+            total += bits_of<u32x16>(codes);
         }
-        if (starts) *starts = -how.offset * (uint32_t)sum(total), starts += stride;
+        if (starts) *starts = -how.offset * (uint32_t)sum(bits_of<i32x16>(total)), starts += stride;
     }
 }
 
