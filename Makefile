@@ -100,7 +100,7 @@ sanitize: $(DEV)  ## the tests of the C++ kernels under AddressSanitizer and Und
 	    -Werror -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 	@cd $(SANITIZED) && $(CURDIR)/$(STEP) "Tests of the kernels" env PYTHONPATH=src ASAN_OPTIONS=detect_leaks=0 \
 	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	    $(CURDIR)/$(BIN)/python -m pytest $(KERNEL_TESTS)
+	    $(CURDIR)/$(BIN)/python -m pytest -s $(KERNEL_TESTS)  # without -s, what UndefinedBehaviorSanitizer says is lost
 
 test-arm: $(DEV)  ## the tests of the C++ kernels on an emulated ARM machine (qemu-user, g++-aarch64-linux-gnu)
 	@$(STEP) "Tests of the kernels on ARM" $(BIN)/python scripts/test_on_arm.py $(TESTS)
