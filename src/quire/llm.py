@@ -125,20 +125,20 @@ class LocalEngine:
             ChatTemplateError: the checkpoint has no chat template, or it does not accept these messages or variables.
         """
         end = end_of_prompt(add_generation_prompt, continue_final_message)
-        return self._render(messages, template_variables, end).token_ids
+        return self._render(messages, template_variables, end=end).token_ids
 
     def _render(
         self,
         messages: Sequence[Message],
         template_variables: Mapping[str, Any],
-        end: Mapping[str, bool],
         reply: ReplyRequest | None = None,
+        end: Mapping[str, bool] | None = None,
     ) -> RenderedChat:
         if self.tokenizer is None:
             raise ChatTemplateError(
                 "this checkpoint has no tokenizer and so no chat template; use generate with token ids"
             )
-        chat = self.tokenizer.apply_chat_template(messages, reply=reply, variables=template_variables, **end)
+        chat = self.tokenizer.apply_chat_template(messages, reply=reply, variables=template_variables, **(end or {}))
         for name, why in chat.loosened.items():
             logger.warning(
                 "arguments of the tool %s may be any JSON object, since %s; strict: true refuses such tools", name, why
@@ -363,7 +363,7 @@ class LLM(LocalEngine):
         for chat, given in zip(chats, params, strict=True):
             each = given or SamplingParams()
             reply = msgspec.structs.replace(wanted, structured=each.structured_outputs)
-            one = self._render(chat, template_variables, end, reply)
+            one = self._render(chat, template_variables, reply, end)
             rendered.append((one, msgspec.structs.replace(each, structured_outputs=one.structured)))
         return rendered
 
