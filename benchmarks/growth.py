@@ -143,7 +143,7 @@ def _add_contexts(result: Result, found: Found) -> None:
             (
                 f"a decode step behind {case['context']:,} tokens, {name} KV",
                 f"{case['seconds'] * 1e3:.1f} ms",
-                f"{bound * 1e3:.1f} ms",
+                f"{bound * 1e3:.1f} ms at {case['read_rate'] / 1e9:.0f} GB/s",
                 f"{case['seconds'] / bound:.2f}",
                 "<= 1.15",
             ),
