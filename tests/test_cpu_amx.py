@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import runpy
 import shutil
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from tests import test_trees as trees
 from tests.compiled import KERNELS, ROOT, compiled
 from tests.test_cpu_experts import EXPERTS, HIDDEN, draw_layer, draw_routes
 from tests.test_cpu_linear import SCHEMES, SHAPES, draw
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="emulates x86_64's tile registers")
 
 ROWS = (1, 4, 5, 16, 17, 33, 50)
 """Few rows, one tile, two of nearly one height, three, and four whose last one shares rows with the one before."""
