@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import queue
 import threading
 import weakref
@@ -19,6 +18,7 @@ from quire.engine.engine import Engine
 from quire.engine.frontend import Prompt
 from quire.engine.outputs import RequestOutput
 from quire.engine.streams import Streams
+from quire.engine.thread_guard import unless_forked
 from quire.errors import ConcurrentUseError, EngineClosedError, RequestError
 from quire.llm import LocalEngine
 from quire.runner.start import OnLoad
@@ -53,13 +53,13 @@ class AsyncLLM(LocalEngine):
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._entering = threading.Lock()
-        # The thread does not keep this object: what nobody uses any more is closed and freed.
+        # The thread holds no reference to this object, so that it is closed and freed with its last one.
         self._thread = threading.Thread(
             target=_drive, args=(self._engine, self._commands, weakref.ref(self)), name="quire-engine", daemon=True
         )
         self._thread.start()
         # Before the program's end, too: a thread that is broken off inside a kernel aborts the process.
-        self._stop = weakref.finalize(self, _stop, self._process, self._commands, self._thread)
+        self._stop = weakref.finalize(self, unless_forked(_stop), self._commands, self._thread)
 
     async def __aenter__(self) -> Self:
         return self
@@ -143,7 +143,7 @@ class AsyncLLM(LocalEngine):
                 "AsyncLLM.generate was called on a second event loop while requests of another one run; call it on one "
                 "loop (asyncio.run_coroutine_threadsafe does so from other threads), or create an AsyncLLM for each"
             )
-        self._frontend.abandon()  # its readers are gone, and so is who would have been told of the end
+        self._frontend.abandon()  # the closed loop had their readers, and would have received their ends
 
     def _tell_loop(self, call: Callable[..., None], *args: Any) -> None:
         if self._loop is not None:
@@ -202,9 +202,8 @@ def _take_commands(engine: Engine, commands: Commands) -> bool:
         command()
 
 
-def _stop(owner: int, commands: Commands, thread: threading.Thread) -> None:
-    """End the engine's thread; in a fork of its `owner`, which has none, nothing."""
-    if os.getpid() == owner:
-        commands.put(None)
-        if thread is not threading.current_thread():  # it may have had the last reference
-            thread.join()
+def _stop(commands: Commands, thread: threading.Thread) -> None:
+    """End the engine's thread."""
+    commands.put(None)
+    if thread is not threading.current_thread():  # it may have had the last reference
+        thread.join()

@@ -27,7 +27,7 @@ from quire.engine.frontend import Frontend, Prepared, Prompt
 from quire.engine.interrupts import Interrupts
 from quire.engine.outputs import EmbeddingOutput, RequestOutput
 from quire.engine.stats import EngineStats
-from quire.engine.thread_guard import ThreadGuard
+from quire.engine.thread_guard import ThreadGuard, unless_forked
 from quire.errors import ChatTemplateError, ConcurrentUseError, ConfigError, EngineClosedError, RequestError
 from quire.models.checkpoint import resolve
 from quire.models.model import Model
@@ -98,11 +98,8 @@ class LocalEngine:
         return self.tokenizer
 
     def __repr__(self) -> str:
-        what = (
-            "closed"
-            if self._closed or self._is_fork
-            else f"{self.model.num_parameters:,} parameters, {self.model.precision}"
-        )
+        usable = not (self._closed or self._is_fork)
+        what = f"{self.model.num_parameters:,} parameters, {self.model.precision}" if usable else "closed"
         return f"<{type(self).__name__} {self.config.model!r}: {what}, context {self.max_model_len:,}>"
 
     @vllm_names
@@ -217,7 +214,7 @@ class LLM(LocalEngine):
         self._streaming: set[str] = set()  # requests whose outputs go to `stream` alone
         self._left: deque[RequestOutput] = deque()  # of streams whose readers have left
         self._guard = ThreadGuard("LLM", "use AsyncLLM for many callers, or a lock around every call")
-        self._close_engine = weakref.finalize(self, _close, self._process, self._engine)
+        self._close_engine = weakref.finalize(self, unless_forked(self._engine.close))
         self._close_engine.atexit = False
 
     def __enter__(self) -> Self:
@@ -541,12 +538,6 @@ class LLM(LocalEngine):
                 todo -= {output.request_id for output in done}
                 if bar is not None:
                     bar.update(len(outputs) - len(todo), self.stats.output_tokens)
-
-
-def _close(owner: int, engine: Engine) -> None:
-    """Free an engine, when it is closed or nobody has it any more; in a fork of its `owner`, nothing."""
-    if os.getpid() == owner:
-        engine.close()
 
 
 def _telling(model: str, on_load: OnLoad | None) -> contextlib.AbstractContextManager[OnLoad | None]:

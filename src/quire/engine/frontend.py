@@ -417,7 +417,7 @@ class Frontend:
         return self.absorb(updates)
 
     def abandon(self) -> None:
-        """Nobody reads open requests any more, nor hears what the engine says of them; it is to end them."""
+        """End all open requests, here and in the engine, whose updates for them may have been lost."""
         for number in self._by_request:
             self._abort(number, "abort")
         self.end_all("abort")

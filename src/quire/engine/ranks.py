@@ -33,6 +33,7 @@ from quire.engine.link import Begin, Computed, Failed, FromRank, Link, Loaded, M
 from quire.engine.loading import contents, join
 from quire.engine.machine import Machine, RemoteRank, how_it_ended, out_of_memory_kills
 from quire.engine.rank import RankStart
+from quire.engine.thread_guard import unless_forked
 from quire.errors import ConfigError, QuireError, RankLostError, StepFailedError
 from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
 from quire.parallel.group import Group
@@ -87,7 +88,7 @@ class Ranks:
         self._out_of_memory = out_of_memory_kills()
         self._closing = threading.Event()
         hosts = _hosts(config)
-        self.close = weakref.finalize(self, _close, os.getpid(), self._links, self._processes, self._closing, hosts)
+        self.close = weakref.finalize(self, unless_forked(_close), self._links, self._processes, self._closing, hosts)
         try:
             self._start(config, path, device, matrix_bytes, report, hosts)
         except BaseException:
@@ -339,15 +340,12 @@ def _watch(
 
 
 def _close(
-    owner: int,
     links: Sequence[Link],
     processes: Sequence[subprocess.Popen[bytes] | RemoteRank],
     closing: threading.Event,
     hosts: Hosts | None,
 ) -> None:
-    """Stop ranks, or kill them. Does nothing in a fork of the `owner` process, which may exit before it."""
-    if os.getpid() != owner:
-        return
+    """Stop ranks, or kill them."""
     closing.set()
     for link in links:
         with contextlib.suppress(OSError):  # it has ended by itself

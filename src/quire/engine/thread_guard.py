@@ -1,12 +1,27 @@
-"""Lets one thread at a time use an object; others get an error that says who is inside."""
+"""Who may use an engine: one thread at a time, which others are told; and no fork of its process may end it."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ParamSpec
 
 from quire.errors import ConcurrentUseError
+
+P = ParamSpec("P")
+
+
+def unless_forked(call: Callable[P, object]) -> Callable[P, None]:
+    """This call, which does nothing in a fork of the present process: the fork may exit before it."""
+    process = os.getpid()
+
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        if os.getpid() == process:
+            call(*args, **kwargs)
+
+    return guarded
 
 
 class ThreadGuard:
