@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from quire.errors import DeviceLostError, MemoryPlanError
 from quire.models.model import Model
 from quire.ops import KVCache
 from quire.ops.elementwise import Activation
+from quire.parallel.group import OneRank
 from quire.runner.device_forward import (
     CHUNK,
     LARGEST_GRAPH,
@@ -163,6 +166,25 @@ def test_graphs_leave_the_largest_step_its_memory(folder, caplog):
     run(engine, [0, 1, 2, 4], first_id=100)
     assert device.num_recorded == recorded
     assert len(warnings_in(caplog)) == 1
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_ranks_record_a_step_together_or_not_at_all(folder, alone, caplog, other):
+    """NCCL allows no collective that is in a graph on some ranks alone."""
+
+    class TwoRanks(OneRank):
+        def exchange(self, own: Sequence[torch.Tensor], word: int = 0) -> list[torch.Tensor]:
+            return [*super().exchange(own), torch.tensor([other], dtype=torch.uint8)]
+
+    with on_device(device := DelayedDevice(), SpanKernels()):
+        engine = Engine(options(folder))
+    forward = engine.executor._runner._forward  # type: ignore[attr-defined]
+    model = forward._model
+    forward._model = SimpleNamespace(ranks=TwoRanks(0, 2), kernels=model.kernels, forward=model.forward)
+    assert run(engine, [0, 3]) == {index: alone[index] for index in (0, 3)}
+    assert device.num_recorded > len(DECODES)
+    assert (forward.num_graphs > len(DECODES)) == other
+    assert len(warnings_in(caplog)) == (not other)
 
 
 def test_larger_steps_are_recorded_of_small_models():

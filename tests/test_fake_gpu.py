@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,13 +41,18 @@ DRAFTS = {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": Fals
 
 def runner_of(gpu: FakeGpu, folder: Path, **options: Any) -> ModelRunner:  # noqa: F811
     """Of a checkpoint, as an engine makes it."""
+    model, speculation, config = loaded(gpu, folder, OneRank(), **options)
+    plan = planned(config, model, gpu, Measured(60 * 2**30, 2**20), speculation)
+    return start_runner(config, model, gpu, plan, 1, lambda phase, share: None, speculation).runner
+
+
+def loaded(gpu: FakeGpu, folder: Path, group: OneRank, **options: Any) -> tuple[Any, Any, EngineConfig]:  # noqa: F811
+    """The model and what drafts for it, as a rank loads them."""
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 96, "num_kv_blocks": 40}
     config = EngineConfig.from_options({"model": str(folder), "device": "cpu", **sizes, **options})
     kernels = TritonKernels(GPU, config.deterministic)
     with fake_gpu.loading(), mock.patch.object(loading, "choose_kernels", lambda *args: kernels):
-        model, speculation = loading.load(config, folder, gpu, OneRank(), None, lambda phase, share: None)
-    plan = planned(config, model, gpu, Measured(60 * 2**30, 2**20), speculation)
-    return start_runner(config, model, gpu, plan, 1, lambda phase, share: None, speculation).runner
+        return *loading.load(config, folder, gpu, group, None, lambda phase, share: None), config
 
 
 def launch_some(runner: ModelRunner, decoded: Callable[[int], tuple[int, ...]]) -> None:
@@ -148,3 +153,44 @@ def test_a_tensor_left_on_the_host_a_look_and_a_copy_that_is_waited_for_are_seen
     monkeypatch.setattr(FakeGpu, "upload", lambda self, *arrays: [torch.tensor(one, device=GPU) for one in arrays])
     with pytest.raises(pytest.fail.Exception, match="the host waits until it has sent"):
         launch_some(runner, lambda step: (FROM_PREVIOUS,))
+
+
+@pytest.mark.parametrize(("family", "deterministic"), [("qwen3", True), ("qwen3_moe", False), ("deepseek_v3", True)])
+def test_a_rank_has_its_own_part_of_the_weights_on_its_gpu_and_no_more(
+    family: str,
+    deterministic: bool,
+    gpu: FakeGpu,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """A view of a part would keep the whole."""
+    folder = save_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    model, _, _ = loaded(gpu, folder, OneRank(1, 2), deterministic=deterministic)
+    table = model.embedding.weight.untyped_storage()._cdata
+    kept: dict[int, tuple[int, int]] = {}  # by storage: its bytes, and those of what is used there
+    for tensor in tensors_of(model):
+        storage = tensor.untyped_storage()
+        if tensor.device == GPU and tensor.dim() == 2 and storage._cdata != table:
+            kept[storage._cdata] = storage.nbytes(), max(tensor.nbytes, kept.get(storage._cdata, (0, 0))[1])
+    assert len(kept) > 10
+    assert [sizes for sizes in kept.values() if sizes[0] != sizes[1]] == []
+
+
+def tensors_of(thing: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """All that an object of this program holds."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        yield thing
+        return
+    parts: list[Any] = []
+    if isinstance(thing, dict):
+        parts = list(thing.values())
+    elif isinstance(thing, list | tuple):
+        parts = list(thing)
+    elif type(thing).__module__.startswith("quire."):
+        names = {*vars(thing)} if hasattr(thing, "__dict__") else {*getattr(type(thing), "__slots__", ())}
+        parts = [getattr(thing, name) for name in names]
+    for part in parts:
+        yield from tensors_of(part, seen)

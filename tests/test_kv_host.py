@@ -21,6 +21,7 @@ from quire.engine.engine import Engine
 from quire.errors import ConfigError, MemoryPlanError
 from quire.kv.host import CHECK_BYTES, HostTier, Slots
 from quire.kv.prefault import Prefaulter
+from quire.ops import memory as ops_memory
 from quire.ops.kv_cache import zeros
 from quire.runner.start import _slot_counts
 from tests.devices import DelayedDevice, SpanKernels, on_device
@@ -305,20 +306,31 @@ class Runtime:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert any(first <= address < last for first, last in _mapped()), "it must be mapped until then"
         del self.pinned[address]
         return 0
 
 
-def test_memory_for_a_gpu_is_pinned_as_large_as_it_is_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own would be rounded up to a power of two."""
+def _mapped() -> list[tuple[int, int]]:
+    """Addresses that this process has mapped."""
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return [(int(first, 16), int(last, 16)) for first, last in ranges]
 
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     def check(status: int) -> None:
         if status:
             raise RuntimeError("out of memory (2)")
 
-    runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    made = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "check_error", check)
+    return made
+
+
+def test_memory_for_a_gpu_is_pinned_as_large_as_it_is_while_it_is_used(runtime: Runtime) -> None:
+    """torch's own would be rounded up to a power of two."""
     tier = HostTier([Slots(5, 4096)], bytes(32), pinned=True)
     [memory] = tier.memory
     assert runtime.pinned == {memory.data_ptr(): 5 * (4096 + CHECK_BYTES)} and tier.fd == -1
@@ -331,3 +343,16 @@ def test_memory_for_a_gpu_is_pinned_as_large_as_it_is_while_it_is_used(monkeypat
     runtime.refuses = True
     with pytest.raises(MemoryError, match="25,600 bytes cannot be pinned for a GPU: out of memory"):
         HostTier([Slots(5, 4096)], bytes(32), pinned=True)
+
+
+def test_ranks_with_gpus_pin_the_same_memory(runtime: Runtime) -> None:
+    """Each has a part of every block there, and what goes to disk or to other engines is whole blocks."""
+    _, fd = ops_memory.shared(5 * (4096 + CHECK_BYTES))
+    tiers = [HostTier([Slots(5, 4096)], bytes(32), pinned=True, fd=fd) for _ in range(2)]
+    os.close(fd)
+    assert len(runtime.pinned) == 2 and all(tier.fd >= 0 for tier in tiers)
+    tiers[0].save([torch.full((2, 4096), 7, dtype=torch.uint8)], [Move(1, 3, b"block")])
+    pool = torch.zeros(2, 4096, dtype=torch.uint8)
+    assert tiers[1].load([pool], [Move(1, 3, b"block")]) == [] and pool[1].tolist() == [7] * 4096
+    tiers.clear()
+    assert not runtime.pinned

@@ -113,7 +113,8 @@ class HostTier:
     Attributes:
         memory: by group, [count, block_bytes] uint8. On a CPU, pages are allocated on first use. The memory is freed
             when neither it nor a `region` of it is referenced any more.
-        fd: of the memory as a file, which other processes can map; -1 if it is not a file, as when it is pinned.
+        fd: of the memory as a file, which other processes can map; -1 if it is not a file, as when it is pinned by a
+            single rank.
         checks: by slot.
 
     Raises:
@@ -140,7 +141,7 @@ class HostTier:
         self.num_slots, blocks = self._begins[-1], self._offsets[-1]
         size = blocks + self.num_slots * CHECK_BYTES
         own = -1 if fd < 0 else os.dup(fd)
-        flat, self.fd = (memory.pinned(size), -1) if pinned else memory.shared(size, own)
+        flat, self.fd = (memory.pinned(size, own), own) if pinned else memory.shared(size, own)
         if self.fd >= 0:
             weakref.finalize(self, os.close, self.fd)
         self.memory = [

@@ -122,7 +122,8 @@ class LatentAttention:
         both = weights.tensor("self_attn.kv_b_proj.weight").view(heads, -1, config.kv_lora_rank)[mine.start : mine.stop]
         to_keys, to_values = both[:, : config.qk_nope_head_dim], both[:, config.qk_nope_head_dim :]
         self.into_latent = kernels.heads([kernels.pack([weight.t().contiguous()]) for weight in to_keys])
-        values = [kernels.pack([weight.contiguous()]) for weight in to_values]
+        # Copies: a view would keep all heads of all ranks where weights are used as they lie.
+        values = [kernels.pack([weight.clone()]) for weight in to_values]
         self.out_of_latent = kernels.heads(values)
         self.output = weights.linear("self_attn.o_proj", bias=config.bias, split=Split.INPUTS, heads=(heads,))
         # Projections per head, for keys and for values; the latter also map results out of the latent space.

@@ -128,6 +128,13 @@ class Weights:
         """
         return self._on_device(name).to(dtype or self.dtype)
 
+    def _rows(self, name: str, own: range) -> torch.Tensor:
+        """Some rows of a tensor, as `tensor` gives it. Only they are sent to a GPU: a view would keep all rows there.
+        Those of the embedding table are a view, as all of it is there anyway."""
+        if name == EMBEDDING:
+            return _of(self.tensor(name), own)
+        return _of(self.as_stored(name), own).to(self.kernels.device).to(self.dtype)
+
     def _on_device(self, name: str) -> torch.Tensor:
         """A tensor on the kernels' device, in the file's data type. On a GPU a tied head shares the embedding table.
 
@@ -196,7 +203,8 @@ class Weights:
         own = share(inputs, group, heads)
         self._elsewhere[name] = outputs * (inputs - len(own)) * self.dtype.itemsize
         added = self.tensor(f"{name}.bias") if bias else None
-        columns = self.tensor(f"{name}.weight")[:, own.start : own.stop].contiguous()
+        columns = self.as_stored(f"{name}.weight")[:, own.start : own.stop].contiguous()
+        columns = columns.to(self.kernels.device).to(self.dtype)
         return Linear(self.kernels.pack([columns], added if group.rank == 0 else None), reduces=group)
 
     def _product(self, names: Sequence[str], rows: Sequence[range], bias: bool) -> Product:
@@ -210,7 +218,7 @@ class Weights:
         if codes:
             return self._coded(product_name(names), codes, joined_bias, *shared)
         if self.quantization is None:
-            own_parts = [_of(self.tensor(f"{name}.weight"), own) for name, own in parts]
+            own_parts = [self._rows(f"{name}.weight", own) for name, own in parts]
             return self.kernels.pack(own_parts, joined_bias, *shared)
         how = _how(f"{names[0]}.weight", self.quantization)
         product = product_name(names)

@@ -110,22 +110,28 @@ def shared(size: int, fd: int = -1) -> tuple[torch.Tensor, int]:
     return buffer, fd
 
 
-def pinned(size: int) -> torch.Tensor:
+def pinned(size: int, fd: int = -1) -> torch.Tensor:
     """`size` bytes, all 0, that a GPU copies to and from by itself; they are taken from the system at once.
 
     torch's own pinned memory is for what comes and goes: it is rounded up to a power of two, up to twice as much.
 
+    Args:
+        fd: a file in memory (see `shared`) whose bytes they are, which others may have pinned, too; -1: their own.
+
     Raises:
         MemoryError: the driver cannot pin so much.
     """
-    pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    buffer = torch.frombuffer(pages, dtype=torch.uint8)[:size]
+    flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = mmap.mmap(fd, max(size, 1), flags=flags)
+    held = (ctypes.c_uint8 * len(pages)).from_buffer(pages)
+    buffer = torch.frombuffer(held, dtype=torch.uint8)[:size]
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     try:
         torch.cuda.check_error(driver.cudaHostRegister(buffer.data_ptr(), len(pages), 0))
     except RuntimeError as error:
         raise MemoryError(f"{size:,} bytes cannot be pinned for a GPU: {error}") from error
-    weakref.finalize(pages, driver.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    # Not with the mapping's own end, which Python reports when it is unmapped already.
+    weakref.finalize(held, driver.cudaHostUnregister, buffer.data_ptr()).atexit = False
     return buffer
 
 

@@ -216,6 +216,8 @@ class DeviceForward:
             recorded = self._device.record(lambda: self._run(inputs, size)) if enough else None
         except torch.OutOfMemoryError:
             recorded = None
+        if not self._all_ranks(recorded is not None):
+            recorded = None
         if recorded is None:
             self._full = True
             logger.warning(
@@ -227,6 +229,13 @@ class DeviceForward:
         self._recorded[size] = _Graph(inputs, *recorded)
         seconds = time.perf_counter() - begin
         logger.debug("recorded a step of %d tokens in %d spans in %.0f ms", *size, seconds * 1000)
+
+    def _all_ranks(self, recorded: bool) -> bool:
+        """Whether all ranks have recorded a step. NCCL wants a collective in a graph on all of them, or on none."""
+        ranks = self._model.ranks
+        if ranks.size == 1:
+            return recorded
+        return all(part.item() for part in ranks.exchange([torch.tensor([recorded], dtype=torch.uint8)]))
 
     # -- computing -----------------------------------------------------------------------------------------
 
