@@ -29,6 +29,7 @@ from quire.runner.device_forward import (
     padded,
 )
 from quire.runner.model_runner import OUT_OF_MEMORY, STEP_FAILED
+from quire.runner.start import COMPILING
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import save_checkpoint
 from tests.test_determinism import prompts, run
@@ -102,6 +103,15 @@ def test_all_graphs_are_recorded_at_start_and_said_so(folder):
     assert any(note.startswith(f"recorded {len(ALL)} CUDA graphs in ") for note in engine.notes)
     run(engine, [0, 3])
     assert device.num_recorded == len(ALL), "no step has a size that was not recorded"
+
+
+def test_a_start_tells_how_far_kernels_are_compiled(folder):
+    """The first time, most of a start is spent there."""
+    told: list[tuple[str, float]] = []
+    with on_device(DelayedDevice(), SpanKernels()):
+        Engine(options(folder, cuda_graphs="off"), on_load=lambda phase, share: told.append((phase, share))).close()
+    shares = [share for phase, share in told if phase == COMPILING]
+    assert len(shares) > 4 and shares == sorted(shares) and shares[0] == 0.0 and shares[-1] > 0.5
 
 
 def test_decodes_are_recorded_at_start_and_steps_with_prompts_when_they_come(folder):

@@ -7,20 +7,29 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.config import EngineConfig
+from quire.core.pooling import PoolingParams
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span, SpanResult, StepPlan
 from quire.engine import loading
 from quire.layers.rotary import RotaryEmbedding
+from quire.ops import elementwise
 from quire.ops.triton.kernels import TritonKernels
 from quire.parallel.group import OneRank
+from quire.runner import edits
+from quire.runner.device import Device
 from quire.runner.device_forward import DeviceForward
 from quire.runner.memory_plan import Measured
 from quire.runner.model_runner import LaunchedStep, ModelRunner
+from quire.runner.pooling import launch_sum
+from quire.runner.sampler import Sampled, Sampler
 from quire.runner.start import planned, start_runner
+from quire.speculate import drafting
 from tests import fake_gpu
 from tests.fake_gpu import GPU, FakeGpu, gpu  # noqa: F401  # a fixture
 from tests.oracle import save_checkpoint
@@ -153,6 +162,57 @@ def test_a_tensor_left_on_the_host_a_look_and_a_copy_that_is_waited_for_are_seen
     monkeypatch.setattr(FakeGpu, "upload", lambda self, *arrays: [torch.tensor(one, device=GPU) for one in arrays])
     with pytest.raises(pytest.fail.Exception, match="the host waits until it has sent"):
         launch_some(runner, lambda step: (FROM_PREVIOUS,))
+
+
+class Matcher:
+    """Of a grammar that allows everything."""
+
+    error = None
+
+    def append(self, token: int) -> None: ...
+
+
+def test_so_do_masks_of_grammars(gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    runner = runner_of(gpu, save_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16))
+    monkeypatch.setattr(Sampler, "_matcher", lambda self, info: Matcher() if info.request % 2 else None)
+    monkeypatch.setattr(edits, "masks", lambda matchers, ahead: np.full((len(matchers), 40), -1, np.int32))
+    monkeypatch.setattr(edits.EditedRequest, "check_known", lambda *args: None)
+    monkeypatch.setattr(Sampled, "tell", lambda self: None)  # it looks at what has come to the host
+    launch_some(runner, lambda step: (FROM_PREVIOUS,))
+
+
+@pytest.mark.parametrize("pooling", [PoolingParams("mean"), PoolingParams("labels", (3, 4))])
+def test_so_does_what_is_pooled(pooling: PoolingParams, gpu: FakeGpu, tmp_path: Path) -> None:  # noqa: F811
+    runner = runner_of(gpu, save_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16))
+    rows = pooling.pooled_rows(0, len(PROMPT), len(PROMPT))
+    span = Span(0, 0, list(PROMPT), num_pooled=rows, blocks=[list(range(1, 1 + BLOCKS))], table_start=0)
+    plan = StepPlan(0, [span], started=[RequestInfo(0, PARAMS[0].resolved(), 0, PROMPT, pooling=pooling)])
+    runner.launch(plan)
+
+
+def test_rows_are_picked_without_a_wait(gpu: FakeGpu) -> None:  # noqa: F811
+    with torch.inference_mode(), gpu.active():
+        assert drafting._pick(torch.empty(5, 4, device=GPU), [0, 2, 3]).shape == (3, 4)
+
+
+class Counted(TorchDispatchMode):
+    """How many operations torch does, each of which a GPU has to be told."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_a_cpu_does_in_parts_that_fit_its_cache_takes_a_gpu_few_launches() -> None:
+    with Counted() as counted:
+        x, angles = torch.empty(8192, 40, 128, device="meta"), torch.empty(8192, 64, device="meta")
+        elementwise.rotate(x, angles, angles)
+    assert counted.count < 100
+    with Counted() as counted:
+        launch_sum(Device(), torch.empty(8192, 4096, device="meta"))
+    assert counted.count < 150
 
 
 @pytest.mark.parametrize(("family", "deterministic"), [("qwen3", True), ("qwen3_moe", False), ("deepseek_v3", True)])

@@ -236,7 +236,8 @@ class Engine:
             report("waiting for the other ranks", 0.0)
             self._ranks.wait_loaded(self.model.kernels.describe(self.model.dtype))
         report("planning memory", 0.0)
-        measured = measure(*loaded, self.speculation, self._ranks.num_here if self._ranks else 1, neighbours)
+        here = self._ranks.num_here if self._ranks else 1
+        measured = measure(*loaded, self.speculation, here, neighbours, report)
         if self._ranks:
             measured = measured.and_of(self._ranks.measured())
         return planned(*loaded, measured, self.speculation)

@@ -30,6 +30,9 @@ limits (https://arxiv.org/abs/2508.10925)."""
 PART = 1 << 17
 """About how many numbers are worked on at a time: intermediate results stay in the processor's cache."""
 
+LARGE_PART = 1 << 24
+"""The same on a GPU, where each part costs launches: it only bounds memory."""
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / rms(x) * weight` over the last dimension, in x's data type.
@@ -118,10 +121,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     Returns [tokens, heads, head_dim], contiguous, in x's data type; computed in fp32 and rounded once.
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    if x.numel() <= 2 * PART:
+    size = PART if x.device.type == "cpu" else LARGE_PART
+    if x.numel() <= 2 * size:
         return torch.cat(_rotated(x, cos, sin), dim=-1).to(x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for rows in _parts(x):
+    for rows in _parts(x, size):
         first, second = out[rows].chunk(2, dim=-1)
         turned = _rotated(x[rows], cos[rows], sin[rows])
         first.copy_(turned[0])
@@ -134,7 +138,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[tor
     return (first * cos).sub_(second * sin), (second * cos).add_(first * sin)
 
 
-def _parts(x: torch.Tensor) -> list[slice]:
-    """Slices of x's rows, about `PART` numbers each."""
-    rows = max(1, PART // x[0].numel())
+def _parts(x: torch.Tensor, size: int = PART) -> list[slice]:
+    """Slices of x's rows, about `size` numbers each."""
+    rows = max(1, size // x[0].numel())
     return [slice(start, start + rows) for start in range(0, len(x), rows)]

@@ -15,8 +15,9 @@ from quire.ops import Kernels
 from quire.runner.device import Device
 from quire.runner.scores import Scored, launch_scores
 
-ROWS = 64
-"""Number of rows that are summed at once, which takes eight bytes per number."""
+ROWS, DEVICE_ROWS = 64, 512
+"""Number of rows that are summed at once, which takes eight bytes per number; on a GPU, where each part costs launches,
+more."""
 
 TOO_LARGE = f"the model's hidden states are larger than {MOST}, which is more than pooling counts"
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
@@ -51,7 +52,8 @@ class _Labels:
 
 def launch_sum(device: Device, hidden: Tensor) -> Pooled:
     """Queue the sum of hidden states [rows, hidden], as multiples of 1 / `UNIT`."""
-    parts = [(part.double() * UNIT).round_().to(torch.int64).sum(0) for part in torch.split(hidden, ROWS)]
+    rows = ROWS if hidden.device.type == "cpu" else DEVICE_ROWS
+    parts = [(part.double() * UNIT).round_().to(torch.int64).sum(0) for part in torch.split(hidden, rows)]
     total, largest = device.download(torch.stack(parts).sum(0), hidden.abs().max().float())
     return _Sum(total, largest)
 

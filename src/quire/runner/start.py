@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 OnLoad = Callable[[str, float], None]
 """Called with (phase, progress from 0 to 1) while an engine starts."""
 
+COMPILING = "compiling kernels"
+"""Phase of a start on a GPU, which is short once they are in Triton's cache."""
+
 ALONE = (64, 256, 512, 1024, 2048)
 """Prompt lengths for which some kernel uses other tiles than for decodes or for the longest prompt."""
 
@@ -186,18 +189,20 @@ def measure(
     speculation: Speculation | None = None,
     ranks: int = 1,
     neighbours: int = 0,
+    report: OnLoad = lambda phase, share: None,
 ) -> Measured:
     """Measure a rank's memory, once all ranks have loaded. Ranks with GPUs run the same trial steps, together.
 
     Args:
         ranks, neighbours: see `free_for_each`; for CPUs.
+        report: called with the progress of trial steps, for which kernels are compiled.
 
     Raises:
         MemoryPlanError: the device has no room for the largest step.
     """
     if not device.asynchronous:
         return Measured(free_for_each(config, model, ranks, neighbours))
-    activations = _measured_activations(config, model, device, speculation)
+    activations = _measured_activations(config, model, device, speculation, report)
     return Measured(_granted(config, device), activations)
 
 
@@ -256,7 +261,9 @@ def _granted(config: EngineConfig, device: Device) -> int:
     return granted
 
 
-def _measured_activations(config: EngineConfig, model: Model, device: Device, speculation: Speculation | None) -> int:
+def _measured_activations(
+    config: EngineConfig, model: Model, device: Device, speculation: Speculation | None, report: OnLoad
+) -> int:
     """Measure the activations of the largest step, by running it with pools of two blocks.
 
     These include a draft model's KV, since kernels are compiled for the distance between blocks.
@@ -272,12 +279,13 @@ def _measured_activations(config: EngineConfig, model: Model, device: Device, sp
     forward = _device_forward(config, model, kv, device, longest_context(config, model), speculation=speculation)
     runner = ModelRunner(model, kv, logit_rows(model), 1, device, forward, speculation, halves=False)
     drafts = config.speculation.num_speculative_tokens if config.speculation and speculation else 0
+    report(COMPILING, 0.0)
     with torch.inference_mode(), device.active():
         model.kernels.warm_up(model.vocab_size)
         for cache in kv:  # as for a match within a block
             model.kernels.copy_blocks(cache, [(0, 1, 1)])
     try:
-        return device.peak(lambda: _run_largest(runner, config, model, drafts))
+        return device.peak(lambda: _run_largest(runner, config, model, report, drafts))
     except torch.OutOfMemoryError as error:
         total = device.memory()[1]
         raise MemoryPlanError(
@@ -287,7 +295,7 @@ def _measured_activations(config: EngineConfig, model: Model, device: Device, sp
         ) from error
 
 
-def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model, drafts: int = 0) -> None:
+def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model, report: OnLoad, drafts: int = 0) -> None:
     """Run a step with the most tokens and requests, all sampled with all filters.
 
     Then run decodes of all requests, or of fewer with `drafts` each, a single decode, and single prompts from short to
@@ -316,7 +324,8 @@ def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model, drafts
         plan.spans[0].targets = plan.spans[0].tokens[1 : ALONE[-1]]
         plans.append(plan)
     plans.append(StepPlan(len(plans), [], ended=list(range(requests + len(plans)))))
-    for plan in plans:
+    for index, plan in enumerate(plans):
+        report(COMPILING, index / len(plans))
         runner.run(plan)
 
 

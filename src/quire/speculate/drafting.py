@@ -24,6 +24,7 @@ from quire.core.step import RequestInfo
 from quire.errors import ConfigError
 from quire.models.model import Model
 from quire.ops import KVCache, KVShape, RaggedBatch
+from quire.ops.kv_cache import on_device
 from quire.runner.draft_context import DraftContext
 from quire.runner.proposer import Computed, Drafts, Row, Wanted
 from quire.speculate.tree import GrowingTree, TreeShape
@@ -347,7 +348,7 @@ def _pick(x: Tensor, rows: Sequence[int]) -> Tensor:
     first, count = rows[0] if rows else 0, len(rows)
     if list(rows) == list(range(first, first + count)):
         return x[first : first + count]
-    return x.index_select(0, torch.tensor(rows, dtype=torch.int64, device=x.device))
+    return x.index_select(0, on_device(rows, x.device))
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
