@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.models.config import DecoderConfig, read_decoder_config, read_num_layers
+from quire.models.config import MIN_EPS, DecoderConfig, read_decoder_config, read_num_layers
 from quire.models.fields import Fields
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
@@ -34,6 +34,6 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
 
 def with_multipliers(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     """With the four constants that the fields say; raises ModelConfigError."""
-    embedding, unit, scale, logits = (fields.number(name, default=1.0) for name in MULTIPLIERS)
+    embedding, unit, scale, logits = (fields.number(name, default=1.0, above=MIN_EPS) for name in MULTIPLIERS)
     layer = replace(config.layer, scale=scale, rms_norm_eps=config.layer.rms_norm_eps / unit**2)
     return replace(config, layer=layer, embedding_scale=embedding / unit, logits_divisor=logits)
