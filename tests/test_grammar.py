@@ -247,6 +247,12 @@ BAD_SCHEMAS: list[tuple[Any, str]] = [
     ({"required": "a"}, "at #/required is 'a'; it must be a list of names"),
     (False, "nothing meets"), ({"oneOf": [{"type": "integer"}, {"minimum": 1}]}, "write anyOf"),
     ({"type": "string", "minLength": 3, "maxLength": 2}, "cannot be used"),
+    ({"enum": [1, 1234567890123456789]}, "at #/enum has the number 1234567890123456789, which cannot be enforced to"),
+    ({"const": {"a": [2**53 + 1]}}, "at #/const has the number 9007199254740993"), ({"const": 1e30}, "number 1e\\+30"),
+    ({"const": 10**400}, "number of 1329 bits"), ({"type": "integer", "minimum": 10**25}, "at #/minimum"),
+    ({"type": "integer", "maximum": -(2**63) - 1}, "at #/maximum"), ({"multipleOf": 2**53 + 1}, "at #/multipleOf"),
+    ({"exclusiveMaximum": -1e300}, "at #/exclusiveMaximum"), ({"exclusiveMinimum": 2**53 + 1}, "at #/exclusiveM"),
+    ('{"minLength": 1e400}', "larger than any double"),
 ]  # fmt: skip
 
 
@@ -254,6 +260,24 @@ BAD_SCHEMAS: list[tuple[Any, str]] = [
 def test_a_schema_that_is_not_valid_is_refused_with_the_reason(grammars: Grammars, schema: Any, says: str) -> None:
     with pytest.raises(SamplingParamsError, match=says):
         grammars.compile(StructuredOutputsParams(json=schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "met", "unmet"),
+    [
+        ({"enum": [2**53, -(2**53) - 2]}, [2**53, -(2**53) - 2], [2**53 + 1]),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [2**53 + 1, -5], [1.5]),
+        ({"type": "number", "minimum": -1e300, "exclusiveMaximum": 1e300}, [10**18, -0.5], ["a"]),
+        ({"$defs": {"a": {"minimum": -(10**400)}}, "$ref": "#/$defs/a", "type": "integer"}, [0], ["a"]),
+        ({"type": "integer", "minimum": 2**53 - 1}, [2**53 - 1], [2**53 - 2]),
+    ],
+)
+def test_numbers_as_large_as_the_library_holds_them_are_enforced(
+    grammars: Grammars, tokenizer: Tokenizer, schema: Any, met: list[Any], unmet: list[Any]
+) -> None:
+    form = StructuredOutputsParams(json=schema)
+    assert all(accepts(grammars, tokenizer, form, json.dumps(value)) for value in met)
+    assert not any(accepts(grammars, tokenizer, form, json.dumps(value)) for value in unmet)
 
 
 def nested(depth: int, more: Callable[[Any], Any]) -> Any:

@@ -7,6 +7,7 @@ and must not lead back to itself without a value in between.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -71,9 +72,26 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
 
 
+def _is_exact(value: Any) -> bool:
+    """Whether the library has this very number, or the value is none."""
+    return not isinstance(value, int | float) or (-FAR <= value <= FAR and float(value) == value)
+
+
+def _is_far(value: Any, bound: int) -> bool:
+    """Whether a number lies beyond a bound, as seen from zero."""
+    return isinstance(value, int | float) and (value > bound if bound > 0 else value < bound)
+
+
 def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
+
+FAR = 2**63 - 1024
+"""The largest number that is both a double and a 64-bit integer: the library holds numbers as doubles, and whole ones
+in 64 bits."""
+
+BOUNDS: Mapping[str, int] = {"minimum": -FAR, "exclusiveMinimum": -FAR, "maximum": FAR, "exclusiveMaximum": FAR}
+"""What stands for a bound farther out, such as the least of all 64-bit integers, which the library refuses."""
 
 VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "required": (_are_names, "a list of names"),
@@ -95,23 +113,25 @@ def check_schema(text: str) -> None:
 
 
 def enforced_schema(text: str) -> str:
-    """The schema for the library, with dates and times replaced by patterns (RFC 3339).
+    """The schema for the library, with dates and times as patterns (RFC 3339), and bounds that it can hold.
 
     Raises:
         SamplingParamsError: see `check_schema`.
     """
     schema, found = _checked(text)
-    dated = [each for each in found.values() if isinstance(each, dict) and each.get("format") in RFC_3339]
-    for each in dated:
-        pattern = {"pattern": RFC_3339[each.pop("format")]}
-        each.update(pattern if "pattern" not in each else {"allOf": [*each.get("allOf", ()), pattern]})
-    return json.dumps(schema) if dated else text
+    for each in found.values():
+        if isinstance(each, dict):
+            each.update({name: bound for name, bound in BOUNDS.items() if _is_far(each.get(name), bound)})
+            if each.get("format") in RFC_3339:
+                pattern = {"pattern": RFC_3339[each.pop("format")]}
+                each.update(pattern if "pattern" not in each else {"allOf": [*each.get("allOf", ()), pattern]})
+    return json.dumps(schema)
 
 
 def _checked(text: str) -> tuple[Any, dict[str, Any]]:
     """Parse and check a schema; returns it, and all schemas within it by JSON pointer."""
     try:
-        schema = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constant)
+        schema = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError:
         raise SamplingParamsError(f"the JSON Schema nests deeper than {MAX_DEPTH} levels; flatten it") from None
     except ValueError as error:
@@ -177,7 +197,10 @@ def _check_keywords(schema: dict[str, Any], pointer: str) -> None:
         if name not in ONE | LISTS | MAPS | ASSERTIONS | ANNOTATIONS:
             raise _refused(pointer, f"has {name[:80]!r}, which is not enforced; remove it, or say it in another way")
         if name in ("const", "enum"):
-            _check_depth(value, f"{pointer}/{name}")
+            _check_constant(value, f"{pointer}/{name}")
+        held = _is_exact(value) or (name in BOUNDS and _is_far(value, BOUNDS[name]))
+        if name in (*BOUNDS, "multipleOf") and not held:
+            raise _inexact(f"{pointer}/{name}", value)
         if name in VALUES and not VALUES[name][0](value):
             raise _refused(f"{pointer}/{name}", f"is {repr(value)[:80]}; it must be {VALUES[name][1]}")
     if pointer and ("$id" in schema or "id" in schema):
@@ -213,12 +236,14 @@ def _schemas_in(schema: dict[str, Any], pointer: str) -> Iterator[tuple[str, Any
             yield name, value
 
 
-def _check_depth(value: Any, pointer: str) -> None:
+def _check_constant(value: Any, pointer: str) -> None:
     waiting = [(value, 0)]
     while waiting:
         each, depth = waiting.pop()
         if depth > MAX_DEPTH:
             raise _refused(pointer, f"nests deeper than {MAX_DEPTH} levels; flatten it")
+        if not _is_exact(each):
+            raise _inexact(pointer, each)
         inner = each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
         waiting += [(one, depth + 1) for one in inner]
 
@@ -274,6 +299,15 @@ def _refused(pointer: str, what: str) -> SamplingParamsError:
     return SamplingParamsError(f"the JSON Schema at #{pointer[:200]} {what}")
 
 
+def _inexact(pointer: str, value: float) -> SamplingParamsError:
+    shown = str(value) if isinstance(value, float) or value.bit_length() < 100 else f"of {value.bit_length()} bits"
+    return _refused(
+        pointer,
+        f"has the number {shown}, which cannot be enforced to the last digit (the limit is 2^53 = {2**53:,}); use a"
+        " smaller number, or a string",
+    )
+
+
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object's pairs as a dict; raises ValueError for a duplicate key, since one value would be dropped."""
     made: dict[str, Any] = {}
@@ -282,6 +316,13 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"an object has the key {key[:80]!r} twice")
         made[key] = value
     return made
+
+
+def _finite(text: str) -> float:
+    """The number; raises ValueError if no double is near it."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:80]} is larger than any double")
+    return value
 
 
 def _no_constant(name: str) -> Any:
