@@ -13,7 +13,7 @@ from benchmarks import fleet_simulated as simulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.cache_events import CacheEvent
+from quire.fleet.cache_events import KEPT_EVENTS, CacheEvent, CacheEvents
 from quire.fleet.cached_prompts import CachedPrompts, read_told
 from quire.fleet.choice import NEAR, POLICIES, RUNNING_TOKENS, Candidate, Chooser, cost_of
 from quire.fleet.knowledge import Knowledge
@@ -258,27 +258,24 @@ def test_what_is_known_of_a_server_is_bounded_and_tails_go_first():
 
 def test_events_say_what_is_stored_and_removed_and_a_gap_asks_for_a_snapshot():
     known, [one, two, three] = Knowledge(), chain(1, 2, 3)
-    stored = [CacheEvent(0, "stored", one), CacheEvent(1, "stored", two, one), CacheEvent(2, "stored", b"?", group=1)]
-    assert known.hear("a", "boot", stored)
+    assert known.hear("a", "boot", [CacheEvent(0, True, one), CacheEvent(1, True, two)])
     assert known.held("a", [one, two, three]) == 2
-    assert known.hear("a", "boot", [CacheEvent(3, "removed", two)])
+    assert known.hear("a", "boot", [CacheEvent(2, False, two)])
     assert known.held("a", [one, two, three]) == 1
-    assert not known.hear("a", "boot", [CacheEvent(5, "stored", three)])
+    assert not known.hear("a", "boot", [CacheEvent(4, True, three)])
     assert known.count("a") == 0
-    assert not known.hear("a", "boot", [CacheEvent(6, "stored", three)])
-    known.snapshot("a", "boot", 6, [one, two, three])
-    assert known.hear("a", "boot", [CacheEvent(5, "removed", one), CacheEvent(6, "removed", three)])
+    assert not known.hear("a", "boot", [CacheEvent(5, True, three)])
+    known.snapshot("a", "boot", 5, [one, two, three])
+    assert known.hear("a", "boot", [CacheEvent(4, False, one), CacheEvent(5, False, three)])
     assert known.held("a", [one, two, three]) == 2
-    assert known.hear("a", "boot", [CacheEvent(7, "cleared")])
-    assert known.count("a") == 0
 
 
 def test_a_new_boot_holds_nothing_of_the_last_one():
     known = Knowledge()
-    assert known.hear("a", "1", [CacheEvent(0, "stored", b"x")])
+    assert known.hear("a", "1", [CacheEvent(0, True, b"x")])
     assert known.hear("a", "2", [])
     assert known.count("a") == 0
-    assert not known.hear("a", "3", [CacheEvent(7, "stored", b"x")])
+    assert not known.hear("a", "3", [CacheEvent(7, True, b"x")])
 
 
 @given(st.data())
@@ -287,16 +284,13 @@ def test_knowledge_is_that_of_a_cache_whose_every_event_was_heard_or_missed(data
     cache: OrderedDict[bytes, None] = OrderedDict()
     known = Knowledge()
     for number in range(data.draw(st.integers(1, 30))):
-        kind = data.draw(st.sampled_from(["stored", "removed", "cleared", "lost"]))
+        kind = data.draw(st.sampled_from(["stored", "removed", "lost"]))
         hash = bytes([data.draw(st.integers(0, 20))])
-        if kind == "cleared":
-            cache.clear()
-        elif kind == "removed":
+        if kind == "removed":
             cache.pop(hash, None)
         else:
             cache[hash] = None
-        event = CacheEvent(number, "stored" if kind == "lost" else kind, hash)
-        if kind != "lost" and not known.hear("a", "boot", [event]):
+        if kind != "lost" and not known.hear("a", "boot", [CacheEvent(number, kind == "stored", hash)]):
             known.snapshot("a", "boot", number + 1, list(cache))
         if kind != "lost":
             assert known.count("a") == len(cache)
@@ -304,6 +298,15 @@ def test_knowledge_is_that_of_a_cache_whose_every_event_was_heard_or_missed(data
 
 
 # -- what an engine tells ---------------------------------------------------------------------------------------
+
+
+def test_events_that_nobody_reads_are_bounded_and_leave_a_gap():
+    events = CacheEvents()
+    for number in range(KEPT_EVENTS + 3):
+        events.add(True, number.to_bytes(8, "little"))
+    assert (len(events.kept), events.next, events.since(2)) == (KEPT_EVENTS, KEPT_EVENTS + 3, None)
+    assert [(event.number, event.name[0]) for event in events.since(KEPT_EVENTS + 2)] == [(KEPT_EVENTS + 2, 2)]
+    assert events.since(KEPT_EVENTS + 3) == [] and events.since(KEPT_EVENTS + 4) is None
 
 
 @given(st.data())
@@ -325,7 +328,7 @@ def test_a_router_that_hears_an_engine_knows_what_is_cached_there(data):
                 there -= (gone := set(blocks[data.draw(st.integers(0, 2)) :]))
                 cached.gone(gone)
             case "missed":
-                cached._events.take()  # a ring that has come round
+                cached._events.kept.clear()  # a ring that has come round
             case _:
                 _hear(known, cached)
     if _hear(known, cached) == -1:

@@ -14,7 +14,6 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
-from quire.core.cache_events import CacheEvents
 from quire.core.kv_group import KVGroup, States
 from quire.core.kv_manager import KVManager
 from quire.core.orders import Forget, Prefill, Read, Write
@@ -269,7 +268,6 @@ def make_scheduler(
     drafter: Drafter = often_right,
     adaptive: bool = False,
     needs_next_token: bool = False,
-    events: CacheEvents | None = None,
     num_slots: int | list[int] = 0,
     disk: FakeDisk | None = None,
     sources: Sources | None = None,
@@ -300,7 +298,6 @@ def make_scheduler(
         config.prefix_cache,
         hasher,
         needs_next_token,
-        events,
         sources or make_sources(windows, num_slots, disk),
     )
     return Scheduler(config, kv, max_model_len), FakeRunner(sizes, block_size, windows, drafter if drafts else None)

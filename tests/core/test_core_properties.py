@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from quire.core.cache_events import CacheEvents
+from quire.core.block_hash import part_name
+from quire.core.holders import Published
 from quire.core.invariants import check
 from quire.core.kv_manager import Handle
 from quire.core.prefix_cache import KEY_BYTES
@@ -57,7 +58,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             target_itl_ms=draw(st.sampled_from([None, 1.0])),
             drafts=draw(st.sampled_from([0, 0, 1, 3, 8])),
             needs_next_token=draw(st.booleans()),
-            events=CacheEvents(),
             num_slots=draw(st.sampled_from([0, 3, 10, 40])),
         )
         luck, spoilt = random.Random(draw(st.integers(0, 99))), draw(st.sampled_from([0.0, 0.0, 0.3]))
@@ -73,8 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.policies = Policies(self.scheduler, self.depth)
         self.failed: set[int] = set()  # what they waited for did not come
         self.handles: list[Handle] = []
-        self.stored: set[tuple[int, bytes]] = set()  # as the cache's events tell it
-        self.num_events = 0
+        self.published = Published.of([self.scheduler.kv])
 
     @rule(
         head=st.integers(0, 40),
@@ -268,28 +267,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_agree(self):
         if hasattr(self, "scheduler"):
             check(self.scheduler)
-            self._check_events()
+            self._check_published()
 
-    def _check_events(self):
-        """Whoever follows them knows what is cached."""
+    def _check_published(self):
+        """Whoever follows it knows what is cached here."""
         kv = self.scheduler.kv
-        for event in kv.events.take():
-            assert event.number == self.num_events
-            self.num_events += 1
-            part = event.group, event.hash
-            if event.kind == "stored":
-                assert part not in self.stored
-                roots = {root.hash for root in kv.cache.roots.values()}
-                keeps_all = kv.groups[event.group].window is None
-                assert not keeps_all or (event.group, event.parent) in self.stored or event.parent in roots
-                self.stored.add(part)
-            elif event.kind == "removed":
-                self.stored.remove(part)
-            else:
-                self.stored.clear()
-        full = kv.block_size * KEY_BYTES
+        self.published.changes([kv.cache])
         nodes = [(number, node) for number, group in enumerate(kv.groups) for node in group.cached.values()]
-        assert self.stored == {(number, node.hash) for number, node in nodes if len(node.key) == full}
+        full = kv.block_size * KEY_BYTES
+        cached = {part_name(node.hash, number) for number, node in nodes if len(node.key) == full}
+        assert self.published.blocks == cached | kv.fetches.tier.kept.keys()
 
     def teardown(self):
         if not hasattr(self, "scheduler"):

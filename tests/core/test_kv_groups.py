@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from quire.core.block_hash import part_name
 from quire.core.block_pool import NULL_BLOCK
-from quire.core.cache_events import CacheEvents
+from quire.core.holders import Published
 from quire.core.invariants import check
 from quire.core.kv_group import peak_blocks
 from quire.core.kv_manager import Handle
@@ -182,18 +183,23 @@ def test_nodes_that_stand_for_nothing_stay_while_something_follows_them():
     assert not scheduler.kv.cache.roots, "the last one takes the empty ones before it along"
 
 
-def test_events_name_the_group_and_each_part_comes_and_goes_by_itself():
-    events = CacheEvents()
-    scheduler, _ = cached(prompts=[PROMPT[:12]], events=events)
-    first, second, _ = [node.hash for node in path(scheduler)]
-    told = [(each.kind, each.group) for each in events.take()]
-    assert told == [("cleared", 0)] + [("stored", group) for _ in range(3) for group in (0, 1)]
+def test_what_is_published_of_a_block_comes_and_goes_part_by_part():
+    scheduler, runner = make_scheduler(windows=WINDOWS)
+    published = Published.of([scheduler.kv])
+    scheduler.add(make_request(0, PROMPT[:12], max_tokens=1))
+    run_all(scheduler, runner)
+    names = [[part_name(node.hash, group) for group in (0, 1)] for node in path(scheduler)]
+    assert told(published, scheduler) == ({name for both in names for name in both}, set())
     evict_parts(scheduler, 1, [1])
-    [gone] = events.take()
-    assert (gone.kind, gone.hash, gone.group) == ("removed", second, 1)
+    assert told(published, scheduler) == (set(), {names[1][1]})
     evict_parts(scheduler, 0, [0])
-    assert {(each.kind, each.group) for each in events.take()} == {("removed", 0), ("removed", 1)}
-    assert first != second and not scheduler.kv.cache.roots
+    assert names[0][0] in told(published, scheduler)[1]
+    assert not published.blocks and not scheduler.kv.cache.roots
+
+
+def told(published, scheduler):
+    came, went = published.changes([scheduler.kv.cache])
+    return set(came), set(went)
 
 
 def test_a_pool_that_runs_out_preempts_whatever_the_others_have_left():

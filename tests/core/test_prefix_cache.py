@@ -8,7 +8,6 @@ from array import array
 import pytest
 
 from quire.core.block_hash import BlockHasher
-from quire.core.cache_events import KEPT_EVENTS, CacheEvents
 from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import Handle, KVManager
 from quire.core.prefix_cache import common_tokens
@@ -188,16 +187,6 @@ def test_a_handle_of_a_block_that_was_handed_out_again_is_seen():
     kv.groups[0].pool.allocate()
     kv.release(handle)
     assert kv.groups[0].pool.stale_handles == 1
-
-
-def test_cache_events_that_nobody_takes_are_bounded_and_leave_a_gap():
-    events = CacheEvents()
-    for number in range(KEPT_EVENTS + 3):
-        events.add("stored", number.to_bytes(8, "little"))
-    taken = events.take()
-    assert (len(taken), taken[0].number, taken[-1].number) == (KEPT_EVENTS, 3, KEPT_EVENTS + 2)
-    events.add("cleared")
-    assert [(event.number, event.kind) for event in events.take()] == [(KEPT_EVENTS + 3, "cleared")]
 
 
 def test_partly_filled_leaves_that_say_nothing_new_are_dropped():

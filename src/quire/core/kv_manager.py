@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from quire.core.block_hash import BlockHasher
 from quire.core.block_pool import NULL_BLOCK
-from quire.core.cache_events import CacheEvents
 from quire.core.chain import Chain, Part
 from quire.core.fetches import WORTH, Fetch, Fetches
 from quire.core.holders import Lookup
@@ -50,7 +49,6 @@ class KVManager:
         hasher: gives blocks their identity.
         needs_next_token: a token's KV depends on the next token too (as in a drafting head), so the last token of a
             cached prefix is computed again.
-        events: records what is stored in the prefix cache and removed from it.
         sources: the host tier and what is below it, which other pools may share; None if there is no tier.
 
     Attributes:
@@ -66,13 +64,11 @@ class KVManager:
         prefix_cache: str,
         hasher: BlockHasher,
         needs_next_token: bool = False,
-        events: CacheEvents | None = None,
         sources: Sources | None = None,
     ) -> None:
         self.needs_next_token = needs_next_token
         self.block_size = block_size
         self.hasher = hasher
-        self.events = events
         self._prefix_cache = prefix_cache
         self.groups = groups
         self.sources = sources or Sources(Tier(), sizes=[1.0] * len(groups))
@@ -87,9 +83,7 @@ class KVManager:
             group.reset()
         self.fetches.reset()
         told = self.fetches.evicted, self.sources.touched
-        self.cache = CACHES[self._prefix_cache](self.groups, self.block_size, self.events, *told)
-        if self.events is not None:
-            self.events.add("cleared")
+        self.cache = CACHES[self._prefix_cache](self.groups, self.block_size, *told)
         self.num_held: Counter[str] = Counter()
         self._held: dict[Handle, list[tuple[int, int, int]]] = {}  # (group, block, generation)
         self._latest: tuple[str, array[int], list[bytes]] = ("", array("q"), [])  # last hashed: scope, keys, hashes

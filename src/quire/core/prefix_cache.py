@@ -25,7 +25,6 @@ from dataclasses import dataclass
 
 from quire.core.block_hash import part_name
 from quire.core.block_pool import NULL_BLOCK
-from quire.core.cache_events import CacheEvents
 from quire.core.kv_group import KVGroup
 
 KEY_BYTES = 8
@@ -92,7 +91,6 @@ class PrefixCache:
 
     Args:
         groups: the KV groups.
-        events: gets an event for each full block that is stored or removed.
         evicted: called with each evicted block, its node and its group.
         changed: told the names (`part_name`) of full blocks that have come, and of those that have gone.
     """
@@ -104,13 +102,11 @@ class PrefixCache:
         self,
         groups: Sequence[KVGroup],
         block_size: int,
-        events: CacheEvents | None = None,
         evicted: Callable[[Node, int, int], None] = lambda node, group, block: None,
         changed: Callable[[bytes], None] = lambda name: None,
     ) -> None:
         self.groups = groups
         self._evicted, self._changed = evicted, changed
-        self._events = events
         self.block_size = block_size
         self.block_bytes = block_size * KEY_BYTES
         self._by_hash: dict[bytes, Node] = {}  # nodes of full blocks
@@ -211,8 +207,6 @@ class PrefixCache:
                 group.cached[block] = node
                 if node.hash:
                     self._changed(part_name(node.hash, number))
-                if self._events is not None and node.hash and node.parent is not None:
-                    self._events.add("stored", node.hash, node.parent.hash, number)
 
     # -- evicting -----------------------------------------------------------------------------------------
 
@@ -271,8 +265,6 @@ class PrefixCache:
             self.groups[number].uncache(block)
             if node.hash:
                 self._changed(part_name(node.hash, number))
-            if self._events is not None and node.hash:
-                self._events.add("removed", node.hash, group=number)
 
 
 class NoCache(PrefixCache):

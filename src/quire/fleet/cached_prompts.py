@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from quire.core.cache_events import CacheEvent, CacheEvents
+from quire.fleet.cache_events import CacheEvent, CacheEvents
 from quire.fleet.prompt import NAME_BYTES
 
 MAX_NAMES = 2**17
@@ -55,9 +55,9 @@ class CachedPrompts:
             elif blocks and holds(blocks[place]):
                 self._block_of[name] = blocks[place]
                 self._names_of.setdefault(blocks[place], []).append(name)
-                self._events.add("stored", name)
+                self._events.add(True, name)
             else:
-                self._events.add("removed", name)
+                self._events.add(False, name)
         for name in list(islice(self._block_of, max(0, len(self._block_of) - self.max_names))):
             self._forget(name)
 
@@ -66,14 +66,14 @@ class CachedPrompts:
         for block in blocks:
             for name in self._names_of.pop(block, ()):
                 del self._block_of[name]
-                self._events.add("removed", name)
+                self._events.add(False, name)
 
     def _forget(self, name: bytes) -> None:
         block = self._block_of.pop(name)
         self._names_of[block].remove(name)
         if not self._names_of[block]:
             del self._names_of[block]
-        self._events.add("removed", name)
+        self._events.add(False, name)
 
     def told(self, since: int) -> dict[str, Any]:
         """A JSON document with the events from this number on, or with all names if some of these events were dropped.
@@ -85,7 +85,7 @@ class CachedPrompts:
         events = self._events.since(since)
         if events is None:
             return document | {"snapshot": b"".join(self._block_of).hex()}
-        return document | {"events": [("+" if each.kind == "stored" else "-") + each.hash.hex() for each in events]}
+        return document | {"events": [("+" if each.stored else "-") + each.name.hex() for each in events]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def read_told(document: Any, since: int) -> News:
             names = [data[start : start + NAME_BYTES] for start in range(0, len(data), NAME_BYTES)]
             return News(boot, following, names, [])
         events = [
-            CacheEvent(number, "stored" if text[0] == "+" else "removed", bytes.fromhex(text[1:]))
+            CacheEvent(number, text[0] == "+", bytes.fromhex(text[1:]))
             for number, text in enumerate(document["events"], since)
         ]
         return News(boot, following, None, events)

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from quire.core.cache_events import CacheEvent
+from quire.fleet.cache_events import CacheEvent
 
 MAX_BLOCKS = 2**18
 """Most blocks that are remembered of a server, about 30 MB; fewer if the size of its cache is known."""
@@ -84,12 +84,10 @@ class Knowledge:
             if event.number < known.next:
                 continue  # it was in the snapshot
             known.next += 1
-            if event.kind == "cleared":
-                known.blocks.clear()
-            elif event.group == 0 and event.kind == "stored":
-                known.use((event.hash,))
-            elif event.group == 0:
-                known.blocks.pop(event.hash, None)
+            if event.stored:
+                known.use((event.name,))
+            else:
+                known.blocks.pop(event.name, None)
         return known.next is not None
 
     def expects(self, server: str) -> int:
