@@ -208,7 +208,7 @@ def test_drafts_change_nothing(folders, alone, target, spec):
     assert run(engine, range(15, -1, -1), first_id=100, stagger=2) == alone[target], "warm"
     assert engine.stats.drafted > 100 and engine.stats.accepted > 0
     drafts = spec["method"] != "ngram"
-    own = [group.window for group in engine.scheduler.kv.groups]
+    own = [group.retention.window for group in engine.scheduler.kv.groups]
     assert own == {("mixed", True): [None, WINDOW], ("mixed", False): [None, WINDOW]}.get(
         (target, drafts), [None] if drafts else [WINDOW]
     )
@@ -250,7 +250,7 @@ def test_three_groups_of_layers_change_nothing_either(seed, tmp_path, monkeypatc
 
     def outputs(**options: Any) -> dict[int, list[int]]:
         engine = engine_of(folder, **options)
-        assert [group.window for group in engine.scheduler.kv.groups] == [None, seen[2], seen[0]]
+        assert [group.retention.window for group in engine.scheduler.kv.groups] == [None, seen[2], seen[0]]
         made: dict[int, list[int]] = {id: [] for id in range(len(prompts))}
         for id, prompt in enumerate(prompts):
             engine.add(Request(id, prompt, params, max_tokens=12))

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
-from quire.core.kv_group import KVGroup, States
+from quire.core.kv_group import KVGroup, Retention, States
 from quire.core.kv_manager import KVManager
 from quire.core.orders import Forget, Prefill, Read, Write
 from quire.core.request import Request, RequestUpdate
@@ -289,7 +289,7 @@ def make_scheduler(
     sizes = [num_blocks] * len(windows) if isinstance(num_blocks, int) else num_blocks
     states = States(INTERVAL, 1 + drafts if drafts else 0)
     groups = [
-        KVGroup(count, block_size + 1, states) if window == STATE else KVGroup(count, window)
+        KVGroup(count, Retention(block_size + 1, states) if window == STATE else Retention(window))
         for count, window in zip(sizes, windows, strict=True)
     ]
     kv = KVManager(

@@ -106,9 +106,9 @@ class Policies:
         chunk = max(config.long_prefill_token_threshold or 2**30, 1 + drafts)
         rows = min(chunk, config.max_num_batched_tokens)
         for number, group in enumerate(kv.groups):
-            if group.window is None:
+            if group.keeps_all:
                 continue
-            most = -(-(group.window + (self.depth + 1) * rows) // kv.block_size) + 2
+            most = -(-(group.retention.window + (self.depth + 1) * rows) // kv.block_size) + 2
             for request in self.scheduler.running:
                 held = sum(block != 0 for block in request.tables[number])
                 assert held <= most, f"request {request.id} holds {held} blocks; its window and steps need {most}"

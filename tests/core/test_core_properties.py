@@ -212,7 +212,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             if node is None:
                 break
             path.append(node.blocks)
-            firsts = [group.first_seen(len(path) * kv.block_size - back) // kv.block_size for group in kv.groups]
+            firsts = [
+                group.retention.first_seen(len(path) * kv.block_size - back) // kv.block_size for group in kv.groups
+            ]
             if all(all(blocks[number] for blocks in path[first:]) for number, first in enumerate(firsts)):
                 count = len(path)
         assert kv.cache.match(request.hashes, 10**6, int(back)).num_blocks == count

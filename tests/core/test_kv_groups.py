@@ -8,7 +8,7 @@ from quire.core.block_hash import part_name
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.holders import Published
 from quire.core.invariants import check
-from quire.core.kv_group import peak_blocks
+from quire.core.kv_group import Retention
 from quire.core.kv_manager import Handle
 from quire.errors import RequestTooLargeError
 from tests.core.fake_runner import expected_output, make_request, make_scheduler, matched, outputs, run_all, run_prompts
@@ -245,5 +245,5 @@ def test_a_handle_holds_what_it_names_of_each_group():
 
 
 def test_most_blocks_of_a_request_are_bounded_by_window_and_chunk():
-    assert peak_blocks(None, 1000, 64, 16) == 63
-    assert peak_blocks(100, 1000, 64, 16) == 12 and peak_blocks(100, 100, 64, 16) == 7
+    assert Retention().peak_blocks(1000, 64, 16) == 63
+    assert Retention(100).peak_blocks(1000, 64, 16) == 12 and Retention(100).peak_blocks(100, 64, 16) == 7

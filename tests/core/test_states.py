@@ -8,7 +8,7 @@ import pytest
 
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.invariants import check
-from quire.core.kv_group import States, peak_blocks
+from quire.core.kv_group import Retention, States
 from quire.core.prefix_cache import Match
 from tests.core.fake_runner import (
     INTERVAL,
@@ -110,9 +110,9 @@ def test_a_request_that_gives_way_goes_on_from_where_it_was():
 
 
 def test_most_blocks_of_a_request_are_few_whatever_its_length():
-    assert peak_blocks(17, 100_000, 2048, 16, States(96)) == 4
-    assert peak_blocks(17, 100_000, 2048, 16, States(96, uncertain=6)) == 5
-    assert peak_blocks(17, 20, 2048, 16, States(96)) == 2
+    assert Retention(17, States(96)).peak_blocks(100_000, 2048, 16) == 4
+    assert Retention(17, States(96, uncertain=6)).peak_blocks(100_000, 2048, 16) == 5
+    assert Retention(17, States(96)).peak_blocks(20, 2048, 16) == 2
 
 
 @pytest.mark.parametrize("seed", range(60))

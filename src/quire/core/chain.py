@@ -41,7 +41,7 @@ class Chain:
     def __init__(self, cache: PrefixCache, hashes: list[bytes], first: int, last: int, back: int = 0) -> None:
         self.cache, self.hashes, self._back = cache, hashes, back
         self.first, self.last = first, min(last, len(hashes))  # without a cache there are no hashes
-        self._numbers = sorted(range(len(cache.groups)), key=lambda number: cache.groups[number].window is not None)
+        self._numbers = sorted(range(len(cache.groups)), key=lambda number: not cache.groups[number].keeps_all)
 
     def reach(self, there: Callable[[bytes], bool]) -> int:
         """After how many blocks the request could begin if all parts named in `there` were in the pool."""
@@ -51,7 +51,7 @@ class Chain:
             for number in self._numbers:
                 name = part_name(self.hashes[place], number)
                 here = there(name) or self.cache.has(self.hashes[place], number)
-                if not here and groups[number].window is None:
+                if not here and groups[number].keeps_all:
                     return end
                 runs[number] = runs[number] + 1 if here else 0
             if all(run >= place + 1 - self._seen(number, place + 1) for number, run in runs.items()):
@@ -79,7 +79,7 @@ class Chain:
 
     def needs(self, part: Part) -> bool:
         """Whether the request cannot begin anywhere after a part without it."""
-        return self.cache.groups[part.group].window is None
+        return self.cache.groups[part.group].keeps_all
 
     def found(self, end: int) -> Iterator[tuple[int, int, int]]:
         """(place, group, block) of the needed parts that are in the pool, last place first; and of the parts of the
@@ -93,5 +93,5 @@ class Chain:
 
     def _seen(self, number: int, count: int) -> int:
         """The first block of a group that the token after `count` blocks sees."""
-        group, size = self.cache.groups[number], self.cache.block_size
-        return min(count, group.first_seen(max(0, count * size - self._back)) // size)
+        retention, size = self.cache.groups[number].retention, self.cache.block_size
+        return min(count, retention.first_seen(max(0, count * size - self._back)) // size)

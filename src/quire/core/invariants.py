@@ -175,7 +175,7 @@ def _check_part(group: KVGroup, block: int, above: int | None, node: Node) -> No
     _must(
         block == NULL_BLOCK or group.cached.get(block) is node, f"the group does not know that block {block} is cached"
     )
-    if group.window is None:
+    if group.keeps_all:
         _must(block != NULL_BLOCK and above != NULL_BLOCK, f"block {block} is cached, and {above} before it is not")
         if above is not None:
             held, held_above = group.pool.ref_counts[block], group.pool.ref_counts[above]
@@ -195,7 +195,7 @@ def _check_tables(kv: KVManager, running: list[Request]) -> None:
         certain = request.num_computed - request.num_unverified_tokens
         for group, table in zip(kv.groups, request.tables, strict=True):
             _must(all(0 <= b < group.pool.num_blocks for b in table), f"request {request.id}: {table} leaves the pool")
-            seen = table[group.first_seen(certain) // kv.block_size :]
+            seen = table[group.retention.first_seen(certain) // kv.block_size :]
             _must(NULL_BLOCK not in seen, f"request {request.id}: its window lost what it sees: {table}")
             for block in table[certain // kv.block_size :]:
                 count = group.pool.ref_counts[block]

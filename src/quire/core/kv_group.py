@@ -56,13 +56,44 @@ class States:
         return frozenset(ends)
 
 
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What a group keeps of a request.
+
+    Attributes:
+        window: how many of the latest tokens each token sees, including itself; None for all.
+        states: which states are kept; None if the layers are not recurrent.
+    """
+
+    window: int | None = None
+    states: States | None = None
+
+    def first_seen(self, position: int) -> int:
+        """The first position that the token at `position`, or any later one, sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+    def first_needed(self, end: int, block_size: int) -> int:
+        """The first block, of those filled by a step up to position `end`, that needs memory in any case."""
+        return 0 if self.states is None else self.states.first_needed(end, block_size)
+
+    def peak_blocks(self, num_tokens: int, max_chunk: int, block_size: int) -> int:
+        """Most blocks that a request of `num_tokens` needs at once, in chunks of at most `max_chunk` tokens.
+
+        Drafts use only blocks that are free in addition.
+        """
+        blocks = -(-num_tokens // block_size)
+        if self.states is not None:
+            begun_from = 2 if max_chunk > 1 else 0
+            return min(blocks, self.states.tail(block_size) + begun_from)
+        return blocks if self.window is None else min(blocks, -(-(self.window + max_chunk) // block_size) + 1)
+
+
 class KVGroup:
     """The blocks of one group: who holds them, and which of them the prefix cache has.
 
     Args:
         num_blocks: size of the pool, including the null block.
-        window: how many of the latest tokens each token sees, including itself; None for all.
-        states: see `States`; None if the layers are not recurrent.
+        retention: what it keeps of a request; by default, all positions.
 
     Attributes:
         cached: by block, the node of the prefix tree that has it.
@@ -70,8 +101,8 @@ class KVGroup:
             request's last block first, so tails are evicted before the heads that they need.
     """
 
-    def __init__(self, num_blocks: int, window: int | None = None, states: States | None = None) -> None:
-        self.window, self.states = window, states
+    def __init__(self, num_blocks: int, retention: Retention = Retention()) -> None:
+        self.retention = retention
         self.pool = BlockPool(num_blocks)
         self.reset()
 
@@ -91,13 +122,10 @@ class KVGroup:
         """Number of blocks that can be allocated now: free ones, and cached ones without a holder."""
         return self.pool.num_free + len(self.idle)
 
-    def first_seen(self, position: int) -> int:
-        """The first position that the token at `position`, or any later one, sees."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
-
-    def peak_blocks(self, num_tokens: int, max_chunk: int, block_size: int) -> int:
-        """See `peak_blocks`."""
-        return peak_blocks(self.window, num_tokens, max_chunk, block_size, self.states)
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it keeps all positions of a request."""
+        return self.retention.window is None
 
     def retain(self, block: int) -> None:
         """Add a holder to a block."""
@@ -119,16 +147,3 @@ class KVGroup:
         del self.cached[block]
         if self.idle.pop(block, None) is not None:
             self.pool.recycle(block)
-
-
-def peak_blocks(
-    window: int | None, num_tokens: int, max_chunk: int, block_size: int, states: States | None = None
-) -> int:
-    """Most blocks of a group that a request of `num_tokens` needs at once, in chunks of at most `max_chunk` tokens.
-
-    Drafts use only blocks that are free in addition.
-    """
-    blocks = -(-num_tokens // block_size)
-    if states is not None:
-        return min(blocks, states.tail(block_size) + (2 if max_chunk > 1 else 0))  # plus those it continues from
-    return blocks if window is None else min(blocks, -(-(window + max_chunk) // block_size) + 1)

@@ -73,8 +73,8 @@ class KVManager:
         self.groups = groups
         self.sources = sources or Sources(Tier(), sizes=[1.0] * len(groups))
         self.fetches = Fetches(self.sources)
-        self._windowed = [number for number, group in enumerate(groups) if group.window is not None]
-        self._recurrent = [number for number, group in enumerate(groups) if group.states is not None]
+        self._windowed = [number for number, group in enumerate(groups) if not group.keeps_all]
+        self._recurrent = [number for number, group in enumerate(groups) if group.retention.states is not None]
         self.reset()
 
     def reset(self) -> None:
@@ -124,8 +124,8 @@ class KVManager:
         return -(-num_tokens // self.block_size)
 
     def peak_blocks(self, num_tokens: int, max_chunk: int) -> list[int]:
-        """Most blocks of each group that a request holds at once: see `kv_group.peak_blocks`."""
-        return [group.peak_blocks(num_tokens, max_chunk, self.block_size) for group in self.groups]
+        """Most blocks of each group that a request holds at once: see `Retention.peak_blocks`."""
+        return [group.retention.peak_blocks(num_tokens, max_chunk, self.block_size) for group in self.groups]
 
     def check_fits(self, request: Request, max_chunk: int) -> None:
         """Check that a request could run alone.
@@ -191,7 +191,7 @@ class KVManager:
     def first_seen(self, match: Match) -> list[int]:
         """By group, how many of a match's blocks the token after it does not see."""
         end = match.num_blocks * self.block_size + match.partial_tokens
-        return [min(group.first_seen(end) // self.block_size, match.num_blocks) for group in self.groups]
+        return [min(group.retention.first_seen(end) // self.block_size, match.num_blocks) for group in self.groups]
 
     def blocks_to_start(
         self, request: Request, match: Match, num_tokens: int, max_chunk: int, num_running: int
@@ -204,9 +204,9 @@ class KVManager:
         promised, peaks = self.fetches.promised, self.peak_blocks(len(request.tokens), max_chunk)
         missing = self.blocks_for(num_tokens) - match.num_blocks
         partial = match.partial is not None  # it is copied to a new block, in which the step may not end
+        kept = [group.retention.states for group in self.groups]
         most = [
-            each.states.tail(self.block_size) + partial if each.states else peak
-            for each, peak in zip(self.groups, peaks, strict=True)
+            states.tail(self.block_size) + partial if states else peak for states, peak in zip(kept, peaks, strict=True)
         ]
         counts = [min(missing, own) + others for own, others in zip(most, promised, strict=True)]
         if not request.stats.preemptions:
@@ -237,7 +237,7 @@ class KVManager:
         """Start a request's tables with a match that has been locked for it."""
         request.tables, request.num_passed = self._tables(match), self.first_seen(match)
         for number in self._recurrent:
-            states, size = self.groups[number].states, self.block_size
+            states, size = self.groups[number].retention.states, self.block_size
             if states is not None:
                 request.marks = states.marks(len(request.tokens), match.num_found, match.num_blocks, size)
         request.tip = match.tip if match.num_blocks else None
@@ -293,7 +293,7 @@ class KVManager:
 
     def _keeps(self, request: Request, number: int, index: int) -> bool:
         """Whether a group's block of a request is kept for others; a state only at a mark."""
-        states = self.groups[number].states
+        states = self.groups[number].retention.states
         if states is None or index in request.marks:
             return True
         return index * self.block_size < request.num_prompt and (index + 1) % states.interval == 0
@@ -418,7 +418,7 @@ class KVManager:
         taken: Counter[int] = Counter()
         for index, part in enumerate(parts):
             group = self.groups[part.group]
-            if group.window is None and taken[part.group] == group.num_usable // 4:
+            if group.keeps_all and taken[part.group] == group.num_usable // 4:
                 return parts[:index]
             taken[part.group] += 1
         return parts
@@ -459,10 +459,7 @@ class KVManager:
         first, last = len(request.tables[0]), self.blocks_for(num_tokens)
         if last <= first:
             return True
-        needed = [
-            first if each.states is None else max(first, each.states.first_needed(num_tokens, self.block_size))
-            for each in self.groups
-        ]
+        needed = [max(first, group.retention.first_needed(num_tokens, self.block_size)) for group in self.groups]
         if any(last - begin > group.num_available for begin, group in zip(needed, self.groups, strict=True)):
             return False
         for number, (table, begin) in enumerate(zip(request.tables, needed, strict=True)):
@@ -572,7 +569,7 @@ class KVManager:
         """Free the blocks of a group that no later token of the request sees."""
         table = request.tables[number]
         certain = request.num_computed - request.num_unverified_tokens
-        passed = min(self.groups[number].first_seen(certain) // self.block_size, len(table))
+        passed = min(self.groups[number].retention.first_seen(certain) // self.block_size, len(table))
         if self.cache.caching:
             passed = min(passed, request.num_published)  # blocks are published before they are freed
         gone = [index for index in range(request.num_passed[number], passed) if table[index] != NULL_BLOCK]

@@ -158,7 +158,8 @@ class PrefixCache:
         implies the others."""
         end = count * self.block_size - back
         return [
-            count - 1 if group.window is None else group.first_seen(end) // self.block_size for group in self.groups
+            count - 1 if group.keeps_all else group.retention.first_seen(end) // self.block_size
+            for group in self.groups
         ]
 
     def match_partial(self, match: Match, scope: str, rest: bytes) -> None:
@@ -220,7 +221,7 @@ class PrefixCache:
         while group.idle and group.pool.num_free - free < count:
             block = next(iter(group.idle))
             node = group.idle[block]
-            if group.window is not None and len(node.key) == self.block_bytes:
+            if not group.keeps_all and len(node.key) == self.block_bytes:
                 self._empty(node, number)
                 if not node.children and not any(node.blocks):
                     self._detach(node)

@@ -308,7 +308,7 @@ class Engine:
         self.tiers.attach(sources)
         managers = []
         for _ in range(config.data_parallel_size):
-            groups = [KVGroup(cache.num_blocks, *each) for cache, each in zip(self.kv_cache, kept, strict=True)]
+            groups = [KVGroup(cache.num_blocks, each) for cache, each in zip(self.kv_cache, kept, strict=True)]
             pool = groups, config.block_size, config.prefix_cache
             managers.append(KVManager(*pool, hasher, ahead, sources=sources))
         return managers

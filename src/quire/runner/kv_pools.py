@@ -7,10 +7,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
 
 from quire.config import EngineConfig
-from quire.core.kv_group import States, peak_blocks
+from quire.core.kv_group import Retention, States
 from quire.models.model import Model
 from quire.ops import KVShape
 from quire.ops.recurrent import RecurrentShape
@@ -58,13 +57,6 @@ class GroupPlan:
         return (self.num_usable - self.step_blocks) / (self.peak_blocks - self.step_blocks)
 
 
-class Retention(NamedTuple):
-    """Which positions or states of a request a KV group keeps: see `KVGroup`."""
-
-    window: int | None
-    states: States | None = None
-
-
 def retentions(config: EngineConfig, model: Model, speculation: Speculation | None) -> list[Retention]:
     """Each group's retention. A draft model's KV is in the first group's blocks, and may need all positions."""
     spec, size = config.speculation, config.block_size
@@ -78,7 +70,7 @@ def retentions(config: EngineConfig, model: Model, speculation: Speculation | No
         else:
             kept.append(Retention(group.window))
     if speculation is not None and speculation.kv_shape:
-        kept[0] = Retention(None)
+        kept[0] = Retention()
     return kept
 
 
@@ -116,7 +108,7 @@ class Pools:
         return self._blocks(tokens, 1)
 
     def _blocks(self, tokens: int, chunk: int) -> list[int]:
-        return [peak_blocks(window, tokens, chunk, self.block_size, states) for window, states in self.kept_of]
+        return [kept.peak_blocks(tokens, chunk, self.block_size) for kept in self.kept_of]
 
     def requests_within(self, size: int) -> int:
         """Number of requests, 1 to `max_num_seqs`, whose states take no more than half of `size` bytes."""
@@ -153,8 +145,8 @@ class Pools:
         """Size of each pool, including null blocks, if the first one has `num_blocks`."""
         sizes = [max(num_blocks - 1, -1)]
         columns = self.kept_of, self.shares(tokens), self.kept(tokens), self.peaks(tokens)
-        for (_, states), share, kept, peak in list(zip(*columns, strict=True))[1:]:
-            if states is not None:
+        for retention, share, kept, peak in list(zip(*columns, strict=True))[1:]:
+            if retention.states is not None:
                 sizes.append(min(sizes[0], self._state_blocks(self._requests)))
                 continue
             shared = min(math.ceil(share * sizes[0]), CACHED * self._requests * kept)
@@ -177,11 +169,12 @@ class Pools:
 
     def plans(self, num_blocks: Sequence[int], tokens: int) -> tuple[GroupPlan, ...]:
         """The plan of each group, for a longest context of this many tokens."""
-        peaks, kept = self.peaks(tokens), self.kept(tokens)
-        steps = [peak - own for peak, own in zip(peaks, kept, strict=True)]
-        windows, recurrent = zip(*((window, states is not None) for window, states in self.kept_of), strict=True)
-        columns = windows, self._layers, self.token_bytes, num_blocks, peaks, steps, recurrent
-        return tuple(GroupPlan(*row) for row in zip(*columns, strict=True))
+        sizes = zip(self._layers, self.token_bytes, num_blocks, strict=True)
+        columns = self.kept_of, sizes, self.peaks(tokens), self.kept(tokens)
+        return tuple(
+            GroupPlan(retention.window, *size, peak, peak - kept, recurrent=retention.states is not None)
+            for retention, size, peak, kept in zip(*columns, strict=True)
+        )
 
 
 def longest_held(pools: Pools, sizes: Callable[[int], list[int]], longest: int) -> int:
