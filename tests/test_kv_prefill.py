@@ -22,6 +22,7 @@ from quire.config import EngineConfig
 from quire.core.orders import Have
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
+from quire.core.tier import PEER
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.kv.transport.base import TransferError
@@ -75,7 +76,7 @@ class Prefill:
 
     @property
     def exported(self) -> int:
-        return self.engine.scheduler.kv.sources.exports.exported
+        return self.engine.scheduler.kv.sources.num_moved(PEER, "stored")
 
     def close(self) -> None:
         self._stop.set()

@@ -460,7 +460,7 @@ def test_replicas_have_prompts_computed_elsewhere_once_and_keep_them_on_one_disk
     try:
         assert run(engine, texts, most=8) == expected
         assert prefill.computed == 3 and peer(engine) == 18, "though two replicas want the same"
-        assert all(kv.fetches.loaded for kv in engine.scheduler.kvs) and not hosted(engine)["bad"]
+        assert hosted(engine)["loaded"] > 18 and not hosted(engine)["bad"], "into both pools"
         for first in (10, 20, 30):
             assert run(engine, texts, first_id=first, most=8) == expected
         stored = engine.stats.kv_tiers["disk"]["stored"]

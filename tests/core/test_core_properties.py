@@ -16,6 +16,7 @@ from quire.core.invariants import check
 from quire.core.kv_manager import Handle
 from quire.core.prefix_cache import KEY_BYTES
 from quire.core.request import Event
+from quire.core.tier import HOST
 from quire.errors import RequestTooLargeError
 from tests.core.fake_runner import (
     ALL,
@@ -345,7 +346,7 @@ def test_what_is_evicted_while_nothing_runs_is_saved_by_a_plan_of_its_own():
     assert len(plan.saves) == 5 and not plan.spans and not plan.loads and scheduler.idle
     scheduler.commit(plan, runner.run(plan), 0.0)
     check(scheduler)
-    assert scheduler.kv.fetches.saved == 5 and scheduler.schedule(0.0) is None
+    assert scheduler.kv.sources.num_moved(HOST, "stored") == 5 and scheduler.schedule(0.0) is None
 
 
 @pytest.mark.parametrize("seed", range(40))

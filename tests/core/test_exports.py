@@ -12,8 +12,9 @@ from quire.core.invariants import check
 from quire.core.orders import Gone, Have, Prefill
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
-from quire.core.sources import PATIENCE, PEER
+from quire.core.sources import PATIENCE
 from quire.core.step_state import PendingStep
+from quire.core.tier import DISK, HOST, PEER
 from tests.core.fake_runner import (
     ALL,
     STATE,
@@ -115,7 +116,7 @@ def test_a_long_prompt_is_computed_elsewhere_but_for_its_tail():
         peer.carry(scheduler, runner)
     updates = run_all(scheduler, runner)
     assert outputs(updates)[1] == expected_output(PROMPT, 3) and updates[0].cached_tokens == 20
-    assert scheduler.kv.sources.read[PEER] == 5 == peer.scheduler.kv.sources.exports.exported
+    assert scheduler.kv.sources.num_moved(PEER, "loaded") == 5 == peer.scheduler.kv.sources.num_moved(PEER, "stored")
     assert not peer.scheduler.kv.sources.exports.under_way and not peer.scheduler.kv.fetches.tier.pins
 
 
@@ -135,7 +136,7 @@ def test_what_another_engine_computed_is_on_the_disk_once_it_was_used_twice():
             if disk.orders:
                 disk.work(scheduler, runner)
         assert len(disk.blocks) == (5 if number else 0)
-    assert scheduler.kv.sources.read[PEER] == scheduler.kv.sources.stored == 5
+    assert scheduler.kv.sources.num_moved(PEER, "loaded") == scheduler.kv.sources.num_moved(DISK, "stored") == 5
 
 
 def test_a_short_one_is_computed_here():
@@ -445,9 +446,9 @@ class Run:
         assert sorted(update.request for update in self.updates if update.finish_reason) == sorted(self.prompts)
         fetches = self.scheduler.kv.fetches
         return Counter(
-            read=fetches.sources.read[PEER],
-            exported=self.peer.scheduler.kv.sources.exports.exported,
-            bad=fetches.bad_loads,
+            read=fetches.sources.num_moved(PEER, "loaded"),
+            exported=self.peer.scheduler.kv.sources.num_moved(PEER, "stored"),
+            bad=fetches.sources.num_moved(HOST, "bad"),
         )
 
 

@@ -10,7 +10,8 @@ import pytest
 from quire.core.invariants import check
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
-from quire.core.sources import DISK, PATIENCE
+from quire.core.sources import PATIENCE
+from quire.core.tier import DISK, HOST
 from tests.core.fake_runner import (
     ALL,
     STATE,
@@ -58,9 +59,9 @@ def test_what_was_used_twice_is_saved_when_it_is_evicted_and_loaded_when_it_is_w
     plan = scheduler.schedule(0.0)
     assert len(plan.saves) == 5 and not plan.loads
     scheduler.commit(plan, runner.run(plan), 0.0)
-    assert scheduler.kv.fetches.saved == 5
+    assert scheduler.kv.sources.num_moved(HOST, "stored") == 5
     assert served(scheduler, runner, [*HEAD, 9]) == 20
-    assert scheduler.kv.fetches.loaded == 5
+    assert scheduler.kv.sources.num_moved(HOST, "loaded") == 5
 
 
 def test_what_was_not_used_by_others_is_not_saved():
@@ -69,7 +70,7 @@ def test_what_was_not_used_by_others_is_not_saved():
     served(scheduler, runner, [*HEAD, 1])
     scheduler.kv.cache.clear()
     served(scheduler, runner, [1, 2, 3])
-    assert scheduler.kv.fetches.saved == 0
+    assert scheduler.kv.sources.num_moved(HOST, "stored") == 0
 
 
 def test_a_plan_may_load_and_compute_nothing_and_one_fetch_serves_all_who_want_it():
@@ -86,7 +87,7 @@ def test_a_plan_may_load_and_compute_nothing_and_one_fetch_serves_all_who_want_i
     scheduler.commit(plan, runner.run(plan), 0.0)
     updates = run_all(scheduler, runner)
     assert outputs(updates) == {id: expected_output([*HEAD, id], 2) for id in (101, 102)}
-    assert {update.cached_tokens for update in updates} == {20} and scheduler.kv.fetches.loaded == 5
+    assert {update.cached_tokens for update in updates} == {20} and scheduler.kv.sources.num_moved(HOST, "loaded") == 5
 
 
 def test_beside_requests_that_decode_a_step_loads_few_blocks_and_the_rest_follows():
@@ -144,7 +145,7 @@ def test_a_block_with_other_bytes_is_withdrawn_and_computed_and_counted():
     runner.flip(third)
     assert served(scheduler, runner, [*HEAD, 9]) == 8
     fetches = scheduler.kv.fetches
-    assert (fetches.loaded, fetches.bad_loads) == (2, 1)
+    assert (fetches.sources.num_moved(HOST, "loaded"), fetches.sources.num_moved(HOST, "bad")) == (2, 1)
     assert [each in tier for each in request.hashes[:3]] == [True, True, False] and tier.counts["quarantined"] == 0
 
 
@@ -158,8 +159,8 @@ def test_a_request_that_ends_while_its_blocks_are_loaded_touches_no_fetch():
     check(scheduler)
     scheduler.commit(plan, runner.run(plan), 0.0)
     check(scheduler)
-    assert scheduler.kv.fetches.loaded == 5 and scheduler.idle
-    assert served(scheduler, runner, [*HEAD, 8]) == 20 and scheduler.kv.fetches.loaded == 5
+    assert scheduler.kv.sources.num_moved(HOST, "loaded") == 5 and scheduler.idle
+    assert served(scheduler, runner, [*HEAD, 8]) == 20 and scheduler.kv.sources.num_moved(HOST, "loaded") == 5
 
 
 @pytest.mark.parametrize("what", ["loads", "saves"])
@@ -188,7 +189,7 @@ def test_who_gives_way_comes_back_from_the_tier():
         scheduler.add(make_request(id, prompt, 36))
     updates = run_all(scheduler, runner)
     assert outputs(updates) == {id: expected_output(prompt, 36) for id, prompt in prompts.items()}
-    assert scheduler.num_preemptions and scheduler.kv.fetches.loaded
+    assert scheduler.num_preemptions and scheduler.kv.sources.num_moved(HOST, "loaded")
     check(scheduler)
 
 
@@ -245,7 +246,7 @@ def stored(num_slots: int = 12) -> tuple[Scheduler, FakeRunner, FakeDisk]:
     disk.take(scheduler)
     while disk.orders:
         disk.work(scheduler, runner)
-    assert scheduler.kv.sources.stored == 5 == len(disk.blocks)
+    assert scheduler.kv.sources.num_moved(DISK, "stored") == 5 == len(disk.blocks)
     scheduler.kv.reset()  # as after a restart
     return scheduler, runner, disk
 
@@ -262,7 +263,7 @@ def test_what_was_used_twice_is_on_the_disk_before_it_is_evicted_and_read_when_i
     updates = run_all(scheduler, runner)
     assert outputs(updates) == {id: expected_output([*HEAD, id], 2) for id in (101, 102)}
     assert {update.cached_tokens for update in updates} == {20}
-    assert scheduler.kv.sources.read[DISK] == 5 == scheduler.kv.fetches.loaded
+    assert scheduler.kv.sources.num_moved(DISK, "loaded") == 5 == scheduler.kv.sources.num_moved(HOST, "loaded")
     assert not scheduler.kv.sources.orders, "what is on the disk is not written again"
 
 
@@ -296,7 +297,7 @@ def test_a_block_that_is_bad_on_the_disk_is_forgotten_there_and_computed():
     updates = run_all(scheduler, runner)
     assert outputs(updates)[101] == expected_output([*HEAD, 1], 2) and updates[0].cached_tokens == 8
     disk.take(scheduler)
-    assert name not in disk.blocks and scheduler.kv.fetches.bad_loads == 1
+    assert name not in disk.blocks and scheduler.kv.sources.num_moved(HOST, "bad") == 1
 
 
 def test_what_is_there_of_a_read_that_ends_early_is_loaded():
@@ -427,9 +428,9 @@ class Run:
         for id, tokens in outputs(self.updates).items():
             assert tokens == expected_output(self.prompts[id], len(tokens), self.windows)
         assert sorted(update.request for update in self.updates if update.finish_reason) == sorted(self.prompts)
-        fetches = kv.fetches
-        self.counts.update(saved=fetches.saved, loaded=fetches.loaded, bad=fetches.bad_loads)
-        self.counts.update(stored=fetches.sources.stored, read=fetches.sources.read[DISK])
+        moved = kv.sources.num_moved
+        self.counts.update(saved=moved(HOST, "stored"), loaded=moved(HOST, "loaded"), bad=moved(HOST, "bad"))
+        self.counts.update(stored=moved(DISK, "stored"), read=moved(DISK, "loaded"))
 
 
 def schedule(seed: int, events: int) -> Counter[str]:

@@ -9,7 +9,7 @@ import pytest
 from quire.core.block_hash import part_name
 from quire.core.chain import Chain
 from quire.core.invariants import check
-from quire.core.sources import DISK
+from quire.core.tier import DISK, HOST
 from tests.core.fake_runner import (
     STATE,
     FakeDisk,
@@ -75,7 +75,7 @@ def test_a_head_that_was_evicted_is_loaded_with_all_that_the_next_token_sees_and
     expected = {None: list(range(10)), 9: [8, 9], STATE: [9]}
     assert served.parts() == {number: expected[window] for number, window in enumerate(windows)}
     assert served.serve([*HEAD[:40], 99]) == 40
-    assert served.fetches.loaded == sum(len(expected[window]) for window in windows)
+    assert served.fetches.sources.num_moved(HOST, "loaded") == sum(len(expected[window]) for window in windows)
 
 
 @pytest.mark.parametrize("windows", KINDS)
@@ -89,7 +89,7 @@ def test_what_one_group_lacks_is_computed_and_the_rest_stays(windows: Windows) -
             served.kv.match(request)
             served.fetches.tier.withdraw(served.fetches.tier.slot(part_name(request.hashes[places[-1]], number)))
     assert served.serve([*HEAD[:40], 99]) == 0
-    assert served.fetches.loaded == 0
+    assert served.fetches.sources.num_moved(HOST, "loaded") == 0
 
 
 def test_a_bad_part_of_any_group_is_withdrawn_and_what_needs_it_is_computed() -> None:
@@ -102,7 +102,7 @@ def test_a_bad_part_of_any_group_is_withdrawn_and_what_needs_it_is_computed() ->
         name = part_name(request.hashes[served.parts()[number][-1]], number)
         served.runner.flip(served.fetches.tier.slot(name))
         assert served.serve([*HEAD[:40], 99]) == cached
-        assert served.fetches.bad_loads == 1 and name not in served.fetches.tier
+        assert served.fetches.sources.num_moved(HOST, "bad") == 1 and name not in served.fetches.tier
 
 
 @pytest.mark.parametrize("windows", [kind for kind in KINDS if None in kind])
@@ -114,7 +114,7 @@ def test_who_gives_way_comes_back_from_the_tier(windows: Windows) -> None:
         served.scheduler.add(make_request(id, prompt, 36))
     updates = run_all(served.scheduler, served.runner)
     assert outputs(updates) == {id: expected_output(prompt, 36, windows) for id, prompt in prompts.items()}
-    assert served.scheduler.num_preemptions and served.fetches.loaded
+    assert served.scheduler.num_preemptions and served.fetches.sources.num_moved(HOST, "loaded")
     check(served.scheduler)
 
 
@@ -135,7 +135,8 @@ def test_after_a_restart_the_disk_has_what_was_used_twice_of_every_group(windows
     updates = run_all(served.scheduler, served.runner)
     assert outputs(updates)[101] == expected_output([*HEAD[:40], 99], 2, windows)
     assert {update.cached_tokens for update in updates} == {40}
-    assert served.fetches.sources.read[DISK] == served.fetches.loaded == sum(map(len, served.parts().values()))
+    parts, sources = sum(map(len, served.parts().values())), served.fetches.sources
+    assert sources.num_moved(DISK, "loaded") == sources.num_moved(HOST, "loaded") == parts
 
 
 def test_beside_decodes_the_blocks_of_all_groups_are_loaded_few_at_a_time_and_then_the_request_begins() -> None:

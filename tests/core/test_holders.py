@@ -25,9 +25,9 @@ from quire.core.invariants import check
 from quire.core.kv_group import KVGroup
 from quire.core.orders import Ban, Gone, Have, Lacks, Locate, Pull
 from quire.core.prefix_cache import Node, PrefixCache
-from quire.core.sources import PATIENCE, REMOTE, SlotFetch, Sources
+from quire.core.sources import PATIENCE, SlotFetch, Sources
 from quire.core.step import Span, StepPlan, StepResult
-from quire.core.tier import Tier
+from quire.core.tier import REMOTE, Tier
 from tests.core.fake_runner import ALL, STATE, Windows, expected_output, make_request, make_scheduler, outputs
 
 CHAIN = [bytes([number]) * 4 for number in range(6)]
@@ -381,8 +381,8 @@ class PoolRun:
                 assert tokens == expected_output(node.prompts[id], len(tokens), self.windows)
             ended = [update.request for update in node.updates if update.finish_reason]
             assert sorted(ended) == sorted(node.prompts)
-            self.counts.update(read=fetches.sources.read[REMOTE], stale=node.holders.stale, bad=node.holders.bad)
-            self.counts.update(missed=node.holders.missed)
+            self.counts.update(read=fetches.sources.num_moved(REMOTE, "loaded"), stale=node.holders.stale)
+            self.counts.update(bad=node.holders.bad, missed=node.holders.missed)
 
 
 def run_schedules(seeds: range) -> Counter[str]:

@@ -9,8 +9,9 @@ import pytest
 from quire.core import invariants
 from quire.core.holders import Published
 from quire.core.lockstep import DECODING, Lockstep, LockstepPlan, joined
-from quire.core.sources import DISK, PATIENCE
+from quire.core.sources import PATIENCE
 from quire.core.step import StepResult
+from quire.core.tier import DISK, HOST
 from quire.errors import RequestError
 from tests.core.fake_runner import (
     ALL,
@@ -186,13 +187,13 @@ def test_what_one_replica_gave_to_the_host_tier_another_one_loads() -> None:
             run_step(both, runners)
     first.cache.clear()
     run_step(both, runners)
-    assert first.fetches.saved == 9 and not second.fetches.tier.pins
+    assert first.sources.num_moved(HOST, "stored") == 9 and not second.fetches.tier.pins
     both.schedulers[1].add(make_request(9, list(range(40)), 2))
     updates = []
     while both.requests:
         plan = both.schedule(0.0)
         updates += both.commit(plan, run_plan(plan, runners), 0.0)
-    assert second.fetches.loaded == 9 and updates[0].cached_tokens == 36
+    assert second.sources.num_moved(HOST, "loaded") == 9 and updates[0].cached_tokens == 36
     assert [token for update in updates for token in update.tokens] == expected_output(list(range(40)), 2)
 
 
@@ -216,7 +217,8 @@ def test_what_one_replica_reads_from_the_disk_another_one_waits_for_and_has_too(
         plan = both.schedule(1.0)
         updates += both.commit(plan, run_plan(plan, runners), 1.0)
     assert {update.request: update.cached_tokens for update in updates} == {8: 40 - 4, 9: 40 - 4}
-    assert [kv.fetches.loaded for kv in both.kvs] == [9, 9] and both.kvs[0].sources.read[DISK] == 9
+    sources = both.kvs[0].sources
+    assert (sources.num_moved(DISK, "loaded"), sources.num_moved(HOST, "loaded")) == (9, 18), "from there, by each"
     for number in (8, 9):
         found = [token for update in updates if update.request == number for token in update.tokens]
         assert found == expected_output([*range(40), number], 2)
@@ -311,7 +313,7 @@ def read_from_the_disk(seed: int, windows: Windows) -> int:
             ended[update.request] += update.tokens
         invariants.check(both)
     work(disk, both, runners)
-    assert both.idle and not tier.pins and sum(kv.fetches.loaded for kv in both.kvs)
+    assert both.idle and not tier.pins and both.kvs[0].sources.num_moved(HOST, "loaded")
     for number, tokens in ended.items():
         assert tokens and tokens == expected_output(prompts[number], len(tokens), windows)
-    return both.kvs[0].sources.read[DISK]
+    return both.kvs[0].sources.num_moved(DISK, "loaded")

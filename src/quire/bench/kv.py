@@ -17,8 +17,7 @@ from quire.bench.cells import greedy
 from quire.core.cost import Costs
 from quire.core.fetches import WORTH
 from quire.core.scheduler import Scheduler
-from quire.core.sources import DISK, HOST, PEER
-from quire.core.tier import Tier
+from quire.core.tier import DISK, HOST, PEER, Tier
 from quire.engine.engine import Engine
 from quire.errors import BenchmarkError
 from quire.kv.importer import Prefiller

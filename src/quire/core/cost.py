@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from quire.core.step import StepPlan, StepResult
+from quire.core.tier import HOST
 
 _FORGET = 0.9
 """Factor by which an observation's weight decays with each newer one."""
@@ -49,7 +50,7 @@ class Costs:
     def observe(self, plan: StepPlan, result: StepResult, loaded: float = 0.0) -> None:
         """Learn from a step that loaded this many blocks."""
         if loaded:
-            self.moved("host", loaded, result.loading)
+            self.moved(HOST, loaded, result.loading)
         if plan.saves:
             return
         y = result.seconds - result.loading

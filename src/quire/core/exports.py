@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quire.core.orders import Gone, Have
+from quire.core.tier import PEER
 
 if TYPE_CHECKING:
     from quire.core.kv_manager import KVManager
@@ -42,14 +43,10 @@ class Exports:
 
     Args:
         sources: has the tier.
-
-    Attributes:
-        exported: number of blocks announced since the start.
     """
 
     def __init__(self, sources: Sources) -> None:
         self._sources, self._tier = sources, sources.tier
-        self.exported = 0
         self.reset()
 
     def reset(self) -> None:
@@ -97,8 +94,7 @@ class Exports:
                 self._tier.pin(slot)
                 export.slots.append(slot)
             if export.told > first:
-                self.exported += export.told - first
-                self._sources.exported(export.slots[first:])
+                self._sources.count(PEER, "stored", export.slots[first:])
                 news.append(Have(number, first, tuple(export.slots[first:])))
             if export.told < len(export.hashes) and not self._coming(export, kvs):
                 news.append(Gone(number))

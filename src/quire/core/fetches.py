@@ -22,8 +22,9 @@ from quire.core.block_hash import part_name
 from quire.core.holders import REPLICAS
 from quire.core.prefix_cache import Node
 from quire.core.request import Request
-from quire.core.sources import HOST, LEAST_FETCH, Sources
+from quire.core.sources import LEAST_FETCH, Sources
 from quire.core.step import Move, StepPlan, StepResult
+from quire.core.tier import HOST
 
 WORTH = 2
 """How often other requests must have used a block before it is worth a slot in a tier."""
@@ -97,15 +98,10 @@ class Fetches:
 
     Attributes:
         tier: the host tier's index. sizes: see `Sources`.
-        saved, loaded: blocks saved to the tier and loaded from it since the start.
-        bad_loads: blocks whose bytes differed from what was saved.
-        volume: totals "stored" in the tier and "loaded" from it, in blocks of the first group.
     """
 
     def __init__(self, sources: Sources) -> None:
         self.sources, self.tier, self.sizes = sources, sources.tier, sources.sizes
-        self.saved = self.loaded = self.bad_loads = 0
-        self.volume = {"stored": 0.0, "loaded": 0.0}
         self._recent_loads = 0.0  # a decaying maximum over the last plans
         self.reset()
 
@@ -115,11 +111,6 @@ class Fetches:
         self._saves: list[Move] = []
         self._begun: list[Fetch] = []
         self._in_flight: deque[tuple[int, list[Move], list[Fetch]]] = deque()
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The numbers of blocks stored in the tier, loaded from it, and found bad."""
-        return {"stored": self.saved, "loaded": self.loaded, "bad": self.bad_loads}
 
     @property
     def has_moves(self) -> bool:
@@ -212,9 +203,7 @@ class Fetches:
         for move in saves:
             self.tier.filled(move.slot)
             sources.write(move.slot, move.hash)
-        self.saved += len(saves)
-        self.volume["stored"] += sources.size(saves)
-        self.bad_loads += len(bad_loads)
+        sources.count(HOST, "stored", (move.slot for move in saves))
         for move in plan.loads:
             if move.slot in bad_loads:
                 sources.bad(move)
@@ -223,8 +212,7 @@ class Fetches:
             lost = (place for place, fine in zip(fetch.places, good, strict=True) if not fine)
             fetch.num_published = min(lost, default=len(fetch.hashes))
             came = [move for place, move in zip(fetch.places, fetch.moves, strict=True) if place < fetch.num_published]
-            self.loaded += len(came)
-            self.volume["loaded"] += sources.size(came)
+            sources.count(HOST, "loaded", (move.slot for move in came))
             self._unpin(fetch)
             fetch.new.update(move.hash for move in came if sources.is_new(move))
         return fetches

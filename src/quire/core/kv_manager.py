@@ -16,9 +16,9 @@ from quire.core.holders import Lookup
 from quire.core.kv_group import KVGroup
 from quire.core.prefix_cache import CACHES, Match
 from quire.core.request import Request
-from quire.core.sources import HOST, LEAST_FETCH, SlotFetch, Sources
+from quire.core.sources import LEAST_FETCH, SlotFetch, Sources
 from quire.core.step import Move, StepPlan, StepResult
-from quire.core.tier import Tier
+from quire.core.tier import HOST, Tier
 from quire.errors import RequestTooLargeError
 
 

@@ -11,7 +11,7 @@ one of them has begun to read a block, others wait for that read, too.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,15 +24,10 @@ from quire.core.orders import Ban, Forget, Lacks, Locate, Order, Prefill, Pull, 
 from quire.core.prefix_leaders import Leader
 from quire.core.request import Event, Request
 from quire.core.step import Move
-from quire.core.tier import Tier
+from quire.core.tier import DISK, HOST, PEER, REMOTE, Tier
 
 LEAST_FETCH = 2
 """Least number of blocks worth fetching; fewer are computed."""
-
-HOST, DISK, PEER, REMOTE = "host", "disk", "peer", "remote"
-"""Sources of blocks: the host tier; and, into that, the disk, another engine that computes them, or another node that
-has them.
-"""
 
 PATIENCE = {DISK: 20.0, PEER: 120.0, REMOTE: 5.0}
 """Seconds without progress after which requests no longer wait. For blocks from another node, `COMPUTED_TIMES` the time
@@ -121,8 +116,8 @@ class Sources:
 
     Attributes:
         orders: for the disk and other engines, in order; whoever carries them out takes them from here.
-        stored: blocks written to the disk. read: blocks read into the tier, by source.
-        volume: totals "stored" in and "loaded" from each tier, by (tier, event), in blocks of the first group.
+        moved: blocks "stored" in each tier and "loaded" from it since the start, and "bad" ones, whose bytes were not
+            those stored; by (tier, event, group). For `PEER`, "stored" are those announced to other engines.
         prefill_tokens: with at least this many tokens to compute, a prompt is computed by another engine; None if there
             is none.
         costs: estimates of the time to compute, and to load from each source.
@@ -134,9 +129,7 @@ class Sources:
 
     def __init__(self, tier: Tier, disk: Container[bytes] | None = None, sizes: Sequence[float] = (1.0,)) -> None:
         self.tier, self.disk, self.sizes, self.costs = tier, disk, sizes, Costs()
-        self.stored = 0
-        self.read = {DISK: 0, PEER: 0, REMOTE: 0}
-        self.volume: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self.moved: Counter[tuple[str, str, int]] = Counter()
         self.exports = Exports(self) if tier.num_slots else None
         self.holders: Holders | None = None
         self.published: Published | None = None
@@ -182,12 +175,17 @@ class Sources:
             return False
         return self.costs.prefers_load(source, self.size(parts), (end - first) * size, first * size)
 
-    def exported(self, slots: Sequence[int]) -> None:
-        """Blocks were announced to another engine."""
-        self._count(PEER, "stored", sum(self.sizes[self.tier.group(slot)] for slot in slots))
+    def count(self, tier: str, event: str, slots: Iterable[int]) -> None:
+        """Count the blocks in these slots of the host tier as `moved`."""
+        self.moved.update((tier, event, self.tier.group(slot)) for slot in slots)
 
-    def _count(self, tier: str, event: str, size: float) -> None:
-        self.volume[tier, event] += size
+    def num_moved(self, tier: str, event: str) -> int:
+        """Number of blocks `moved`, of all groups."""
+        return sum(self.moved[tier, event, group] for group in range(len(self.sizes)))
+
+    def size_moved(self, tier: str, event: str) -> float:
+        """Their size, in blocks of the first group."""
+        return sum(self.moved[tier, event, group] * size for group, size in enumerate(self.sizes))
 
     # -- the host tier ---------------------------------------------------------------------------------------
 
@@ -208,6 +206,7 @@ class Sources:
     def bad(self, move: Move) -> None:
         """A block's bytes differ from what was saved: if it came from another node, never read from there again."""
         self.tier.withdraw(move.slot)
+        self.count(HOST, "bad", [move.slot])
         self.orders += [] if self.disk is None else [Forget(move.hash)]
         node = self._origins.pop(move.slot, None)
         if node and self.holders is not None:
@@ -229,8 +228,7 @@ class Sources:
         """A `Write` has ended."""
         self.writes.remove(slot)
         self.tier.unpin(slot)
-        self.stored += stored
-        self._count(DISK, "stored", stored * self.sizes[self.tier.group(slot)])
+        self.count(DISK, "stored", [slot] if stored else ())
 
     def begin_read(self, chain: Chain, now: float) -> SlotFetch | None:
         """Order a chain's next blocks to be read, as far as disk and tier have them; None if there are none to read."""
@@ -397,8 +395,7 @@ class Sources:
         fetch.num_filled, fetch.engine = count, engine
         for index, slot in enumerate(fetch.filling):
             (self.tier.filled if index < count else self.tier.dropped)(slot)
-        self.read[fetch.source] += count
-        self._count(fetch.source, "loaded", sum(fetch.sizes[:count]))
+        self.count(fetch.source, "loaded", fetch.filling[:count])
         if fetch.source != DISK:
             self._origins |= dict.fromkeys(fetch.filling[:count], fetch.node)
         if fetch.source == REMOTE:

@@ -9,6 +9,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 
+HOST, DISK, PEER, REMOTE = "host", "disk", "peer", "remote"
+"""Sources of blocks: the host tier; and, into that, the disk, another engine that computes them, or another node that
+has them.
+"""
+
 
 class Tier:
     """The index of a tier: a slot holds one full block of a KV group, by its name (`block_hash.part_name`). Blocks of

@@ -22,7 +22,8 @@ from quire.core.kv_manager import KVManager
 from quire.core.lockstep import Lockstep
 from quire.core.orders import Ban, Forget, Lacks, Locate, Prefill, Pull, Read, Write
 from quire.core.scheduler import Scheduler
-from quire.core.sources import DISK, HOST, PEER, REMOTE, Sources
+from quire.core.sources import Sources
+from quire.core.tier import DISK, HOST, PEER, REMOTE
 from quire.errors import ConfigError
 from quire.kv.disk import DiskTier, DiskTierError, open_folder
 from quire.kv.host import HostTier
@@ -342,17 +343,18 @@ class KVTiers:
         sources = kvs[0].sources
         if not sources.tier.num_slots:
             return {}
-        own = [kv.fetches.counts for kv in kvs]
-        counts = {HOST: {event: sum(each[event] for each in own) for event in own[0]}}
+        events: dict[str, tuple[str, ...]] = {HOST: ("stored", "loaded", "bad")}
         if sources.disk is not None:
-            counts[DISK] = {"stored": sources.stored, "loaded": sources.read[DISK]}
-        if (self.exporter or self.importer) and sources.exports:
-            counts[PEER] = {"stored": sources.exports.exported, "loaded": sources.read[PEER]}
-        if PEER in counts and self.importer:
+            events[DISK] = "stored", "loaded"
+        if self.exporter or self.importer:
+            events[PEER] = "stored", "loaded"
+        if sources.holders is not None:
+            events[REMOTE] = ("loaded",)
+        counts = {tier: {event: sources.num_moved(tier, event) for event in own} for tier, own in events.items()}
+        if self.importer:
             counts[PEER]["unwanted"] = self.importer.unwanted
         if (found := sources.holders) is not None:
-            asked = {"missed": found.missed, "stale": found.stale, "bad": found.bad}
-            counts[REMOTE] = {"loaded": sources.read[REMOTE]} | asked
+            counts[REMOTE] |= {"missed": found.missed, "stale": found.stale, "bad": found.bad}
         return counts
 
     def slots(self, kvs: Sequence[KVManager]) -> dict[str, int]:
@@ -362,14 +364,11 @@ class KVTiers:
 
     def sizes(self, kvs: Sequence[KVManager], block_bytes: int) -> dict[str, dict[str, int]]:
         """Bytes `stored` in each tier and `loaded` from it; see `counts`."""
-        moved: dict[str, dict[str, int]] = {tier: {} for tier in self.counts(kvs)}
-        if HOST in moved:
-            for event in ("stored", "loaded"):
-                moved[HOST][event] = sum(round(kv.fetches.volume[event] * block_bytes) for kv in kvs)
-        for (tier, event), size in kvs[0].sources.volume.items():
-            if tier in moved:
-                moved[tier][event] = round(size * block_bytes)
-        return moved
+        size = kvs[0].sources.size_moved
+        return {
+            tier: {event: round(size(tier, event) * block_bytes) for event in ("stored", "loaded") if event in counts}
+            for tier, counts in self.counts(kvs).items()
+        }
 
     def waits(self, scheduler: Scheduler | Lockstep, wait_seconds: float) -> bool:
         """Whether requests wait for the tiers; if so, waits a little for news."""
