@@ -19,7 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.server.metrics import FINISH_REASONS, REJECTIONS, ROUTES, STATES, EngineReading, Metrics
+from quire.engine.outputs import RequestMetrics
+from quire.server.engine_metrics import STATES, EngineReading
+from quire.server.metrics import FINISH_REASONS, REJECTIONS, ROUTES, Metrics
 
 DASHBOARD = Path(__file__).parent.parent / "dashboards" / "grafana.json"
 ENGINE = {
@@ -96,9 +98,19 @@ def value(text: str, name: str, **labels: str) -> float:
     return found
 
 
-def finish(metrics: Metrics, reason: Any = "stop", **changes: Any) -> None:
-    facts = {"prompt_tokens": 10, "cached_tokens": 4, "output_tokens": 5, "e2e_seconds": 1.5}
-    metrics.finished(reason, **(facts | changes))
+def finish(
+    metrics: Metrics, *reasons: str, output_tokens: tuple[int, ...] = (5,), seconds: float = 1.5, decode: float = 0.0
+) -> None:
+    metrics.finished(
+        reasons or ["stop"],
+        RequestMetrics(decode_seconds=decode),
+        prompt_tokens=10,
+        cached_tokens=4,
+        output_tokens=output_tokens,
+        e2e_seconds=seconds,
+        tokenize_seconds=0.0,
+        max_tokens=None,
+    )
 
 
 def test_names_and_types_are_vllms() -> None:
@@ -242,7 +254,7 @@ def test_what_a_killed_process_counted_stays_counted_and_its_gauges_go(tmp_path:
         import sys, pathlib
         from quire.server.metrics import Metrics
         metrics = Metrics(pathlib.Path(sys.argv[1]), worker=7)
-        metrics.rejected("draining"); metrics.queue(5, 50); metrics.token_gap(0.03); metrics.request_received()
+        metrics.rejected("draining"); metrics.queue(5, 50); metrics.token_gap(0.03, 1); metrics.request_received()
         print("done", flush=True)
         sys.stdin.read()
     """
@@ -332,7 +344,7 @@ def test_latency_buckets_are_vllms() -> None:
 def test_tokens_that_came_together_share_their_gap() -> None:
     metrics = Metrics()
     metrics.token_gap(0.12, 4)
-    metrics.token_gap(0.2)
+    metrics.token_gap(0.2, 1)
     metrics.token_gap(1.0, 0)
     text = text_of(metrics)
     assert value(text, "vllm:inter_token_latency_seconds_count") == 5
@@ -345,7 +357,7 @@ def test_a_number_that_cannot_be_does_not_poison_the_sums(bad: float) -> None:
     metrics = Metrics()
     metrics.first_token(bad)
     metrics.token_gap(bad, 2)
-    finish(metrics, e2e_seconds=bad, decode_seconds=bad)
+    finish(metrics, seconds=bad, decode=bad)
     metrics.first_token(0.5)
     text = text_of(metrics)
     assert value(text, "vllm:time_to_first_token_seconds_sum") == 0.5
@@ -354,7 +366,7 @@ def test_a_number_that_cannot_be_does_not_poison_the_sums(bad: float) -> None:
 
 def test_a_finished_request_is_counted_once_and_its_choices_each() -> None:
     metrics = Metrics()
-    finish(metrics, ["stop", "length", "stop"], n=3, output_tokens=30, longest_output=21, decode_seconds=2.0)
+    finish(metrics, "stop", "length", "stop", output_tokens=(4, 5, 21), decode=2.0)
     text = text_of(metrics)
     assert value(text, "vllm:request_success_total", finished_reason="stop") == 2
     assert value(text, "vllm:request_success_total", finished_reason="length") == 1

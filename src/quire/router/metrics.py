@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from quire.router.servers import Server
-from quire.server.metric_values import Family, Layout, Values, read_all
-from quire.server.metrics import CONTENT_TYPE, REJECTIONS, STATUSES, Families, HttpMetrics
+from quire.server.metric_values import Family, Layout, Values, exposition, read_all
+from quire.server.metrics import REJECTIONS, STATUSES, HttpMetrics
 
 ROUTES = (
     "/v1/completions",
@@ -86,10 +84,7 @@ class RouterMetrics(HttpMetrics):
     def render(self, servers: Iterable[Server]) -> tuple[bytes, str]:
         """All metrics in Prometheus' text format, and the content type."""
         cells, _ = read_all(_LAYOUT, None, self._values)
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(Families(_LAYOUT.families_of(cells, lambda name: {})))
-        registry.register(Families(_server_families(list(servers))))
-        return generate_latest(registry), CONTENT_TYPE
+        return exposition([*_LAYOUT.families_of(cells, lambda name: {}), *_server_families(list(servers))])
 
 
 Reading = tuple[str, str, Callable[[Server], float]]
@@ -118,6 +113,3 @@ def _server_families(servers: list[Server]) -> Iterator[Metric]:
             for one in servers:
                 family.add_metric([one.name], float(value(one)))
             yield family
-    build = GaugeMetricFamily("quire:build_info", "Always 1; the version is a label.", labels=["version"])
-    build.add_metric([version("quire")], 1.0)
-    yield build

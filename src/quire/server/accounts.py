@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from quire.core.sampling_params import SamplingParams
-from quire.engine.outputs import RequestOutput
+from quire.engine.outputs import RequestMetrics, RequestOutput
 from quire.log import RequestSummary
 from quire.server.admission import Ticket
 from quire.server.metrics import Metrics
@@ -88,23 +88,16 @@ class Account:
             return
         self._closed[index] = True
         self.num_open -= 1
-        counts, n = self._counts[index], self._params.n
-        reasons = [choice.finish_reason or "abort" for choice in output.outputs] if output else ["abort"] * n
-        times = output.metrics if output is not None and output.finished else None
+        counts = self._counts[index]
+        reasons = [choice.finish_reason or "abort" for choice in output.outputs] if output else ["abort"] * len(counts)
         self._metrics.finished(
             reasons,
+            output.metrics if output else RequestMetrics(),
             prompt_tokens=self._prompt_tokens[index],
             cached_tokens=output.cached_tokens if output else 0,
-            output_tokens=sum(counts),
-            longest_output=max(counts),
+            output_tokens=counts,
             e2e_seconds=now - self._arrived,
-            queue_seconds=times.queue_seconds if times else 0.0,
-            prefill_seconds=times.prefill_seconds if times else 0.0,
-            decode_seconds=times.decode_seconds if times else 0.0,
-            detokenize_seconds=times.detokenize_seconds if times else 0.0,
-            preemptions=times.preemptions if times else 0,
             tokenize_seconds=self._tokenize_seconds,
-            n=n,
             max_tokens=self._params.max_tokens,
         )
 

@@ -17,15 +17,19 @@ import mmap
 import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 logger = logging.getLogger(__name__)
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "http-"
 _PID = 0  # the first cell of a file
 
@@ -183,6 +187,25 @@ def read_all(layout: Layout, folder: Path | None, own: Values) -> tuple[list[flo
             _clear_gauges(layout, cells)
         total = [a + b for a, b in zip(total, cells, strict=True)]
     return total, pids
+
+
+class _Scrape(Collector):
+    """The families made for one scrape."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def exposition(families: Iterable[Metric]) -> tuple[bytes, str]:
+    """These metrics and Quire's version in Prometheus' text format, and its content type."""
+    build = GaugeMetricFamily("quire:build_info", "Always 1; the version is a label.", labels=["version"])
+    build.add_metric([version("quire")], 1.0)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Scrape([*families, build]))
+    return generate_latest(registry), CONTENT_TYPE
 
 
 def _read(path: Path, size: int) -> array[float] | None:
