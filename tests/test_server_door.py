@@ -138,7 +138,7 @@ def test_a_renewed_certificate_is_shown_and_a_broken_one_is_not(
         files.cert.write_bytes(other.cert.read_bytes())  # and not its key
         with caplog.at_level(logging.ERROR):
             site.call(_called(certificate.refresh))
-        assert "the one before stays" in caplog.text
+        assert "the old one stays in use" in caplog.text
         assert trusted(first) and not trusted(other)
         files.key.write_bytes(other.key.read_bytes())
         site.call(_called(certificate.refresh))
@@ -160,13 +160,13 @@ def test_files_that_will_not_do_are_one_clear_error(tmp_path: Path, files: Files
     for options, message in (
         ({"ssl_certfile": str(tmp_path / "nothing")}, "ssl_certfile=.*nothing cannot be read: No such file"),
         ({"ssl_certfile": cert, "ssl_keyfile": str(tmp_path)}, "ssl_keyfile=.* cannot be read: Is a directory"),
-        ({"ssl_certfile": cert}, "without an ssl_keyfile, holds no private key"),
-        ({"ssl_certfile": key, "ssl_keyfile": key}, "holds no certificate; it must be PEM"),
-        ({"ssl_certfile": cert, "ssl_keyfile": str(other.key)}, "is not that of the first certificate in"),
+        ({"ssl_certfile": cert}, "without an ssl_keyfile, has no private key"),
+        ({"ssl_certfile": key, "ssl_keyfile": key}, "has no certificate; it must be PEM"),
+        ({"ssl_certfile": cert, "ssl_keyfile": str(other.key)}, "does not belong to the first certificate in"),
         ({"ssl_certfile": cert, "ssl_keyfile": str(encrypted)}, "is encrypted.*openssl pkey"),
         ({"ssl_certfile": str(broken), "ssl_keyfile": key}, "cannot be used"),
         ({"ssl_keyfile": key}, "ssl_keyfile needs ssl_certfile"),
-        ({"cacert": key}, "cacert=.* is no file of certificates"),
+        ({"cacert": key}, "cacert=.* is not a file of certificates"),
         ({"cacert": str(tmp_path / "nothing")}, "cacert=.*nothing cannot be read"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""How child processes of a server start: bound to their parent's life, deaf to the terminal's signals."""
+"""Child processes: they get their arguments as JSON, end with their parent, and ignore the terminal's signals."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def python(module: str) -> list[str]:
-    """The command line that runs a module of Quire as this interpreter would.
+    """The command line that runs a module of Quire with this interpreter and its `-O`.
 
-    `-P` keeps the folder that the user happens to be in from being searched for modules.
+    `-P` keeps Python from searching the current folder for modules.
     """
     return [sys.executable, "-P", *["-O"] * sys.flags.optimize, "-m", module]
 
@@ -40,25 +40,25 @@ async def spawn(
     fds: Sequence[int] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Process:
-    """Start a child, in a session of its own, and tell it `start` on its standard input.
+    """Start a child in a session of its own, and write `start` to its standard input.
 
     Args:
-        fds: what it inherits.
-        environment: variables beside those of this process, for libraries that offer no other switch; nothing of
-            ours is told that way.
+        fds: the file descriptors that it inherits.
+        environment: variables besides those of this process, for libraries that have no other switch. Quire's own
+            options are never passed this way.
 
     Raises:
-        OSError: the system does not start it.
+        OSError: it cannot be started.
     """
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=PIPE,
-        stdout=2,  # what a library prints must not get among a command's output
+        stdout=2,  # a library's prints must not mix with a command's output
         **_own_session(fds, environment),
     )
     if process.stdin is not None:
-        process.stdin.write(_told(start))
-        process.stdin.close()  # when all of it is written
+        process.stdin.write(_message(start))
+        process.stdin.close()  # once all is written
     return process
 
 
@@ -69,35 +69,31 @@ def spawn_quietly(
     fds: Sequence[int] = (),
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """As `spawn`, without an event loop, for a child whose standard error is not read.
-
-    Raises:
-        OSError: the system does not start it.
-    """
-    told = _told(start)
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        **_own_session(fds, environment),
-    )
-    if process.stdin is not None:
-        with contextlib.suppress(BrokenPipeError), process.stdin:  # it has died: whoever waits for it will see that
-            process.stdin.write(told)
-    return process
+    """Like `spawn`, without an event loop; what the child prints is discarded."""
+    return _spawn(command, start, fds, environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def spawn_beside(command: Sequence[str], start: msgspec.Struct, *, fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """As `spawn`, without an event loop; its standard error is this process's.
+    """Like `spawn`, without an event loop; what the child prints goes to this process's standard error."""
+    return _spawn(command, start, fds, None, stdout=2)
 
-    Raises:
-        OSError: the system does not start it.
-    """
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, **_own_session(fds, None))
+
+def _spawn(
+    command: Sequence[str],
+    start: msgspec.Struct,
+    fds: Sequence[int],
+    environment: Mapping[str, str] | None,
+    *,
+    stdout: int,
+    stderr: int | None = None,
+) -> subprocess.Popen[bytes]:
+    message = _message(start)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, **_own_session(fds, environment)
+    )
     if process.stdin is not None:
-        with contextlib.suppress(BrokenPipeError), process.stdin:  # it has died: whoever waits for it will see that
-            process.stdin.write(_told(start))
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # it died already, which its exit code shows
+            process.stdin.write(message)
     return process
 
 
@@ -106,13 +102,13 @@ def _own_session(fds: Sequence[int], environment: Mapping[str, str] | None) -> d
     return {"start_new_session": True, "pass_fds": fds, "env": {**os.environ, **(environment or {})}}
 
 
-def _told(start: msgspec.Struct) -> bytes:
-    """What a child reads in `begin`."""
+def _message(start: msgspec.Struct) -> bytes:
+    """What the child reads in `begin`: this process's id, and its arguments."""
     return b"%d\n%b" % (os.getpid(), msgspec.json.encode(start))
 
 
 def cpu_seconds(pid: int) -> float:
-    """How long a process has had a processor, in all; not a number if it is gone, or where the system does not tell."""
+    """The CPU time that a process has used; NaN if it is gone, or if the system does not report it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -124,27 +120,28 @@ def cpu_seconds(pid: int) -> float:
 
 
 def begin(message: type[T], *, dies_with_parent: bool = True) -> T:
-    """Read the start message from standard input, after arranging that this process outlives no parent.
+    """Read the arguments from standard input. Called first; it also makes this process end with its parent.
+
+    SIGINT, SIGTERM and SIGHUP are ignored from now on: the parent handles them, and sends messages to its children.
 
     Args:
-        dies_with_parent: the system ends it, when the *thread* ends that has started it. False: it sees to that itself.
-
-    Signals that end a server are the supervisor's to handle: it tells its children over the wire.
+        dies_with_parent: the kernel kills this process when the *thread* that started it ends. False: the process
+            watches its parent itself.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if dies_with_parent:
         die_with_parent()
     parent, _, start = sys.stdin.buffer.read().rpartition(b"\n")
-    if parent and int(parent) != os.getppid():  # it died while this process came up
+    if parent and int(parent) != os.getppid():  # the parent died while this process started
         os._exit(1)
-    if not start.endswith(b"}"):  # it was cut off: whoever wrote it gave up, and has said why
+    if not start.endswith(b"}"):  # cut off: the parent gave up, and has reported why
         os._exit(1)
     return msgspec.json.decode(start, type=message)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies from now on (Linux; elsewhere nothing happens)."""
+    """Make the kernel kill this process when its parent dies (Linux; elsewhere this does nothing)."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     except (OSError, AttributeError):

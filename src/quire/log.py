@@ -1,7 +1,7 @@
-"""What every process of Quire writes to its log: text for people, or one JSON object a line for machines.
+"""The log of every process of Quire: lines of text for people, or of JSON for programs.
 
-Writing never fails and never waits: lines go through a bounded queue to a thread, so that a terminal that was
-stopped, a pipe without a reader or a broken one costs log lines and not requests. This module is a leaf.
+Logging never fails and never blocks. Lines go through a bounded queue to a thread, so a stopped terminal, or a pipe
+that is broken or not read, costs log lines and not requests. This module imports nothing of Quire.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
 MAX_WAITING = 10_000
-"""Lines that may wait for a slow reader of the log; what comes beyond them is dropped, counted and reported."""
+"""Lines that may wait for a slow reader of the log; further ones are dropped, counted and reported."""
 
 FLUSH_SECONDS = 1.0
-"""How long a process that ends waits for its last lines to be written."""
+"""How long an ending process waits until its last lines are written."""
 
 MAX_LABEL = 64
-"""Characters of a client's label that are shown."""
+"""Characters that are shown of a text that a client chose."""
 
 _THIRD_PARTY = ("asyncio", "uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "fastapi", "multipart")
 
 
 def configure(format: Literal["text", "json"] = "text", debug: bool = False, stream: TextIO | None = None) -> None:
-    """Set up logging for this process; what an earlier call has set up is replaced.
+    """Set up logging for this process, instead of what an earlier call set up.
 
-    Quire's own loggers tell from INFO on, or DEBUG with `debug`; everybody else's from WARNING on.
+    The level of Quire's loggers is INFO, or DEBUG with `debug`; that of all others is WARNING.
 
     Args:
         stream: where lines go; default: standard error as it is now.
@@ -49,7 +49,7 @@ def configure(format: Literal["text", "json"] = "text", debug: bool = False, str
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     logging.getLogger("quire").setLevel(logging.DEBUG if debug else logging.INFO)
-    for name in _THIRD_PARTY:  # some bring handlers of their own: the root's is enough
+    for name in _THIRD_PARTY:  # some install handlers of their own
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
@@ -59,14 +59,14 @@ def configure(format: Literal["text", "json"] = "text", debug: bool = False, str
 
 
 def in_use() -> tuple[Literal["text", "json"], bool]:
-    """`format` and `debug` as this process has them: what `configure` is given in those that it starts."""
+    """`format` and `debug` of this process, to configure a child process alike."""
     formatters = [handler.formatter for handler in logging.getLogger().handlers if isinstance(handler, LineHandler)]
     as_json = any(isinstance(formatter, JsonFormatter) for formatter in formatters)
     return "json" if as_json else "text", logging.getLogger("quire").isEnabledFor(logging.DEBUG)
 
 
 def flush() -> None:
-    """Wait until what was logged so far is written, at most `FLUSH_SECONDS`."""
+    """Wait until all lines so far are written, at most `FLUSH_SECONDS`."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 
@@ -74,13 +74,14 @@ def flush() -> None:
 def event(
     logger: logging.Logger, name: str, text: str, /, *, level: int = logging.INFO, exc_info: Any = None, **fields: Any
 ) -> None:
-    """Log one event: `text` is what people read; `name` and `fields` are what the JSON line holds besides it."""
+    """Log one event. `text` is for people; a line of JSON also has `name` and `fields`."""
     logger.log(level, "%s", text, extra={"event_name": name, "event_fields": fields}, exc_info=exc_info)
 
 
 def sanitize(text: str, limit: int | None = MAX_LABEL) -> str:
-    r"""`text` on one line, at most `limit` characters of it: what cannot be printed (line ends, terminal codes,
-    characters that turn the direction of writing, lone surrogates) is shown as `\n`, `\x1b` and the like."""
+    r"""The first `limit` characters of a text, on one line. Characters that are not printable (line ends, terminal
+    codes, marks of writing direction, lone surrogates) are escaped, as `\n`, `\x1b` and so on.
+    """
     if limit is not None and len(text) > limit:
         text = text[:limit] + "..."
     if text.isprintable():
@@ -88,25 +89,25 @@ def sanitize(text: str, limit: int | None = MAX_LABEL) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-# -- lines that more than one process writes ------------------------------------------------------------------
+# -- requests, and statistics ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class RequestSummary:
-    """What is said of a request when it has ended; gathered meanwhile.
+    """The content of a request's line in the log, gathered until the request ends.
 
     Attributes:
-        request_id: the id in the answer's header and body.
-        path, model, user: what was asked for, as the client has it; "" where it is not known.
-        key: what the API key is called that it came with; "" where there is none.
-        route: of a router: the server it went to, and what it would have cost on each.
-        fetches: from where blocks were fetched for it, how many tokens' and in how many seconds, see `FetchStats`.
-        output_tokens: of all its choices.
-        queue_seconds: from its arrival to the first step of its first prompt.
-        first_token_seconds: from its arrival; None if there was no token.
-        total_seconds: from its arrival to its end.
+        request_id: the id in the response's header and body.
+        path, model, user: as the client sent them; "" if unknown.
+        key: the name of its API key; "" if there is none.
+        route: in a router: the server that it was sent to, and the estimated cost on each.
+        fetches: blocks that were fetched for it: from where, how many tokens, in how many seconds; see `FetchStats`.
+        output_tokens: of all choices.
+        queue_seconds: from arrival to the first step of its first prompt.
+        first_token_seconds: from arrival; None if there was no token.
+        total_seconds: from arrival to its end.
         reason: why it ended: "stop", "length", "abort", "disconnect", "timeout", "error", "refused 429", ...;
-            "" while nothing is to be said.
+            "" before that, and for requests that are not logged.
         error: what went wrong, if anything did.
     """
 
@@ -127,13 +128,13 @@ class RequestSummary:
     error: str | None = None
 
     def end(self, reason: str, error: str | None = None) -> None:
-        """Say why it ended. The first who knows is right: what comes later follows from it."""
+        """Set why it ended, unless that is set already: later reasons are consequences of the first."""
         if not self.reason:
             self.reason, self.error = reason, error
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens after the first over the time after the first; None where there were fewer than two."""
+        """Tokens after the first, per second since the first; None if there were fewer than two."""
         if self.first_token_seconds is None or self.output_tokens < 2:
             return None
         seconds = self.total_seconds - self.first_token_seconds
@@ -141,7 +142,7 @@ class RequestSummary:
 
 
 def request_line(summary: RequestSummary) -> str:
-    """The one line that a request gets, for people."""
+    """A request's line in the log, as text."""
     first, rate = summary.first_token_seconds, summary.tokens_per_second
     asked = [summary.path, summary.model, summary.key, f"user {summary.user}" if summary.user else ""]
     head = ", ".join(sanitize(part) for part in asked if part)
@@ -169,8 +170,8 @@ _SOURCES = {"host": "host memory", "disk": "the disk", "peer": "another engine",
 def prompt_origins(prompt: int, cached: int, fetches: Sequence[Mapping[str, Any]]) -> str:
     """Where the tokens of a prompt came from, for display; "" if nothing was fetched.
 
-    All that is fetched enters the pool through host memory, so only the tokens that were there already are said to come
-    from there. What came back after a preemption is stated separately.
+    Everything that is fetched passes through host memory; only tokens that were there before are counted as host
+    memory's. What was fetched again after a preemption is counted separately.
 
     Args:
         prompt: number of tokens. cached: those that were not computed.
@@ -187,7 +188,7 @@ def prompt_origins(prompt: int, cached: int, fetches: Sequence[Mapping[str, Any]
 
 
 def _told_fetches(fetches: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How many tokens came from each place."""
+    """The number of tokens from each source, and the seconds."""
     others = [fetch for fetch in fetches if fetch["source"] != "host"]
     found = [(fetch["engine"] or _SOURCES[fetch["source"]], fetch["tokens"], fetch["seconds"]) for fetch in others]
     loads = [fetch for fetch in fetches if fetch["source"] == "host"]
@@ -198,19 +199,19 @@ def _told_fetches(fetches: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def log_request(logger: logging.Logger, summary: RequestSummary) -> None:
-    """Write the one line that a request gets."""
+    """Write a request's line."""
     fields = {name: getattr(summary, name) for name in RequestSummary.__slots__}
     event(logger, "request", request_line(summary), **fields, tokens_per_second=summary.tokens_per_second)
 
 
 def statistics_line(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> str:
-    """What an engine did between two readings of its counters, for people.
+    """What an engine did between two readings of its counters, as text.
 
-    Tokens per second are of the clock on the wall: prompt tokens computed, and tokens sampled.
+    Rates are per second of wall-clock time: prompt tokens computed, and tokens sampled.
 
     Args:
-        before, after: fields of `EngineStats`, and `held_blocks`. Counters that went back are a new engine's, and
-            count from zero.
+        before, after: fields of `EngineStats`, and `held_blocks`. A counter that is lower than before is that of a
+            restarted engine, and counts from zero.
         seconds: the time between them.
     """
     fields = statistics_fields(before, after, seconds)
@@ -224,7 +225,7 @@ def statistics_line(before: Mapping[str, Any], after: Mapping[str, Any], seconds
 
 
 def statistics_fields(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """The numbers of `statistics_line`: shares from 0 to 1, rates a second, and what is there now."""
+    """The numbers of `statistics_line`: shares are from 0 to 1, rates per second."""
 
     def grown(name: str) -> float:
         now, then = after.get(name, 0), before.get(name, 0)
@@ -244,9 +245,8 @@ def statistics_fields(before: Mapping[str, Any], after: Mapping[str, Any], secon
 
 
 def kv_use(stats: Mapping[str, Any]) -> float:
-    """The share of the KV blocks that requests hold; what is only kept in case it is asked for again is not held.
-
-    Of several KV groups it is the one where the share is largest, as the engine says.
+    """The share of KV blocks that requests hold, without blocks that are only cached. With several KV groups, it is the
+    largest share, as the engine reports it.
     """
     total = stats.get("num_blocks", 0)
     of_all = stats.get("held_blocks", 0) / total if total > 0 else 0.0
@@ -262,11 +262,11 @@ def _rate(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
-# -- how lines are made, and written --------------------------------------------------------------------------
+# -- formatting and writing lines ------------------------------------------------------------------------------
 
 
 class TextFormatter(logging.Formatter):
-    """`12:00:01.250 info   text`, and below it a traceback, indented, so that no text can pass for a line."""
+    """`12:00:01.250 info   text`, followed by an indented traceback; so no text can look like another line."""
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
@@ -275,7 +275,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (ISO 8601, UTC), level, logger, event, text, the event's fields, traceback."""
+    """One JSON object per line: time (ISO 8601, UTC), level, logger, event, text, the event's fields, traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -289,11 +289,11 @@ class JsonFormatter(logging.Formatter):
             line.setdefault(name, value)
         if lines := _traceback(record):
             line["traceback"] = lines
-        return json.dumps(_finite(line), default=str)  # ASCII: line ends and surrogates are escaped
+        return json.dumps(_finite(line), default=str)  # ASCII only: line ends and surrogates are escaped
 
 
 def _finite(value: Any) -> Any:
-    """NaN and the infinities are not JSON: they become null."""
+    """The value with NaN and infinity, which JSON does not have, replaced by None."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, Mapping):
@@ -308,7 +308,7 @@ def _traceback(record: logging.LogRecord) -> list[str]:
 
 
 class LineHandler(logging.Handler):
-    """Writes lines to a stream, in a thread of its own."""
+    """Writes lines to a stream from its own thread."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -321,27 +321,27 @@ class LineHandler(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a record's line; one that cannot be formatted, or finds no room, is lost."""
+        """Queue a record's line. It is lost if it cannot be formatted or the queue is full."""
         try:
             self._lines.put_nowait(self.format(record))
-        except Exception:  # full, or no valid record
+        except Exception:  # the queue is full, or the record is not valid
             self._dropped += 1
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Like the base class, without its lock: the queue has its own."""
+        """Like the base class's, without its lock, since the queue has its own."""
         if kept := bool(self.filter(record)):
             self.emit(record)
         return kept
 
     def flush(self) -> None:
-        """Wait until the lines so far are written, at most `FLUSH_SECONDS`."""
+        """Wait until all lines so far are written, at most `FLUSH_SECONDS`."""
         deadline = time.monotonic() + FLUSH_SECONDS
         with self._lines.all_tasks_done:
             while self._lines.unfinished_tasks and (left := deadline - time.monotonic()) > 0:
                 self._lines.all_tasks_done.wait(left)
 
     def close(self) -> None:
-        """Write what is left, and end the thread: if the log is not read, once it is, or with the process."""
+        """Write the remaining lines and end the thread; if nobody reads the log, it ends with the process."""
         self.flush()
         self._closed = True
         with contextlib.suppress(queue.Full):
@@ -357,7 +357,7 @@ class LineHandler(logging.Handler):
             self._lines.task_done()
 
     def _write(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # broken, full or closed: there is no one to tell
+        with contextlib.suppress(OSError, ValueError):  # broken, full or closed: nobody could be told
             if self._descriptor is None:
                 self._stream.write(line + "\n")
                 return
@@ -367,8 +367,9 @@ class LineHandler(logging.Handler):
 
 
 def _descriptor(stream: TextIO) -> int | None:
-    """The stream's file, written past Python's buffer: a thread that is stuck in the buffer when the process ends
-    would hold its lock, which Python takes for fatal. None for a stream in memory."""
+    """The stream's file descriptor, which is written to directly: if a thread is blocked in Python's buffer at exit, it
+    holds the buffer's lock, which is a fatal error. None for a stream in memory.
+    """
     try:
         return stream.fileno()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Certificates: what a server shows, and what clients of other servers trust."""
+"""TLS: a server's certificate, and the certificates that connections to other servers trust."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from quire.log import event
 logger = logging.getLogger(__name__)
 
 CACERT = "CA certificates (PEM) to trust when connecting to https servers; default: the system's"
-"""What the option says, wherever it is."""
+"""Help text of the option `cacert`, which several commands have."""
 
 
 class ServerCertificate:
-    """A server's certificate and key, read again when their files have changed, as those that ACME renews do.
+    """A server's certificate and key, reloaded when their files change, as they do with ACME.
 
     Args:
-        certfile: the certificate, and those between it and the authority's, in PEM.
-        keyfile: its private key; None: it is in `certfile`, too.
+        certfile: the certificate and its intermediate certificates, in PEM.
+        keyfile: its private key; None: in `certfile`.
 
     Attributes:
         context: for connections; TLS 1.2 or later.
@@ -36,20 +36,20 @@ class ServerCertificate:
         self.context = _loaded(certfile, keyfile)
 
     def refresh(self) -> None:
-        """Show what is in the files now to whoever connects from here on; files that will not do are left alone."""
+        """If the files have changed, reload them for new connections; if they are not valid, keep the old ones."""
         stamps = self._stamps()
         if stamps == self._seen:
             return
         self._seen = stamps
         certfile, keyfile = self._files
         try:
-            _loaded(certfile, keyfile)  # a context that a wrong file has been loaded into would not do any more
+            _loaded(certfile, keyfile)  # a first try, since loading invalid files would spoil the context in use
             self.context.load_cert_chain(certfile, keyfile, "")
         except (ConfigError, OSError) as error:
-            text = f"the certificate has changed, and cannot be used; the one before stays: {error}"
+            text = f"the certificate has changed, but cannot be used; the old one stays in use: {error}"
             event(logger, "certificate_refused", text, level=logging.ERROR)
         else:
-            event(logger, "certificate_renewed", f"the certificate in {certfile} was read again")
+            event(logger, "certificate_renewed", f"the certificate in {certfile} was reloaded")
 
     def _stamps(self) -> list[tuple[int, int] | None]:
         return [_stamp(path) for path in self._files if path is not None]
@@ -67,14 +67,14 @@ def _loaded(certfile: str, keyfile: str | None) -> ssl.SSLContext:
     certificates = _read(certfile, "ssl_certfile")
     key = certificates if keyfile is None else _read(keyfile, "ssl_keyfile")
     if "CERTIFICATE-----" not in certificates:
-        raise ConfigError(f"ssl_certfile={certfile} holds no certificate; it must be PEM (-----BEGIN CERTIFICATE-----)")
+        raise ConfigError(f"ssl_certfile={certfile} has no certificate; it must be PEM (-----BEGIN CERTIFICATE-----)")
     if "PRIVATE KEY-----" not in key:
         where = f"ssl_keyfile={keyfile}" if keyfile is not None else f"ssl_certfile={certfile}, without an ssl_keyfile,"
-        raise ConfigError(f"{where} holds no private key; it must be PEM (-----BEGIN PRIVATE KEY-----)")
-    if "ENCRYPTED" in key:  # PKCS #8 and the older form both say so; OpenSSL would ask on the terminal
+        raise ConfigError(f"{where} has no private key; it must be PEM (-----BEGIN PRIVATE KEY-----)")
+    if "ENCRYPTED" in key:  # in PKCS #8 and in the older format; OpenSSL would ask for a password on the terminal
         raise ConfigError(
-            f"the private key in {keyfile or certfile} is encrypted, and nobody could type its password at each start; "
-            "write it out, for this user's eyes alone: openssl pkey -in KEY -out NEW"
+            f"the private key in {keyfile or certfile} is encrypted, and a server cannot ask for its password; "
+            "decrypt it into a file that only this user can read: openssl pkey -in KEY -out NEW"
         )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["http/1.1"])
@@ -84,8 +84,8 @@ def _loaded(certfile: str, keyfile: str | None) -> ssl.SSLContext:
         reason = getattr(error, "reason", None)
         if reason == "KEY_VALUES_MISMATCH":
             raise ConfigError(
-                f"the private key in {keyfile or certfile} is not that of the first certificate in {certfile}, which "
-                "must be the server's own"
+                f"the private key in {keyfile or certfile} does not belong to the first certificate in {certfile}, "
+                "which must be the server's own"
             ) from error
         raise ConfigError(f"ssl_certfile={certfile} with its key cannot be used: {reason or error}") from error
     return context
@@ -99,27 +99,28 @@ def _read(path: str, name: str) -> str:
 
 
 def client_context(cacert: str | None = None) -> ssl.SSLContext:
-    """For https connections to servers, whose certificates are verified.
+    """A context for https connections to servers, which verifies their certificates.
 
     Args:
-        cacert: a file of certificates, in PEM, of the authorities that are trusted; None: the system's.
+        cacert: a PEM file with the certificates of trusted authorities; None: the system's.
 
     Raises:
-        ConfigError: the file cannot be read, or holds no certificates.
+        ConfigError: the file cannot be read, or has no certificates.
     """
     if cacert is not None:
         _read(cacert, "cacert")
     try:
         return ssl.create_default_context(cafile=cacert)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cacert={cacert} is no file of certificates (PEM)") from error
+        raise ConfigError(f"cacert={cacert} is not a file of certificates (PEM)") from error
 
 
 def why_untrusted(error: BaseException) -> str | None:
-    """What is wrong with a server's certificate, if that is what an error of a connection, or its cause, is about."""
+    """What is wrong with a server's certificate, if that caused this error of a connection; otherwise None."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, ssl.SSLCertVerificationError):
-            return f"its certificate is not trusted: {found.verify_message}; name who vouches for it with --cacert FILE"
+            advice = "give the certificate of its authority with --cacert FILE"
+            return f"its certificate is not trusted: {found.verify_message}; {advice}"
         found = found.__cause__ or found.__context__
     return None

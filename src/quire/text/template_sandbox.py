@@ -1,7 +1,7 @@
-"""The Jinja environment that chat templates run in: `transformers`' dialect, in a sandbox with bounds.
+"""The Jinja environment for chat templates: the dialect of `transformers`, in a sandbox.
 
-See `chat_template.py` for what is promised. What makes long strings out of short ones is bounded here: that stops
-the plain ways to take the memory, not every one.
+`chat_template.py` says what is guaranteed. Operations that make long strings from short ones are limited here. That
+prevents the simple ways to exhaust memory, but not all of them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from jinja2.utils import Namespace, missing
 from quire.errors import ChatTemplateError
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Variables that hold special tokens; where the tokenizer has none, they print as nothing."""
+"""Variables with special tokens; those that the tokenizer does not have are printed as nothing."""
 
 MAX_RENDERED = 8 << 20
-"""Characters that a template may print, and that one of its strings may have."""
+"""Maximum characters that a template may print, and of each of its strings."""
 
 
 def join_pieces(pieces: Any) -> str:
-    """What a template prints. Raises `ChatTemplateError` beyond `MAX_RENDERED` characters."""
+    """The printed pieces as one text. Raises `ChatTemplateError` if it exceeds `MAX_RENDERED` characters."""
     parts: list[str] = []
     size = 0
     for piece in pieces:
@@ -45,10 +45,10 @@ def join_pieces(pieces: Any) -> str:
 
 
 class _PrintedUndefined(Undefined):
-    """Testable like Jinja's own, but printing an undefined variable is an error that names it.
+    """Like Jinja's `Undefined`, but printing an undefined variable is an error that names it.
 
-    Missing fields of a message, and arguments that a macro was not given, print as nothing, as they do in
-    `transformers`: templates rely on both. What the sandbox forbids is an error.
+    Missing fields of a message and missing arguments of a macro are printed as nothing, as in `transformers`, since
+    templates rely on that. Printing something that the sandbox forbids is an error.
     """
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class _PrintedUndefined(Undefined):
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it only prints."""
+    """`{% generation %}...{% endgeneration %}`: marks text of the assistant for training; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja reads it from the class
 
@@ -70,7 +70,7 @@ class _Generation(Extension):
 
 
 class _CodeGenerator(CodeGenerator):
-    """Jinja's compiler, with `~` joined by the environment, which bounds it."""
+    """Jinja's compiler, but `~` calls the environment's `concat`, which limits the result."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:
         self.write("environment.concat(map(str, (")
@@ -81,11 +81,11 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with long results refused before they are made.
+    """Jinja's sandbox, which also refuses results that would be too long, before they are made.
 
-    Bounded by `MAX_RENDERED`: repeated and added strings and lists, concatenation (`~`, macros, `set` blocks),
-    strings' methods and filters that pad, indent, replace or join, and the widths in formats. Whole numbers
-    are bounded in products and powers, `range` by Jinja itself.
+    `MAX_RENDERED` limits repeated and added strings and lists, concatenation (`~`, macros, `set` blocks), methods and
+    filters that pad, indent, replace or join, and the widths in formats. Products and powers of integers are limited
+    here, `range` by Jinja.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -110,7 +110,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str) and name in _RESULT_SIZES:
             if name == "join":
-                args = tuple(list(arg) for arg in args)  # an iterator could be read only once
+                args = tuple(list(arg) for arg in args)  # since an iterator can be read only once
                 _check_size(_joined_size(args[0] if args else [], owner))
             else:
                 given = {key: value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")}
@@ -133,7 +133,11 @@ def _check_size(size: int) -> None:
 
 
 def _check_widths(specs: Sequence[str], computed: str) -> None:
-    """Bounds what the widths of a format add up to; one that is computed only when formatting is refused."""
+    """Limit the sum of the widths in a format; widths that are arguments are refused.
+
+    Args:
+        computed: what marks such a width.
+    """
     if any(computed in found for found in specs):
         raise SecurityError("a format in the chat template must state its widths as numbers")
     _check_size(sum(int(width) for found in specs for width in re.findall(r"\d+", found)))
@@ -168,11 +172,11 @@ _RESULT_SIZES: dict[str, Callable[..., int]] = {
     "replace": _replaced_size,
     "join": _joined_size,
 }
-"""How long the result of a string's method is at most, given the string and the arguments."""
+"""The maximum length of the result of a string's method, given the string and the arguments."""
 
 
 def _bound_filters(filters: dict[str, Callable[..., Any]]) -> None:
-    """Puts the bounds of methods on the filters that do the same."""
+    """Apply the limits of strings' methods to the filters that do the same."""
     center, indent, batch, percent = (filters[name] for name in ("center", "indent", "batch", "format"))
     replace, join, wrap, split = (filters[name] for name in ("replace", "join", "wordwrap", "slice"))
 
@@ -222,7 +226,7 @@ def _bound_filters(filters: dict[str, Callable[..., Any]]) -> None:
 
 
 class _Namespace(Namespace):
-    """Jinja's `namespace`, without names that Python itself reads."""
+    """Jinja's `namespace`, without names that have a meaning in Python."""
 
     def __init__(*args: Any, **values: Any) -> None:  # as Jinja's own: `self` stays free as a name
         self, *given = args
@@ -242,14 +246,14 @@ def _check_attribute(name: object) -> None:
 
 
 class _Dict:
-    """`dict(...)` for templates, without the class behind it."""
+    """`dict(...)` for templates, without access to the class."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)
 
 
 def make_environment() -> _Sandbox:
-    """A fresh environment, with the functions that templates may call."""
+    """A new environment, with the functions that templates may call."""
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
@@ -272,7 +276,7 @@ def make_environment() -> _Sandbox:
     )
     _bound_filters(environment.filters)
     environment.filters["tojson"] = to_json
-    del environment.globals["lipsum"]  # prints as much as it is asked for
+    del environment.globals["lipsum"]  # prints any amount of text
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     environment.globals["dict"] = _Dict()
