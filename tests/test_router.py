@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import random
@@ -25,7 +26,9 @@ from quire.router.membership import DnsSource, FileSource, RedisSource, begin, r
 from quire.router.resume import StreamPosition
 from quire.router.run import leave
 from quire.router.servers import Engine, Servers
+from quire.server.chat_reply import deltas
 from quire.server.service_registry import ServiceRegistry
+from quire.text.reply import ContentText, ReasoningText, ReplyEvent, ToolCallArguments, ToolCallBegin
 from tests.redis_server import RedisServer, needs_redis
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
 from tests.server_fakes import wait_until
@@ -860,6 +863,70 @@ def test_two_halves_of_a_stream_make_one_however_either_was_cut(chat: bool, seed
         assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
         assert sum("role" in choice.get("delta", {}) for choice in choices) == chat
     assert sent.count(b"data: [DONE]\n\n") == 1
+
+
+def _told(events: list[ReplyEvent], chance: random.Random) -> list[bytes]:
+    """A chat's reply as a Quire server streams it, cut at random places, as time may have it."""
+    pieces: list[ReplyEvent] = []
+    for event in events:
+        text = "" if isinstance(event, ToolCallBegin) else event.text
+        while len(text) > 1 and chance.random() < 0.7:
+            cut = chance.randint(1, len(text) - 1)
+            pieces.append(dataclasses.replace(event, text=text[:cut]))
+            text = text[cut:]
+        pieces.append(dataclasses.replace(event, text=text) if text else event)
+    parts: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    while pieces:
+        count = chance.randint(1, 3)
+        parts += deltas(pieces[:count])
+        pieces = pieces[count:]
+    choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} for delta in [*parts, {}]]
+    choices[-1]["finish_reason"] = "tool_calls"
+    return [_data({"id": "i", "created": 1, "system_fingerprint": "f", "choices": [one]}) for one in choices]
+
+
+def _data(event: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(event)}\n\n".encode()
+
+
+def _read(events: list[bytes]) -> list[Any]:
+    """The message that a client puts together, with the roles and finish reasons that it got."""
+    found: dict[str, str] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    roles, reasons = [], []
+    for event in events:
+        [choice] = json.loads(event[6:])["choices"]
+        delta = choice["delta"]
+        roles += [delta["role"]] if "role" in delta else []
+        reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+        for name in ("content", "reasoning", "reasoning_content"):
+            found[name] = found.get(name, "") + (delta.get(name) or "")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(calls)
+                calls[call["index"]] = {**call, "function": {**call["function"]}}
+            else:
+                assert call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"}
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return [found, calls, roles, reasons]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_reasoning_and_tool_calls_go_on_too_in_the_second_half_of_a_stream(seed: int) -> None:
+    chance = random.Random(seed)
+    reply: list[ReplyEvent] = [ReasoningText("think äb" * chance.randint(1, 4))]
+    if chance.random() < 0.7:
+        reply.append(ContentText("said" * chance.randint(1, 4)))
+    for index in range(chance.randint(0, 3)):
+        reply += [ToolCallBegin(index, f"call{index}", "f"), ToolCallArguments(index, '{"a": "b c d"}')]
+    stream, sent, position = _told(reply, chance), list[bytes](), StreamPosition()
+    for _ in range(chance.randint(1, 3)):  # it is lost so many times
+        for event in stream[: chance.randrange(len(stream))]:
+            sent.append(event)
+            position.sent(event)
+        continued = position.follow()
+        stream = [new for event in _told(reply, chance) if (new := continued.events(event))]
+    assert _read([*sent, *stream]) == _read(_told(reply, chance))
 
 
 # -- many ------------------------------------------------------------------------------------------------------

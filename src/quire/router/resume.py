@@ -1,19 +1,26 @@
 """Resuming a stream on another server: the part that the client already has is cut from the second stream.
 
-A Quire server generates the same tokens for the same request, and so the same text; only chunk boundaries differ, since
-they depend on timing. So the characters, tokens and log-probabilities sent are counted per choice, and as many are
-dropped from the second stream. Events are parsed only when that happens, or when many of them have accumulated.
+A Quire server generates the same tokens for the same request, and so the same texts; only chunk boundaries differ,
+since they depend on timing. So the characters of each text (content, reasoning, a call's arguments), tokens and
+log-probabilities that were sent are counted per choice, and as many are dropped from the second stream. Events are
+parsed only when that happens, or when many of them have accumulated.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 KEPT_BYTES = 64 << 10
 """Bytes of events that may accumulate before they are counted."""
+
+DELTA_TEXTS = "content", "reasoning", "reasoning_content"
+"""Texts of a chat's deltas."""
 
 DONE = b"[DONE]"
 EVENT_END = b"\n\n"
@@ -25,13 +32,25 @@ class CannotResumeError(Exception):
 
 @dataclass(slots=True)
 class _Choice:
-    """How much of a choice the client has."""
+    """How much of a choice the client has.
 
-    begun: bool = False
+    Attributes:
+        characters: of each text, by the names of `_texts`.
+        tokens: of `token_ids`.
+    """
+
     ended: bool = False
-    characters: int = 0
-    tokens: int = 0  # of `token_ids`
+    characters: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
     logprobs: int = 0
+
+    def count(self, choice: dict[str, Any]) -> None:
+        """Count what a chunk adds."""
+        self.ended = self.ended or choice.get("finish_reason") is not None
+        for name, part, key in _texts(choice):
+            self.characters[name] += len(part[key])
+        self.tokens += len(choice.get("token_ids") or ())
+        self.logprobs += len(_logprobs(choice))
 
 
 def payloads(data: bytes) -> list[bytes]:
@@ -75,26 +94,23 @@ class StreamPosition:
         for name in ("id", "created", "system_fingerprint"):
             self._head.setdefault(name, event.get(name))
         for choice in event.get("choices", ()):
-            counted = self._choices.setdefault(choice["index"], _Choice())
-            counted.begun = True
-            counted.ended = counted.ended or choice.get("finish_reason") is not None
-            counted.characters += len(_text(choice))
-            counted.tokens += len(choice.get("token_ids") or ())
-            counted.logprobs += len(_logprobs(choice))
+            self._choices.setdefault(choice["index"], _Choice()).count(choice)
 
     def follow(self) -> Continuation:
         """A `Continuation` that cuts what has been sent from a second stream."""
         self._count()
-        return Continuation(self._head, self._choices)
+        return Continuation(self._head, copy.deepcopy(self._choices))
 
 
 class Continuation:
-    """Cuts from a stream the part that has been sent already."""
+    """Cuts from a stream the part that has been sent already.
+
+    Args:
+        had: what has been sent of each choice; counted down as the stream repeats it.
+    """
 
     def __init__(self, head: dict[str, Any], had: dict[int, _Choice]) -> None:
-        self._head = head
-        self._had = {index: replace(one) for index, one in had.items()}
-        self._seen: dict[int, _Choice] = {}
+        self._head, self._left = head, had
 
     def events(self, data: bytes) -> bytes:
         """The part of these whole events that is new to the client.
@@ -125,41 +141,60 @@ class Continuation:
         return bool(event["choices"]) or not choices
 
     def _cut_choice(self, choice: dict[str, Any]) -> bool:
-        had = self._had.get(choice["index"])
-        if had is None:
+        """The same for one choice."""
+        left = self._left.get(choice["index"])
+        if left is None:
             return True
-        seen = self._seen.setdefault(choice["index"], _Choice())
-        is_opening = not seen.begun
-        seen.begun = True
-        text, tokens, logprobs = _text(choice), choice.get("token_ids"), _logprobs(choice)
-        new_text = text[max(0, had.characters - seen.characters) :]
-        _set_text(choice, new_text)
-        if tokens is not None:
-            choice["token_ids"] = tokens[max(0, had.tokens - seen.tokens) :]
-            seen.tokens += len(tokens)
-        cut = max(0, had.logprobs - seen.logprobs)
+        for name in ("prompt_token_ids", "prompt_logprobs"):  # of the first chunk
+            choice.pop(name, None)
+        for name, part, key in _texts(choice):
+            if cut := min(left.characters[name], len(part[key])):
+                part[key] = part[key][cut:]
+                left.characters[name] -= cut
+        if tokens := choice.get("token_ids"):
+            cut = min(left.tokens, len(tokens))
+            choice["token_ids"] = tokens[cut:]
+            left.tokens -= cut
+        cut = min(left.logprobs, len(_logprobs(choice)))
         _cut_logprobs(choice, cut)
-        seen.characters += len(text)
-        seen.logprobs += len(logprobs)
-        if is_opening:  # fields of the first chunk only
-            for name in ("prompt_token_ids", "prompt_logprobs"):
-                choice.pop(name, None)
-            choice.get("delta", {}).pop("role", None)
-        ends = choice.get("finish_reason") is not None and not had.ended
-        return bool(new_text or choice.get("token_ids") or _logprobs(choice) or ends)
+        left.logprobs -= cut
+        if choice.get("delta"):
+            _cut_delta(choice["delta"], left)
+        ends = choice.get("finish_reason") is not None and not left.ended
+        return bool(choice.get("text") or choice.get("delta") or choice.get("token_ids") or _logprobs(choice) or ends)
 
 
-def _text(choice: dict[str, Any]) -> str:
-    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-
-
-def _set_text(choice: dict[str, Any], text: str) -> None:
+def _texts(choice: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The texts that a chunk adds to, each by a name, and the object and the key of what it adds."""
     if "text" in choice:
-        choice["text"] = text
-    elif text:
-        choice["delta"]["content"] = text
-    else:
-        (choice.get("delta") or {}).pop("content", None)
+        yield "text", choice, "text"
+    delta = choice.get("delta") or {}
+    for name in DELTA_TEXTS:
+        if delta.get(name) is not None:
+            yield name, delta, name
+    for call in delta.get("tool_calls") or ():
+        yield _arguments(call), call["function"], "arguments"
+
+
+def _arguments(call: dict[str, Any]) -> str:
+    """The name of the text of a call's arguments."""
+    return f"tool_calls[{call['index']}]"
+
+
+def _cut_delta(delta: dict[str, Any], had: _Choice) -> None:
+    """Remove from a delta whose texts were cut the rest of what the client has, and what is empty."""
+    delta.pop("role", None)
+    for name in DELTA_TEXTS:
+        if not delta.get(name):
+            delta.pop(name, None)
+    calls = delta.pop("tool_calls", None) or []
+    for call in calls:
+        if _arguments(call) in had.characters:  # the client has its beginning
+            call["function"] = {"arguments": call["function"]["arguments"]}
+            call.pop("id", None)
+            call.pop("type", None)
+    if new := [call for call in calls if "id" in call or call["function"]["arguments"]]:
+        delta["tool_calls"] = new
 
 
 def _logprobs(choice: dict[str, Any]) -> list[Any]:
