@@ -21,10 +21,12 @@ from quire.errors import ConfigError
 from quire.fleet.cached_prompts import CachedPrompts
 from quire.fleet.choice import POLICIES, Cost, PolicyName
 from quire.fleet.prompt import CHUNK_BYTES, read_prompt
+from quire.router.app import RouterApp, counted_as
 from quire.router.config import RouterConfig
 from quire.router.membership import DnsSource, FileSource, RedisSource, begin, read_servers_file
+from quire.router.metrics import ROUTES
 from quire.router.resume import StreamPosition
-from quire.router.run import leave
+from quire.router.run import leave, make_site
 from quire.router.servers import Engine, Servers
 from quire.server.chat_reply import deltas
 from quire.server.service_registry import ServiceRegistry
@@ -265,6 +267,14 @@ def test_connections_to_servers_are_kept(pair: list[FakeServer]) -> None:
             router.complete(prompt=f"{number}")
             router.stream(prompt=f"{number}")
     assert pair[0].connections <= 3
+
+
+def test_each_route_is_counted_under_its_own_name() -> None:
+    app = RouterApp(make_site(RouterConfig(api_key=("k",))))
+    names = [counted_as(path) for _, path in app._routes]
+    named = ["/v1/models/a/b", "/v1/responses/r", "/router/requests/r", "/abort/r", "/admin/drain/s"]
+    assert {*names, *map(counted_as, named)} <= {*ROUTES} - {"other"}
+    assert len({*map(counted_as, named)}) == len(named)
 
 
 def test_the_page_and_the_metrics_tell_of_each_server(pair: list[FakeServer]) -> None:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire import __version__
+from quire.router.metrics import ROUTES
 from quire.router.relay import RESUMABLE_PATHS, Relay, nobody
 from quire.router.servers import Server
 from quire.router.site import Site
@@ -54,7 +55,15 @@ DRAIN, UNDRAIN, JOIN, ABORT = "/admin/drain/", "/admin/undrain/", "/admin/join",
 LIFE = "/router/requests/"
 MAX_JOIN_BYTES = 4096
 
-_PREFIXES = {"/admin/": "/admin", LIFE: "/router/status", RESPONSES: "/v1/responses", MODELS: "/v1/models/{name}"}
+_PREFIXES = {
+    "/admin/": "/admin",
+    "/static/": "/static",
+    ABORT: "/abort/{request_id}",
+    LIFE: "/router/requests/{request_id}",
+    RESPONSES: "/v1/responses/{response_id}",
+    MODELS: "/v1/models/{id}",
+}
+"""What routes that end with a name are counted as."""
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -113,7 +122,7 @@ class RouterApp:
             return
         path, method = scope["path"], scope["method"]
         handler = self._routes.get((method, path)) or self._prefixed(method, path)
-        scope["route"] = _Route(_counted_as(path) if handler else "other")
+        scope["route"] = _Route(counted_as(path) if handler else "other")
         try:
             if handler is None:
                 raise self._unknown(method, path)
@@ -303,9 +312,9 @@ class Joining(msgspec.Struct):
     leaves: bool = False
 
 
-def _counted_as(path: str) -> str:
-    """The label of a path in the metrics."""
-    return next((route for prefix, route in _PREFIXES.items() if path.startswith(prefix)), path)
+def counted_as(path: str) -> str:
+    """The label of a path in the metrics, one of `ROUTES`."""
+    return path if path in ROUTES else next(route for prefix, route in _PREFIXES.items() if path.startswith(prefix))
 
 
 def _check_operator(scope: Scope) -> None:
