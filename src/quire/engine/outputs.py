@@ -59,6 +59,11 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     @property
+    def completed(self) -> bool:
+        """Whether it has ended, and not with an error."""
+        return self.finish_reason not in (None, "error")
+
+    @property
     def reply(self) -> Reply:
         """The parsed reply: reasoning, content and tool calls. Without a chat, all text is content."""
         return Reply(content=self.text) if self.events is None else Reply.of(self.events)

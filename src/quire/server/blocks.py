@@ -46,15 +46,15 @@ class Blocks:
         self._events = self._characters = 0
         self._ended = False
 
-    def take(self, choice: CompletionOutput) -> Iterator[News]:
-        """Yield what is new. A choice that failed ends no block, since its stream ends with an error."""
+    def take(self, choice: CompletionOutput) -> list[News]:
+        """Take in and return what is new. A choice that failed ends no block, since its stream ends with an error."""
         events = news(choice, self._events, self._characters)
         self._events, self._characters = self._events + len(events), len(choice.text)
-        for event in events:
-            yield from self._take(event)
-        if choice.finish_reason is not None and choice.finish_reason != "error" and not self._ended:
+        found = [each for event in events for each in self._take(event)]
+        if choice.completed and not self._ended:
             self._ended = True
-            yield from self._end_last()
+            found += self._end_last()
+        return found
 
     def _take(self, event: ReplyEvent) -> Iterator[News]:
         match event:

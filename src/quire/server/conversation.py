@@ -44,7 +44,7 @@ _KNOWN = {
 """Texts that a message may have besides its content, with their longest lengths."""
 
 _MESSAGE = Shape(["role", "content", "tool_calls", *_KNOWN, *MESSAGE_UNSUPPORTED], "messages", num_required=1)
-_TOOL_CALL = Shape(["id", "type", "function", "index"], "tool_calls", num_required=0)
+_TOOL_CALL = Shape(["id", "type", "function", "index"], "tool_calls")
 _FUNCTION = Shape(["name", "arguments"], "function", num_required=2)
 _PART = Shape(["type", "text"], "messages", num_required=1)
 
@@ -139,9 +139,7 @@ class _Reader:
             if text is not None:
                 message[name] = text
                 self._count(text)
-        self.ignored.update(
-            (f"messages[].{name}", None) for name in raw if given.has(name) and name not in _MESSAGE.names
-        )
+        self._ignore("messages[].", given, _MESSAGE)
         return message
 
     def _tool_calls(self, where: str, raw: Raw | None) -> list[dict[str, Any]]:

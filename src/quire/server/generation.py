@@ -45,6 +45,7 @@ from quire.server.responses import ChatResponder, CompletionResponder
 from quire.server.streaming import AnswerWriter, CutOffError, merged, supervised, unless
 from quire.server.transport import SMALL_BODY_BYTES, Bodies, read_body
 from quire.text.reply_syntax import ReplyForm
+from quire.text.tokenizer import RenderedChat
 from quire.text.tokenizer_pool import TokenizerPool
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,17 @@ async def read_call(shared: Shared, request: Request, parse: Callable[[bytes, Li
     shared.context.check_model(call.model)
     shared.log_ignored(call.ignored)
     return call
+
+
+async def render(pool: TokenizerPool, call: ChatCall | TokenizeCall) -> RenderedChat:
+    """The call's chat, rendered and tokenized."""
+    return await pool.render(
+        call.messages or [],
+        add_generation_prompt=call.add_generation_prompt,
+        continue_final_message=call.continue_final_message,
+        variables=call.chat_template_kwargs,
+        reply=call.reply,
+    )
 
 
 def _replica(named: str, count: int) -> int:
@@ -304,13 +316,7 @@ class Generation:
         """Each prompt's text, if it was given as text, its tokens, and for a chat the form of its reply."""
         pool = self._shared.pool
         if isinstance(call, ChatCall):
-            chat = await pool.render(
-                call.messages,
-                add_generation_prompt=call.add_generation_prompt,
-                continue_final_message=call.continue_final_message,
-                variables=call.chat_template_kwargs,
-                reply=call.reply,
-            )
+            chat = await render(pool, call)
             call.constrain(chat)
             return [(chat.text, chat.token_ids, chat.reply)]
         texts = [prompt for prompt in call.prompts if isinstance(prompt, str)]

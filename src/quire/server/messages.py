@@ -61,8 +61,7 @@ class MessagesResponder:
     def full(self, outputs: list[RequestOutput]) -> bytes:
         """The whole answer."""
         [choice] = outputs[0].outputs
-        for _ in self._blocks.take(choice):
-            pass
+        self._blocks.take(choice)
         content = [_content(block, whole=True) for block in self._blocks.blocks]
         return _encode(
             {
@@ -87,7 +86,7 @@ class MessagesResponder:
             }
             made.append(_event("message_start", message={**self._head, **nothing}))
         made += [_block_event(news) for news in self._blocks.take(choice)]
-        if choice.finish_reason is not None and choice.finish_reason != "error":
+        if choice.completed:
             usage = _usage(output, len(choice.token_ids))
             made.append(_event("message_delta", delta=self._stop(output, choice), usage=usage))
             made.append(_event("message_stop"))

@@ -254,8 +254,7 @@ class ResponsesResponder:
     def full(self, outputs: list[RequestOutput]) -> bytes:
         """The whole response."""
         [choice] = outputs[0].outputs
-        for _ in self._made.blocks.take(choice):
-            pass
+        self._made.blocks.take(choice)
         return self._ended(outputs[0], choice)[1]
 
     def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
@@ -266,11 +265,11 @@ class ResponsesResponder:
             self._begun = True
             now = msgspec.Raw(self._made.body("in_progress"))
             told += [event(f"response.{what}", response=now) for what in ("created", "in_progress")]
-        news = [*self._made.blocks.take(choice)]
+        news = self._made.blocks.take(choice)
         cut = choice.finish_reason not in (None, "stop")
         for one in news:
             told += self._events(one, "incomplete" if cut and one is news[-1] else "completed")
-        if choice.finish_reason is not None and choice.finish_reason != "error":
+        if choice.completed:
             status, body = self._ended(output, choice)
             kind = "response.completed" if status == "completed" else "response.incomplete"
             told.append(event(kind, response=msgspec.Raw(body)))

@@ -8,7 +8,7 @@ from typing import Any
 from quire.core.structured_outputs import StructuredOutputsParams, structured_outputs
 from quire.errors import SamplingParamsError
 from quire.server.body import BodyFields, shorten, wrong_type, wrong_value
-from quire.server.errors import ApiError, api_error, invalid
+from quire.server.errors import api_error, invalid
 from quire.text.reply_grammar import ReplyRequest, reply_request
 
 MAX_FORMAT_BYTES = 4 << 20
@@ -114,8 +114,4 @@ def _schema(value: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _check_names(value: Mapping[str, Any], known: set[str], where: str) -> None:
     for name in value:
         if name not in known:
-            raise _unknown(name, known, where)
-
-
-def _unknown(name: str, known: set[str], where: str) -> ApiError:
-    return invalid(f"{where} has the field {shorten(name)}; it may have {', '.join(sorted(known))}", where)
+            raise invalid(f"{where} has the field {shorten(name)}; it may have {', '.join(sorted(known))}", where)

@@ -120,15 +120,19 @@ class Responder(ABC, Generic[CallT]):
             tail = b',"usage":%b}' % _encode(_usage(len(output.prompt_token_ids), tokens, output.cached_tokens))
         return b'%b%b,"choices":[%b]%b' % (self._head, extras, choice, tail)
 
-    def _asked_prompt_logprobs(self, output: RequestOutput) -> dict[str, Any]:
-        most = self._call.prompt_logprobs
-        if most is None:
-            return {}
-        return {"prompt_logprobs": prompt_logprobs(output.prompt_token_ids, output.prompt_logprobs or (), most)}
+    def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
+        """The fields about a prompt, if they were requested: of each choice of a completion, or of a whole chat."""
+        fields: dict[str, Any] = {}
+        if (most := self._call.prompt_logprobs) is not None:
+            entries = output.prompt_logprobs or ()
+            fields["prompt_logprobs"] = prompt_logprobs(output.prompt_token_ids, entries, most)
+        if self._call.return_token_ids:
+            fields["prompt_token_ids"] = output.prompt_token_ids
+        return fields
 
-    @abstractmethod
     def _extras(self, output: RequestOutput) -> dict[str, Any]:
         """Further fields of the whole response."""
+        return {}
 
     @abstractmethod
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
@@ -145,9 +149,6 @@ class CompletionResponder(Responder[CompletionCall]):
     """Responses of POST /v1/completions."""
 
     kind = chunk_kind = "text_completion"
-
-    def _extras(self, output: RequestOutput) -> dict[str, Any]:
-        return {}
 
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
         prompt, logprobs = self._opening(output)
@@ -167,10 +168,9 @@ class CompletionResponder(Responder[CompletionCall]):
     ) -> None:
         call, text = self._call, choice.text[sent.characters :]
         num_tokens = len(choice.token_ids)
-        ends = choice.finish_reason is not None and choice.finish_reason != "error"
         shows_tokens = call.return_token_ids or call.params.logprobs is not None
         opens = not sent.begun and (call.echo or call.return_token_ids or call.prompt_logprobs is not None)
-        if not (text or ends or opens or (shows_tokens and num_tokens > sent.tokens)):
+        if not (text or choice.completed or opens or (shows_tokens and num_tokens > sent.tokens)):
             return
         logprobs, fields = b"null", b""
         if shows_tokens or opens:
@@ -186,7 +186,7 @@ class CompletionResponder(Responder[CompletionCall]):
         made.append(
             self._wrap(
                 b'{"index":%d,"text":%b,"logprobs":%b%b%b}'
-                % (index, _encode(text), logprobs, _ending(choice, ends, lambda one: one.finish_reason), fields),
+                % (index, _encode(text), logprobs, _ending(choice, lambda one: one.finish_reason), fields),
                 output,
                 num_tokens,
             )
@@ -216,13 +216,6 @@ class CompletionResponder(Responder[CompletionCall]):
             for token, entry in zip(choice.token_ids[first:], (choice.logprobs or [])[first:], strict=False):
                 lists.add(token, entry)
 
-    def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
-        """A choice's fields about its prompt, if they were requested."""
-        fields = self._asked_prompt_logprobs(output)
-        if self._call.return_token_ids:
-            fields["prompt_token_ids"] = output.prompt_token_ids
-        return fields
-
 
 class ChatResponder(Responder[ChatCall]):
     """Responses of POST /v1/chat/completions."""
@@ -231,10 +224,7 @@ class ChatResponder(Responder[ChatCall]):
     chunk_kind = "chat.completion.chunk"
 
     def _extras(self, output: RequestOutput) -> dict[str, Any]:
-        fields = self._asked_prompt_logprobs(output)
-        if self._call.return_token_ids:
-            fields["prompt_token_ids"] = output.prompt_token_ids
-        return fields
+        return self._prompt_fields(output)
 
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
         return {
@@ -254,20 +244,19 @@ class ChatResponder(Responder[ChatCall]):
         if not sent.begun:
             sent.begun = True
             made.append(self._role_chunk(index, output))
-        ends = choice.finish_reason is not None and choice.finish_reason != "error"
         shows_tokens = call.return_token_ids or call.params.logprobs is not None
         body = b'{"index":%d,"delta":%b,"logprobs":%b%b%b}'
         for early in new[:-1]:
             chunk = body % (index, _encode(early), b"null", b',"finish_reason":null', b"")
             made.append(self._wrap(chunk, output, num_tokens))
-        if new or ends or (shows_tokens and num_tokens > sent.tokens):
+        if new or choice.completed or (shows_tokens and num_tokens > sent.tokens):
             logprobs, fields = b"null", b""
             if shows_tokens:
                 logprobs = _encode(self._logprobs(choice, sent.tokens))
                 if call.return_token_ids:
                     fields = _members({"token_ids": choice.token_ids[sent.tokens :]})
             delta = _encode(new[-1]) if new else b"{}"
-            chunk = body % (index, delta, logprobs, _ending(choice, ends, finish_reason), fields)
+            chunk = body % (index, delta, logprobs, _ending(choice, finish_reason), fields)
             made.append(self._wrap(chunk, output, num_tokens))
             sent.characters, sent.events, sent.tokens = len(choice.text), len(choice.events or ()), num_tokens
         sent.ended = choice.finish_reason is not None
@@ -307,9 +296,9 @@ def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     }
 
 
-def _ending(choice: CompletionOutput, ends: bool, reason: Callable[[CompletionOutput], str | None]) -> bytes:
+def _ending(choice: CompletionOutput, reason: Callable[[CompletionOutput], str | None]) -> bytes:
     """The fields of a chunk that say whether its choice has ended, and why."""
-    if not ends:
+    if not choice.completed:
         return b',"finish_reason":null'
     return b',"finish_reason":%b,"stop_reason":%b' % (_encode(reason(choice)), _encode(choice.stop_reason))
 

@@ -9,8 +9,7 @@ class Shares:
     With k owners that hold something, each has a share of `limit / k`. An owner may always take up to its share, and
     beyond it whatever room the whole limit has. So a single owner may take everything, and a newcomer still gets its
     share: what is held may exceed the limit, up to `limit * (1 + 1/2 + ... + 1/k)`. An owner that holds nothing may
-        always take something;
-    otherwise something larger than a share could never be admitted.
+    always take something; otherwise something larger than a share could never be admitted.
 
     Attributes:
         limit: how much may be held, in any unit.

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from quire.errors import TokenOutOfRangeError
 from quire.server.auth import tenant_of
 from quire.server.errors import api_error
-from quire.server.generation import Shared, ignored_header, read_call
+from quire.server.generation import Shared, ignored_header, read_call, render
 from quire.server.limits import Limits
 from quire.server.protocol import DetokenizeCall, TokenizeCall, parse_detokenize, parse_tokenize
 from quire.server.replies import json_reply
@@ -50,14 +50,7 @@ async def _tokens(shared: Shared, call: TokenizeCall) -> list[int]:
     if call.prompt is not None:
         [tokens] = await shared.pool.encode([call.prompt], call.add_special_tokens)
         return tokens
-    chat = await shared.pool.render(
-        call.messages or [],
-        add_generation_prompt=call.add_generation_prompt,
-        continue_final_message=call.continue_final_message,
-        variables=call.chat_template_kwargs,
-        reply=call.reply,
-    )
-    return chat.token_ids
+    return (await render(shared.pool, call)).token_ids
 
 
 async def _answer(
