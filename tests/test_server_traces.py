@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
-from quire.server import config
+from quire.server import http_options
 from quire.server.config import ServerConfig
 from tests.http_tools import ServeProcess, wait_until
 from tests.test_router_serve import RouteProcess
@@ -79,6 +79,6 @@ def test_an_endpoint_that_is_none_is_refused(url: str) -> None:
 
 
 def test_without_the_library_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    monkeypatch.setattr(http_options, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'quire\[otel\]'"):
         ServerConfig(otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces")

@@ -34,7 +34,7 @@ from quire.cli.terminal import note
 from quire.errors import BatchError, ConfigError
 from quire.server.batch_lines import Answer, Answers, Counts, Requests
 from quire.server.batch_lines import run as run_batch
-from quire.server.config import read_keys
+from quire.server.http_options import read_keys
 from quire.tls import CACERT
 
 CONCURRENCY = 128

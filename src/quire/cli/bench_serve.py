@@ -118,7 +118,7 @@ def _config(args: argparse.Namespace) -> LoadConfig:
     if "url" not in options:
         raise ConfigError("no server was given; give its URL, as in --url http://127.0.0.1:8000")
     if options.get("api_key", "").startswith("@"):
-        from quire.server.config import read_keys
+        from quire.server.http_options import read_keys
 
         options["api_key"] = read_keys((options["api_key"],))[0]
     if "goodput" in options:

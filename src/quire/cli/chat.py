@@ -156,10 +156,10 @@ def _remote(args: argparse.Namespace, given: Given) -> Iterator[Talker]:
     from quire.cli.conversation import check_fields
     from quire.cli.remote import RemoteTalker
     from quire.cli.terminal import note
-    from quire.server.config import ServerConfig, read_keys
+    from quire.server.http_options import HttpOptions, read_keys
 
     check_fields(given.sampling, RemoteTalker.refused)
-    keys = ServerConfig(api_key=read_keys((args.api_key,) if args.api_key is not None else ())).api_key
+    keys = HttpOptions(api_key=read_keys((args.api_key,) if args.api_key is not None else ())).api_key
     if len(keys) > 1:
         raise ConfigError(f"--api-key {args.api_key} has {len(keys)} keys; give a file with one")
     talker = RemoteTalker(args.url, keys[0] if keys else None, given.engine.get("model"), wait, args.cacert)

@@ -19,7 +19,7 @@ from typing import Any
 from quire.cli.options import add_fields, option_names, read_config, read_environment
 from quire.cli.terminal import visible
 from quire.errors import ConfigError, RemoteError
-from quire.server.config import ServerConfig, check_place
+from quire.server.http_options import HttpOptions, check_place
 from quire.server.processes import host_and_port, scheme_of
 
 PLACE = "host", "port", "uds", "ssl_certfile"
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("where the server listens")
     group.add_argument("--config", metavar="FILE", help="its YAML file of options; flags override it")
-    add_fields(group, ServerConfig, PLACE)
+    add_fields(group, HttpOptions, PLACE)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
         time.sleep(POLL_SECONDS)
 
 
-def _place(args: argparse.Namespace) -> ServerConfig:
+def _place(args: argparse.Namespace) -> HttpOptions:
     """The server's address: flags win over the file, and the file over the environment, as for the server."""
     from_file = read_config(args.config, [*option_names(), "preset"]) if args.config else {}
     given = from_file | vars(args)
     options: dict[str, Any] = read_environment(PLACE) | {name: given[name] for name in PLACE if name in given}
     check_place(options)
-    place = ServerConfig(**options)
+    place = HttpOptions(**options)
     if place.uds is None and place.port == 0:
         raise ConfigError(
             "port=0 is any free port, which only the server knows; give the server a port, or a Unix socket"
@@ -86,13 +86,13 @@ def _place(args: argparse.Namespace) -> ServerConfig:
     return place
 
 
-def _name(place: ServerConfig) -> str:
+def _name(place: HttpOptions) -> str:
     if place.uds is not None:
         return f"unix:{place.uds}"
     return f"{scheme_of(place)}://{host_and_port(LOOPBACK.get(place.host, place.host), place.port)}"
 
 
-def _asked(place: ServerConfig, path: str, seconds: float) -> str:
+def _asked(place: HttpOptions, path: str, seconds: float) -> str:
     """Its answer, if that is positive.
 
     Raises:
@@ -116,7 +116,7 @@ def _asked(place: ServerConfig, path: str, seconds: float) -> str:
     return said
 
 
-def _connected(place: ServerConfig, seconds: float) -> socket.socket:
+def _connected(place: HttpOptions, seconds: float) -> socket.socket:
     if place.uds is not None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(seconds)

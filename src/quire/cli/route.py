@@ -14,6 +14,7 @@ import logging
 from quire.cli.options import add_fields, option_names, read_config, read_environment, unknown_variables
 from quire.kv.directory import masked
 from quire.router.config import RouterConfig, is_server
+from quire.server.http_options import HttpOptions
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "quire route --server URL ... [--prefill-server URL ...] [options]"
     group = parser.add_argument_group("router options")
     group.add_argument("--config", metavar="FILE", help="YAML file of options, by these names; flags override it")
-    add_fields(group, RouterConfig)
+    shared, names = ([field.name for field in dataclasses.fields(kind)] for kind in (HttpOptions, RouterConfig))
+    add_fields(group, RouterConfig, [name for name in names if name not in shared])
+    add_fields(parser.add_argument_group("HTTP options"), RouterConfig, shared)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,13 +22,11 @@ from quire.router.site import Site
 from quire.router.status import life_of, status_document
 from quire.router.upstream import UpstreamError
 from quire.server import request_log
-from quire.server.app import EXPOSED_HEADERS, EdgeMiddleware
-from quire.server.auth import METRICS_PATH, AuthMiddleware, forbidden, tenant_of
+from quire.server.app import middleware
+from quire.server.auth import METRICS_PATH, forbidden, tenant_of
 from quire.server.body import check_media_type
 from quire.server.context import stop_error
 from quire.server.errors import ApiError, invalid
-from quire.server.host_policy import HostPolicy
-from quire.server.prefix import PrefixMiddleware
 from quire.server.replies import send_error, send_json
 from quire.server.transport import read_body
 from quire.typed_json import BAD_JSON
@@ -76,25 +73,10 @@ class _Route(NamedTuple):
 
 def create_app(site: Site) -> ASGIApp:
     """Make the ASGI app, middleware included."""
-    config = site.config
-
-    def on_refused(scope: Scope, error: ApiError) -> None:
-        site.metrics.rejected("unauthorized")
-        request_log.note_error(scope, error)
-
     app: ASGIApp = RouterApp(site)
-    policy = HostPolicy(config.host, config.allowed_host, config.cors_origin)
-    app = AuthMiddleware(app, site.tenants, on_refused, policy)
-    if config.cors_origin:
-        app = CORSMiddleware(
-            app,
-            allow_origins=list(config.cors_origin),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=list(EXPOSED_HEADERS),
-        )
-    app = EdgeMiddleware(app, site)
-    return app if config.root_path is None else PrefixMiddleware(app, config.root_path)
+    for layer in middleware(site):
+        app = layer.cls(app, *layer.args, **layer.kwargs)
+    return app
 
 
 class RouterApp:

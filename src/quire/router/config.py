@@ -1,24 +1,16 @@
-"""RouterConfig: every option of `quire route`. Options that servers have too are taken from `ServerConfig`."""
+"""RouterConfig: every option of `quire route`."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, Self
 
-from quire.config import option, unknown_option
+from quire.config import option
 from quire.errors import ConfigError
 from quire.kv.directory import masked
 from quire.router.address import Address
-from quire.server.config import (
-    KEY_OPTIONS,
-    ServerConfig,
-    as_tuple,
-    check_certificates,
-    check_door,
-    check_place,
-    read_keys,
-)
+from quire.server.http_options import HttpOptions, read_keys
 from quire.server.service_registry import SCHEMES
 
 MAX_SERVERS = 1024
@@ -31,21 +23,9 @@ def is_server(url: str) -> bool:
     return not url.startswith((DNS, *SCHEMES))
 
 
-def _as_served(name: str, default: Any = None) -> Any:
-    """A field like the server's, with its help text and its range."""
-    field = ServerConfig.__dataclass_fields__[name]
-    return dataclasses.field(
-        default=field.default if default is None else default, repr=field.repr, metadata=field.metadata
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RouterConfig:
-    """Options of one router.
-
-    Raises:
-        ConfigError: an option has the wrong type, is out of range, or contradicts another one.
-    """
+class RouterConfig(HttpOptions):
+    """Options of one router."""
 
     server: tuple[str, ...] = option(
         (),
@@ -62,26 +42,10 @@ class RouterConfig:
     policy: Literal["cost", "round-robin", "least-loaded", "prefix-hash"] = option(
         "cost", "how servers are chosen; all but cost are for comparison"
     )
-    host: str = _as_served("host")
-    port: int = _as_served("port", 8080)
-    uds: str | None = _as_served("uds")
-    ssl_certfile: str | None = _as_served("ssl_certfile")
-    ssl_keyfile: str | None = _as_served("ssl_keyfile")
-    root_path: str | None = _as_served("root_path")
-    cacert: str | None = _as_served("cacert")
-    api_key: tuple[str, ...] = _as_served("api_key")
-    metrics_key: tuple[str, ...] = _as_served("metrics_key")
-    allowed_host: tuple[str, ...] = _as_served("allowed_host")
-    cors_origin: tuple[str, ...] = _as_served("cors_origin")
-    max_body_bytes: int = _as_served("max_body_bytes")
-    drain_timeout: float = _as_served("drain_timeout")
-    log_format: Literal["text", "json"] = _as_served("log_format")
-    log_requests: bool = _as_served("log_requests")
-    otlp_traces_endpoint: str | None = _as_served("otlp_traces_endpoint")
-    debug: bool = _as_served("debug")
+    port: int = option(8080, "port to listen on; 0: any free one", low=0, high=65535)
 
     def __post_init__(self) -> None:
-        check_door(self)
+        super().__post_init__()
         urls = [*self.server, *self.prefill_server]
         for url in urls:
             self._check_url(url)
@@ -120,26 +84,9 @@ class RouterConfig:
             )
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> RouterConfig:
-        """Make a configuration from options by name, as given by flags; reads key files.
-
-        Raises:
-            ConfigError: an option is unknown, or invalid.
-        """
-        names = [field.name for field in dataclasses.fields(cls)]
-        given: dict[str, Any] = dict(options)
-        check_place(given)
-        for name in given:
-            if name not in names:
-                raise ConfigError(unknown_option(name, names))
-        hints = get_type_hints(cls)
-        for name, value in given.items():
-            given[name] = as_tuple(value) if hints[name] == tuple[str, ...] else value
-        for name in KEY_OPTIONS:
-            if isinstance(given.get(name), tuple):
-                given[name] = read_keys(given[name], name)
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """See `HttpOptions.from_options`."""
+        given = dict(options)
         if isinstance(given.get("server_key"), str):
-            [given["server_key"]] = read_keys((given["server_key"],), "server_key")[:1]
-        config = cls(**given)
-        check_certificates(config)
-        return config
+            given["server_key"] = read_keys((given["server_key"],), "server_key")[0]
+        return super().from_options(given)

@@ -16,7 +16,6 @@ from quire.router.metrics import RouterMetrics
 from quire.router.servers import Servers
 from quire.router.site import Site
 from quire.server.auth import Tenants
-from quire.server.config import certificate_of, open_traces
 from quire.server.transport import HttpServer, make_server
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ def make_site(config: RouterConfig) -> Site:
         servers,
         RouterMetrics(),
         Tenants(config.api_key, config.metrics_key),
-        open_traces(config.otlp_traces_endpoint, "quire route"),
+        config.open_traces("quire route"),
     )
 
 
@@ -60,7 +59,7 @@ class Router:
         tasks: list[asyncio.Task[None]] = []
         try:
             tasks = await begin(sources_of(self._config), site.servers)
-            self._http = make_server(create_app(site), certificate=certificate_of(self._config))
+            self._http = make_server(create_app(site), certificate=self._config.certificate())
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal, number)

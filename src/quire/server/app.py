@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -25,12 +26,13 @@ from quire import __version__
 from quire.errors import EngineClosedError, QuireError
 from quire.log import event, log_request
 from quire.server import request_log, routes_info
-from quire.server.auth import AuthMiddleware
+from quire.server.auth import AuthMiddleware, Tenants
 from quire.server.context import AppContext, stop_error
 from quire.server.dialects import instead_of
 from quire.server.errors import ApiError, api_error
 from quire.server.host_policy import HostPolicy
-from quire.server.metrics import ROUTES
+from quire.server.http_options import HttpOptions
+from quire.server.metrics import ROUTES, HttpMetrics
 from quire.server.openapi import openapi_document
 from quire.server.prefix import PrefixMiddleware
 from quire.server.replies import error_reply, send_error
@@ -90,36 +92,34 @@ def create_app(context: AppContext, generation: APIRouter | None = None) -> Fast
     app.mount("/static", routes_info.static_files(), name="static")
     app.openapi = lambda: openapi_document(app, context.tenants.count > 0, context.server.root_path)  # type: ignore[method-assign]
     _add_error_handlers(app, context)
-    server = context.server
-    policy = HostPolicy(server.host, server.allowed_host, server.cors_origin)
-    app.add_middleware(AuthMiddleware, tenants=context.tenants, on_refused=_refusing(context), policy=policy)
-    if server.cors_origin:
-        _add_cors(app, server.cors_origin)
-    app.add_middleware(EdgeMiddleware, context=context)
-    if server.root_path is not None:
-        app.add_middleware(PrefixMiddleware, root_path=server.root_path)
+    for layer in middleware(context):
+        app.add_middleware(layer.cls, *layer.args, **layer.kwargs)
     return app
 
 
-def _add_cors(app: FastAPI, origins: tuple[str, ...]) -> None:
-    """Allow pages of other origins. They send the key in a header, so no cookies are involved."""
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=list(origins),
-        allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["*"],
-        expose_headers=list(EXPOSED_HEADERS),
-    )
-
-
-def _refusing(context: AppContext) -> Callable[[Scope, ApiError], None]:
-    """Count and log requests without a valid key."""
+def middleware(context: Surroundings) -> list[Middleware]:
+    """The middleware of a server or a router, the innermost first."""
+    server = context.server
 
     def on_refused(scope: Scope, error: ApiError) -> None:
         context.metrics.rejected("unauthorized")
         request_log.note_error(scope, error)
 
-    return on_refused
+    policy = HostPolicy(server.host, server.allowed_host, server.cors_origin)
+    layers = [Middleware(AuthMiddleware, tenants=context.tenants, on_refused=on_refused, policy=policy)]
+    if server.cors_origin:  # pages of other origins; they send the key in a header, so no cookies are involved
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(server.cors_origin),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=list(EXPOSED_HEADERS),
+        )
+        layers.append(cors)
+    layers.append(Middleware(EdgeMiddleware, context=context))
+    if server.root_path is not None:
+        layers.append(Middleware(PrefixMiddleware, root_path=server.root_path))
+    return layers
 
 
 def _gate(context: AppContext) -> Callable[[], Awaitable[None]]:
@@ -203,31 +203,17 @@ def _shown(text: str) -> str:
     return cut.encode("ascii", "backslashreplace").decode() if cut.isprintable() else repr(cut)
 
 
-class Counters(Protocol):
-    """The request counters of a server or a router."""
-
-    def request_received(self) -> None: ...
-
-    def request_done(self, route: str, status: int) -> None: ...
-
-    def disconnected(self) -> None: ...
-
-
-class LogOptions(Protocol):
-    """The options about the log."""
-
-    @property
-    def log_requests(self) -> bool: ...
-
-
 class Surroundings(Protocol):
-    """What `EdgeMiddleware` needs from a server or a router."""
+    """The part of a server's or a router's shared state that the middleware needs."""
 
     @property
-    def metrics(self) -> Counters: ...
+    def server(self) -> HttpOptions: ...
 
     @property
-    def server(self) -> LogOptions: ...
+    def metrics(self) -> HttpMetrics: ...
+
+    @property
+    def tenants(self) -> Tenants: ...
 
     @property
     def stopping(self) -> asyncio.Event: ...

@@ -18,7 +18,7 @@ import uvloop
 from quire import child, log
 from quire.ipc import wire
 from quire.ipc.board import PATIENCE, PULSE, Board
-from quire.server.config import HttpStart, certificate_of
+from quire.server.config import HttpStart
 from quire.server.replies import send_json
 from quire.server.transport import make_server, raise_file_limit
 
@@ -71,7 +71,7 @@ async def run(start: HttpStart) -> int:
     listener.set_inheritable(False)  # otherwise children of this process would keep the port open
     beating = asyncio.create_task(beat(Board(wire.http_board_path(Path(start.directory), start.worker))))
     early = EarlyApp()
-    server = make_server(early, certificate=certificate_of(start.server))
+    server = make_server(early, certificate=start.server.certificate())
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     worker_class = await asyncio.to_thread(_import_worker)
     worker = worker_class(start, server)

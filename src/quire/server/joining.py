@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 from quire.errors import QuireError
 from quire.kv.directory import masked
 from quire.log import event
-from quire.server.processes import Place, host_and_port, scheme_of, url_of
+from quire.server.http_options import HttpOptions
+from quire.server.processes import host_and_port, scheme_of, url_of
 from quire.server.service_registry import SCHEMES, ServiceRegistry
 from quire.tls import client_context, why_untrusted
 
@@ -24,7 +25,7 @@ ANSWER_SECONDS = 5.0
 JOINED = "joined"
 
 
-def url_for(router: str, listener: socket.socket, place: Place) -> str:
+def url_for(router: str, listener: socket.socket, place: HttpOptions) -> str:
     """The URL at which the router reaches this server. If it listens on all addresses, this is the one from which it
     would reach the router; with https it is the host name, if one was given, since certificates are for names.
     """

@@ -18,18 +18,15 @@ from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from quire import child
 from quire.errors import ServerError
+from quire.server.http_options import MAX_SOCKET_PATH, HttpOptions
 
 BACKLOG = 2048
 """Backlog: connections that may wait while every HTTP process is busy, or none is up yet."""
-
-MAX_SOCKET_PATH = 107
-"""Longest path of a Unix socket, in bytes."""
 
 LONGEST_NAME = "/engine-255-1000000.sock"
 LOCK_NAME = "lock"
@@ -43,24 +40,8 @@ MAX_BACKOFF = 15.0
 # -- the listening socket -------------------------------------------------------------------------------------
 
 
-class Place(Protocol):
-    """Where a server or a router listens, and whether it speaks https."""
-
-    @property
-    def host(self) -> str: ...
-
-    @property
-    def port(self) -> int: ...
-
-    @property
-    def uds(self) -> str | None: ...
-
-    @property
-    def ssl_certfile(self) -> str | None: ...
-
-
 @contextlib.contextmanager
-def listening(place: Place) -> Iterator[socket.socket]:
+def listening(place: HttpOptions) -> Iterator[socket.socket]:
     """A listening socket. A Unix socket's file is removed afterwards.
 
     Raises:
@@ -161,7 +142,7 @@ def _why_not(error: OSError, host: str, port: int) -> str:
             return f"cannot listen on {at}: {error.strerror or error}"
 
 
-def url_of(listener: socket.socket, place: Place) -> str:
+def url_of(listener: socket.socket, place: HttpOptions) -> str:
     """The server's URL on this machine; "every address" is shown as the loopback's. For a Unix socket it is unix:PATH,
     which Quire's own clients accept.
     """
@@ -174,7 +155,7 @@ def url_of(listener: socket.socket, place: Place) -> str:
     return f"{scheme_of(place)}://{host_and_port(host, port)}"
 
 
-def scheme_of(place: Place) -> str:
+def scheme_of(place: HttpOptions) -> str:
     """The scheme of this server's URLs."""
     return "http" if place.ssl_certfile is None else "https"
 

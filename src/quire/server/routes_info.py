@@ -21,10 +21,10 @@ from quire.errors import EngineClosedError
 from quire.kv.directory import masked
 from quire.models.hub import describe
 from quire.server.auth import METRICS_PATH, forbidden, tenant_of
-from quire.server.config import KEY_OPTIONS
 from quire.server.context import AppContext
 from quire.server.engine_metrics import EngineReading
 from quire.server.errors import ApiError
+from quire.server.http_options import KEY_OPTIONS
 from quire.server.replies import json_reply
 
 if TYPE_CHECKING:

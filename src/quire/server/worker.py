@@ -18,7 +18,7 @@ from quire.curve import read_token
 from quire.ipc.client import EngineClient
 from quire.server.app import create_app
 from quire.server.auth import Tenants
-from quire.server.config import HttpStart, open_traces
+from quire.server.config import HttpStart
 from quire.server.context import AppContext
 from quire.server.errors import ApiError
 from quire.server.metrics import Metrics
@@ -56,7 +56,7 @@ class HttpWorker:
             tenants=Tenants(server.api_key, server.metrics_key, secret),
             engine_options=start.engine_options,
             origins=start.origins,
-            traces=open_traces(server.otlp_traces_endpoint, f"quire {start.model_names[0]}"),
+            traces=server.open_traces(f"quire {start.model_names[0]}"),
         )
         self.app: ASGIApp = create_app(self.context)
         self._http = http
