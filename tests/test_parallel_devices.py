@@ -31,6 +31,7 @@ from quire.ops.triton.experts import GroupedExperts
 from quire.ops.triton.experts_quantized import QuantizedExperts
 from quire.ops.triton.kernels import TritonKernels
 from quire.ops.triton.linear_dense import DenseProduct
+from quire.parallel import torch_group
 from quire.parallel.group import Gather, Group, OneRank, share
 from quire.parallel.torch_group import TorchGroup
 from tests import rank_on_device
@@ -90,6 +91,31 @@ def test_a_lost_rank_is_waited_for_by_nobody() -> None:
         assert groups[0].lost == 1
         with pytest.raises(RankLostError, match="start again together"):
             groups[1].resume(3)
+
+
+def test_the_end_of_a_group_does_not_wait_for_ranks_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL may: an engine would not close."""
+    begun, freed, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Connection:
+        def _allgather_base(self, *args: Any) -> Any:
+            return mock.Mock()
+
+        def shutdown(self) -> None:
+            begun.set()
+            freed.wait(30)
+            ended.set()
+
+    monkeypatch.setattr(torch_group, "_gloo", lambda *args: Connection())
+    monkeypatch.setattr(torch_group, "SHUT_DOWN_SECONDS", 0.1)
+    store = os.memfd_create("store", 0)
+    group = TorchGroup(OneRank(), store, CPU, 20.0)
+    os.close(store)
+    group.all_gather(torch.ones(1, 1), [range(1)])
+    del group
+    assert begun.wait(20) and not ended.is_set()
+    freed.set()
+    assert ended.wait(20)
 
 
 # -- products ------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -16,8 +18,13 @@ from torch._C import _distributed_c10d as c10d  # what torch.distributed exports
 from quire.errors import DeviceLostError, RankLostError
 from quire.parallel.group import Group
 
+logger = logging.getLogger(__name__)
+
 SEEN_SECONDS = 1.0
 """Within this time the thread that watches the ranks notices that one has died."""
+
+SHUT_DOWN_SECONDS = 5.0
+"""How long the end of a group waits for its connection's."""
 
 
 class TorchGroup:
@@ -49,7 +56,7 @@ class TorchGroup:
             return self._connection
         file = c10d.FileStore(f"/proc/self/fd/{self._store}", self.size)  # needs no name and no port
         made = (_nccl if self._device.type == "cuda" else _gloo)(file, self.rank, self.size, self._timeout)
-        weakref.finalize(self, made.shutdown).atexit = False
+        weakref.finalize(self, _shut_down, made).atexit = False
         self._connection = made
         return made
 
@@ -109,6 +116,20 @@ class TorchGroup:
             f"rank {self.rank} cannot go on after a step that was given up: ranks on GPUs start again together",
             self.rank,
         )
+
+
+def _shut_down(connection: Any) -> None:
+    """Free what a connection holds on the device. NCCL may wait for ranks that are gone: then it is left alone."""
+
+    def shut_down() -> None:
+        try:
+            connection.shutdown()
+        except RuntimeError as error:
+            logger.debug("a connection among devices did not end well: %s", error)
+
+    thread = threading.Thread(target=shut_down, name="quire-devices", daemon=True)
+    thread.start()
+    thread.join(SHUT_DOWN_SECONDS)
 
 
 def _nccl(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
