@@ -19,10 +19,12 @@ import torch
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
+from quire.core.step import StepPlan, StepResult
 from quire.engine import engine as engine_module
 from quire.engine import machine
 from quire.engine.engine import Engine
 from quire.engine.machine import check_gpus
+from quire.engine.ranks import RankExecutor
 from quire.errors import ConfigError, RankLostError, RanksDisagreeError
 from quire.ops.experts import ExpertSlots
 from quire.ops.quantized import Quantization
@@ -116,6 +118,20 @@ def test_the_end_of_a_group_does_not_wait_for_ranks_that_are_gone(monkeypatch: p
     assert begun.wait(20) and not ended.is_set()
     freed.set()
     assert ended.wait(20)
+
+
+def test_no_result_is_taken_from_a_step_in_which_a_rank_was_lost() -> None:
+    """Collectives on the other GPUs are ended then, so that nobody waits, and whatever they hold goes on."""
+    group = OneRank(0, 2)
+    lost = RankLostError("rank 1 died", 1)
+    ranks = mock.Mock(group=group, computed=False, explained=lambda rank: lost)
+    own = mock.Mock(submit=lambda plan: lambda: StepResult(plan.number, []))
+    executor = RankExecutor(own, ranks)
+    assert executor.submit(StepPlan(0, []))().number == 0
+    wait = executor.submit(StepPlan(1, []))
+    group.lost = 1
+    with pytest.raises(RankLostError, match="rank 1 died"):
+        wait()
 
 
 # -- products ------------------------------------------------------------------------------------------------

@@ -384,9 +384,12 @@ class RankExecutor:
         """The result of all replicas."""
         try:
             result = own()
-            return joined([result, *self._ranks.results(number)]) if self._ranks.computed else result
+            result = joined([result, *self._ranks.results(number)]) if self._ranks.computed else result
         except RankLostError as error:
             raise self._ranks.explained(error.rank) from None
+        if (lost := self._ranks.group.lost) is not None:  # what a GPU waited for was ended, whatever it had
+            raise self._ranks.explained(lost)
+        return result
 
     def close(self) -> None:
         try:

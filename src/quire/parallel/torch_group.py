@@ -134,6 +134,7 @@ def _shut_down(connection: Any) -> None:
 
 def _nccl(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are on this machine
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else torch ends the process if a rank is lost
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return c10d.ProcessGroupNCCL(store, rank, size, options)
