@@ -288,4 +288,3 @@ def test_long_spans_are_expanded_only_where_equal_bits_are_not_promised(promised
         tables = pool.rotary.tables(batch.positions)
         absorbed = absorbing(x[:count], tables, pool.kv, batch)
         assert torch.equal(attention(x[:count], tables, pool.kv, batch), absorbed) != expands
-        assert pool.kv.pulse[0] == (2 if start == 0 else 4)

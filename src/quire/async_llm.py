@@ -15,12 +15,12 @@ from quire.config import with_options, with_options_text
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
-from quire.engine.frontend import Prompt
 from quire.engine.outputs import RequestOutput
+from quire.engine.prompts import Prompt
 from quire.engine.streams import Streams
 from quire.engine.thread_guard import unless_forked
 from quire.errors import ConcurrentUseError, EngineClosedError, RequestError
-from quire.llm import LocalEngine
+from quire.local_engine import LocalEngine
 from quire.runner.start import OnLoad
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
 
 from quire.core.sampling_params import SamplingParams
-from quire.engine.frontend import Prompt
+from quire.engine.prompts import Prompt
 from quire.errors import ConfigError, RequestError, SamplingParamsError
 from quire.vllm_options import VLLM_ARGUMENTS, translated
 

@@ -11,13 +11,11 @@ import functools
 import hashlib
 import itertools
 import logging
-import operator
 import secrets
 import string
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -28,6 +26,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import TokenLogprobs
 from quire.core.structured_outputs import ReasoningBudget, StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.engine.prompts import Plain, Prompt, checked_token_ids, plain_prompt
 from quire.errors import (
     EmbeddingModelError,
     EmptyPromptError,
@@ -45,11 +44,6 @@ from quire.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or either in a dictionary as in vLLM: `{"prompt": ...}`, `{"prompt_token_ids": ...}`."""
-
-_Plain = str | Sequence[int]
-
 EMBEDS_ALONE = (
     "this model embeds texts and predicts no tokens, since its tokens see those that follow them: use LLM.embed or "
     "/v1/embeddings"
@@ -159,7 +153,7 @@ class Frontend:
         Raises:
             RequestError: one of its kinds, for whatever is wrong with the prompt or its parameters.
         """
-        prompt = _plain(prompt)
+        prompt = plain_prompt(prompt)
         [token_ids] = self._encode([prompt])
         return self._check(prompt, token_ids, params)
 
@@ -252,7 +246,7 @@ class Frontend:
         Args:
             replies: for chats, the forms of the replies.
         """
-        plain = [_at(index, functools.partial(_plain, prompt)) for index, prompt in enumerate(prompts)]
+        plain = [_at(index, functools.partial(plain_prompt, prompt)) for index, prompt in enumerate(prompts)]
         try:
             encoded = self._encode(plain)
         except RequestError:
@@ -263,16 +257,16 @@ class Frontend:
         checks = enumerate(zip(plain, encoded, params, replies, strict=True))
         return [_at(index, functools.partial(self._check, *check)) for index, check in checks]
 
-    def _encode(self, prompts: Sequence[_Plain]) -> list[list[int]]:
+    def _encode(self, prompts: Sequence[Plain]) -> list[list[int]]:
         """The prompts' token ids. Texts are encoded in one batch, which releases the GIL."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if texts and self.tokenizer is None:
             raise RequestError("this checkpoint has no tokenizer.json; give prompts as lists of token ids")
         encoded = iter(self.tokenizer.encode_batch(texts) if self.tokenizer and texts else [])
-        return [next(encoded) if isinstance(prompt, str) else _token_ids(prompt) for prompt in prompts]
+        return [next(encoded) if isinstance(prompt, str) else checked_token_ids(prompt) for prompt in prompts]
 
     def _check(
-        self, prompt: _Plain, token_ids: list[int], params: SamplingParams | None, reply: ReplyForm | None = None
+        self, prompt: Plain, token_ids: list[int], params: SamplingParams | None, reply: ReplyForm | None = None
     ) -> Prepared:
         if params is not None and not isinstance(params, SamplingParams):
             raise SamplingParamsError(
@@ -457,7 +451,7 @@ class Frontend:
                 queue += self._fail(choice, error)
         for request_id, live in changed.items():
             if live.output.finished:
-                live.output.metrics = _metrics(live.stats)
+                live.output.metrics = RequestMetrics.of(live.stats)
                 live.output.metrics.detokenize_seconds = sum(choice.detokenize_seconds for choice in live.choices)
                 if live.dropped:
                     del self._live[request_id]
@@ -546,59 +540,3 @@ def _call_id(prepared: Prepared, choice: int, number: int) -> str:
     told = repr((prepared.token_ids, prepared.params.seed, choice, number)).encode()
     value = int.from_bytes(hashlib.blake2b(told, digest_size=16).digest())
     return "".join(ID_LETTERS[value // len(ID_LETTERS) ** place % len(ID_LETTERS)] for place in range(ID_LENGTH))
-
-
-def _plain(prompt: Prompt) -> _Plain:
-    """The prompt in a dictionary. If it has both, token ids are used, and the text is taken as theirs.
-
-    Raises:
-        RequestError: it has neither, or a field that would be ignored.
-    """
-    if not isinstance(prompt, Mapping):
-        return prompt
-    given = {name: value for name, value in prompt.items() if value is not None}
-    if other := sorted(map(str, given.keys() - {"prompt", "prompt_token_ids"})):
-        raise RequestError(f"a prompt has the field {other[0]!r}; only 'prompt' and 'prompt_token_ids' are allowed")
-    if not given:
-        raise RequestError("a prompt is a dictionary without 'prompt' or 'prompt_token_ids'; give one of them")
-    name, kind = ("prompt_token_ids", list | tuple) if "prompt_token_ids" in given else ("prompt", str)
-    found: _Plain = given[name]
-    if not isinstance(found, kind):
-        raise RequestError(
-            f"{name!r} of a prompt is a {type(found).__name__}; 'prompt' must be text, 'prompt_token_ids' a list"
-        )
-    return found
-
-
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    """Token ids as plain integers.
-
-    Raises:
-        RequestError: something in the list is not an integer.
-    """
-    if not isinstance(prompt, list | tuple):
-        raise RequestError(f"a prompt is a {type(prompt).__name__}; it must be a string or a list of token ids")
-    for token in prompt:
-        if isinstance(token, bool) or not isinstance(token, Integral):
-            raise TokenOutOfRangeError(f"the prompt has {token!r}, which is not a token id; token ids are integers")
-    return [operator.index(token) for token in prompt]
-
-
-def _metrics(stats: Mapping[int, RequestStats]) -> RequestMetrics:
-    """Metrics: times of the first choice, counts of all choices."""
-    first = stats.get(0) or next(iter(stats.values()), None)
-    if first is None:
-        return RequestMetrics()
-    end = max(choice.finished or choice.arrived for choice in stats.values())
-    return RequestMetrics(
-        queue_seconds=(first.admitted if first.admitted is not None else end) - first.arrived,
-        time_to_first_token=None if first.first_token is None else first.first_token - first.arrived,
-        prefill_seconds=first.prefill_seconds,
-        decode_seconds=first.decode_seconds,
-        total_seconds=end - first.arrived,
-        steps=sum(choice.steps for choice in stats.values()),
-        preemptions=sum(choice.preemptions for choice in stats.values()),
-        drafted=sum(choice.drafted for choice in stats.values()),
-        accepted=sum(choice.accepted for choice in stats.values()),
-        fetches=first.fetches,
-    )

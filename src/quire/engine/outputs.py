@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from quire.core.request import FetchStats
+from quire.core.request import FetchStats, RequestStats
 from quire.text.reply import Reply, ReplyEvent
 
 
@@ -98,6 +99,26 @@ class RequestMetrics:
     drafted: int = 0
     accepted: int = 0
     fetches: list[FetchStats] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, stats: Mapping[int, RequestStats]) -> RequestMetrics:
+        """From the statistics of each choice that has them."""
+        first = stats.get(0) or next(iter(stats.values()), None)
+        if first is None:
+            return cls()
+        end = max(choice.finished or choice.arrived for choice in stats.values())
+        return cls(
+            queue_seconds=(first.admitted if first.admitted is not None else end) - first.arrived,
+            time_to_first_token=None if first.first_token is None else first.first_token - first.arrived,
+            prefill_seconds=first.prefill_seconds,
+            decode_seconds=first.decode_seconds,
+            total_seconds=end - first.arrived,
+            steps=sum(choice.steps for choice in stats.values()),
+            preemptions=sum(choice.preemptions for choice in stats.values()),
+            drafted=sum(choice.drafted for choice in stats.values()),
+            accepted=sum(choice.accepted for choice in stats.values()),
+            fetches=first.fetches,
+        )
 
 
 @dataclass(slots=True)

@@ -145,7 +145,6 @@ class Attention:
         if factors is not None:
             q = q.mul_(factors)
         out = self._kernels.attend(q, kv, batch, self.layer, self.scale, self.window, self.sinks, self.causal)
-        kv.pulse[0] += 1
         return self.output(out if self.gate is None else sigmoid_gated(out, self.gate(x)))
 
 

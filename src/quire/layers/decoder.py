@@ -250,6 +250,7 @@ class DecoderLayer:
             (x, residual) for the next layer.
         """
         x, residual = self._attend_and_mix(x, residual, tables, kv, batch)
+        kv.pulse[0] += 1
         if self._gate is not None and per_layer_input is not None:
             residual = x + residual
             x = self._gate(residual, per_layer_input)
@@ -265,7 +266,6 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention, then the MLP or experts."""
         if self._whole is not None and (self._query_factors is None or self._query_factors.of(batch) is None):
-            kv.pulse[0] += 1
             return self._whole(x, residual, tables, kv, batch)
         if self.attention is not None:
             x, residual = _added(self.before_attention, x, residual)

@@ -122,5 +122,4 @@ class GatedDeltaNet:
             raise TypeError(f"a recurrent layer needs a cache of states, not {type(kv).__name__}")
         ab = self._ab.matmul(x, torch.float32)
         out = self._kernels.delta_net(self._qkvz(x), ab, self._weights, kv, batch, self._layer)
-        kv.pulse[0] += 1
         return self.output(out)

@@ -117,5 +117,4 @@ class KimiDeltaAttention:
         rates = torch.cat([self._decay.matmul(to_decay, torch.float32), self._beta.matmul(x, torch.float32)], dim=1)
         inputs = torch.cat([self._qkv(x), self._gate.matmul(to_gate)], dim=1)
         out = self._kernels.delta_net(inputs, rates, self._weights, kv, batch, self._layer)
-        kv.pulse[0] += 1
         return self.output(out)

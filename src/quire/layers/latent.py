@@ -172,7 +172,6 @@ class LatentAttention:
             out = self.out_of_latent(out)
         else:
             out = self.expanded(still, turned, kv, restored)
-        kv.pulse[0] += 1
         return self.output(out.flatten(1))
 
     def expanded(

@@ -117,7 +117,6 @@ class Mamba:
             raise TypeError(f"a Mamba layer needs a cache of states, not {type(kv).__name__}")
         dt = self._dt.matmul(x, torch.float32)
         gated = self._kernels.mamba(self._cbxz(x), dt, self._weights, kv, batch, self._layer)
-        kv.pulse[0] += 1
         return self.output(self._norm(gated, x.dtype))
 
 

@@ -49,5 +49,4 @@ class SharedKVAttention:
         """See `Attention`."""
         q = self.norm(self.queries(x).view(-1, self._head_dim)).view(len(x), self.heads, self._head_dim)
         out = self._kernels.attend(rotate(q, *tables), kv, batch, self.layer, self.scale, self.window)
-        kv.pulse[0] += 1
         return self.output(out)

@@ -141,5 +141,4 @@ class SparseLatentAttention(LatentAttention):
         q = torch.cat([self.into_latent(still), turned], dim=-1)  # [tokens, heads, latent + rope]
         out = kernels.attend_chosen(q, choice, kv, batch, self.layer, config.scale, config.kv_lora_rank)
         out = self.out_of_latent(out)
-        kv.pulse[0] += 1
         return self.output(out.flatten(1))
