@@ -345,8 +345,11 @@ class Driver:
             block_tables=self.table[None, : -(-self.length // size)].contiguous(),
             block_size=size,
         )
+        pulse = self.caches[0].pulse[0]
         with torch.inference_mode():
-            return self.model.logits(self.model.forward([replace(batch) for _ in self.caches], self.caches))
+            logits = self.model.logits(self.model.forward([replace(batch) for _ in self.caches], self.caches))
+        assert self.caches[0].pulse[0] == pulse + len(self.model.layers)
+        return logits
 
 
 def chunked_logits(model: Model, tokens: Sequence[int], chunk: int) -> torch.Tensor:
