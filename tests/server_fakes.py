@@ -395,7 +395,9 @@ class FakeTokenizerPool:
         if self.raises is not None:
             raise self.raises
 
-    async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+    async def encode(
+        self, texts: list[str], add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[list[int]]:
         await self._work("encode")
         return [list(text.encode()) for text in texts]
 
@@ -407,6 +409,7 @@ class FakeTokenizerPool:
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
         reply: ReplyRequest | None = None,
+        max_tokens: int | None = None,
     ) -> RenderedChat:
         await self._work("render")
         if not self.has_template:

@@ -21,7 +21,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire import log
-from quire.errors import ChatTemplateError, EngineClosedError, TokenizerTimeoutError, TokenizerUnavailableError
+from quire.errors import (
+    ChatTemplateError,
+    EngineClosedError,
+    PromptTooLongError,
+    TokenizerTimeoutError,
+    TokenizerUnavailableError,
+)
 from quire.server import generation
 from quire.server.app import create_app
 from quire.server.auth import Tenants
@@ -330,12 +336,14 @@ async def test_a_prompt_of_several_that_is_bad_is_named():
     [
         (TokenizerTimeoutError("tokenizing took longer than 10 s"), "tokenizer_timeout"),
         (ChatTemplateError("the chat template refuses these messages: no"), "chat_template_error"),
+        (PromptTooLongError("the prompt has 9 bytes", param="prompt"), "context_length_exceeded"),
     ],
 )
 async def test_what_the_tokenizer_refuses_is_a_400(error, code):
     async with serving(pool=FakeTokenizerPool(raises=error)) as served:
         answer = await served.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+        assert answer.json()["error"]["param"] in (None, "messages")
         assert served.waiting() == (0, 0)
 
 

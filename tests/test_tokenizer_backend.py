@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+import unicodedata
+from functools import cache
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from quire.errors import TokenizerError, TokenizerFailedError
+from quire.errors import PromptTooLongError, TokenizerError, TokenizerFailedError
 from quire.text import tokenizer_backend
 from quire.text.tokenizer import Tokenizer
-from tests.tokenizer_builders import byte_level_json, metaspace_json, panicking_json, unigram_json
+from tests.tokenizer_builders import (
+    CHATML_CONFIG,
+    CHATML_SPECIALS,
+    byte_level_json,
+    metaspace_json,
+    panicking_json,
+    unigram_json,
+)
 
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 KNOWN_DECODERS: list[dict[str, Any]] = [
@@ -141,3 +152,94 @@ def test_a_tokenizer_that_can_encode_no_plain_text_is_refused() -> None:
     model = {"type": "WordLevel", "vocab": {"hello": 0}, "unk_token": "<unk>"}
     with pytest.raises(TokenizerError, match="fails on plain text such as 'a'"):
         Tokenizer(changed(model=model, added_tokens=[]))
+
+
+# -- the most bytes of a token -------------------------------------------------------------------------------
+
+
+MODEL = json.loads(byte_level_json())["model"]
+CHATML = {"default": "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"}
+
+
+@cache
+def with_long_token(nfc: bool) -> Tokenizer:
+    known = [*json.loads(byte_level_json())["added_tokens"], *added(content="#" * 40)]
+    return Tokenizer(changed(normalizer={"type": "NFC"} if nfc else None, added_tokens=known), CHATML_CONFIG, CHATML)
+
+
+NEAR = ["#" * 40, " Stopping", *CHATML_SPECIALS, "\u1fbe\u0308\u0301", "\u212a"]
+"""Texts that come close to the bound: long tokens, and what normal form C shortens most."""
+
+
+@given(st.booleans(), st.lists(st.sampled_from(NEAR) | st.text(max_size=3), min_size=1, max_size=20).map("".join))
+@example(False, "#" * 400)
+def test_a_text_that_fits_is_never_refused_by_its_size(nfc: bool, text: str) -> None:
+    tokenizer = with_long_token(nfc)
+    ids = tokenizer.encode(text)
+    assert tokenizer.encode_batch([text], max_tokens=len(ids)) == [ids]
+    messages = [{"role": "user", "content": text}]
+    chat = tokenizer.apply_chat_template(messages)
+    assert tokenizer.apply_chat_template(messages, max_tokens=len(chat.token_ids)) == chat
+
+
+def test_a_text_that_cannot_fit_is_refused_without_being_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(byte_level_json(), CHATML_CONFIG, CHATML)
+    most = max(map(len, (*MODEL["vocab"], "<|endoftext|>")))
+    assert len(tokenizer.encode_batch(["x" * (64 * most)], max_tokens=64)[0]) > 64  # what it has is found out later
+    monkeypatch.setattr(tokenizer_backend.Backend, "encode_batch", lambda *_, **__: pytest.fail("it was encoded"))
+    for refused in (
+        lambda text: tokenizer.encode_batch([text], max_tokens=64),
+        lambda text: tokenizer.apply_chat_template([{"role": "user", "content": text}], max_tokens=64),
+    ):
+        with pytest.raises(PromptTooLongError, match=r"length is 64 tokens.*bytes.*shorten the prompt"):
+            refused("x" * (64 * most + 1))
+
+
+def split(behavior: str) -> dict[str, Any]:
+    found = {"type": "Split", "pattern": {"String": " "}, "behavior": behavior, "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [found, byte_level]}
+
+
+def added(**fields: Any) -> list[dict[str, Any]]:
+    one = {"id": 999, "content": "<x>", "single_word": False, "normalized": False, "special": False}
+    return [{**one, "lstrip": False, "rstrip": False, **fields}]
+
+
+@pytest.mark.parametrize(
+    ("source", "bounded"),
+    [
+        (byte_level_json(), True),
+        (changed(normalizer={"type": "NFC"}), True),
+        (changed(pre_tokenizer=split("Isolated")), True),
+        (changed(added_tokens=added()), True),
+        (changed(normalizer={"type": "NFKC"}), False),  # one character for many
+        (changed(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}), False),
+        (changed(pre_tokenizer=split("Removed")), False),
+        (changed(pre_tokenizer={"type": "Whitespace"}), False),
+        (changed(added_tokens=added(lstrip=True)), False),  # it takes all the spaces before it
+        (changed(added_tokens=added(rstrip=True)), False),
+        (with_model(vocab={text: id for text, id in MODEL["vocab"].items() if text != "Ā"}), False),  # drops a byte
+        (metaspace_json(), False),
+        (unigram_json(), False),
+    ],
+)
+def test_a_token_has_a_most_of_bytes_only_where_nothing_of_a_text_is_dropped(source: str, bounded: bool) -> None:
+    text = " " * 100_000
+    if bounded:
+        with pytest.raises(PromptTooLongError):
+            Tokenizer(source).encode_batch([text], max_tokens=10)
+    else:
+        Tokenizer(source).encode_batch([text], max_tokens=10)
+
+
+def test_normal_form_c_shortens_no_text_by_more() -> None:
+    def size(text: str) -> int:
+        return len(text.encode())
+
+    known = [chr(code) for code in range(0x30000) if unicodedata.decomposition(chr(code))]
+    longest = {unicodedata.normalize("NFD", each): each for each in sorted(known, key=size)}
+    for composed in known:
+        parts = [max(longest.get(part, part), part, key=size) for part in unicodedata.normalize("NFD", composed)]
+        made = unicodedata.normalize("NFC", "".join(parts))
+        assert size("".join(parts)) <= tokenizer_backend.NFC_SHRINKS * size(made)

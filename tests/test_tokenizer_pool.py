@@ -20,6 +20,7 @@ import uvloop
 from quire.errors import (
     ChatTemplateError,
     EngineClosedError,
+    PromptTooLongError,
     RequestError,
     TokenizerError,
     TokenizerFailedError,
@@ -209,6 +210,15 @@ async def test_texts_that_are_too_long_are_refused_before_any_work(start: Any) -
         await pool.encode(["a" * (MAX_JOB_BYTES + 1)])
     with pytest.raises(RequestError, match=f"at most {MAX_JOB_BYTES}"):
         await pool.render(user("a" * (MAX_JOB_BYTES + 1)))
+
+
+async def test_prompts_that_cannot_fit_into_the_context_are_refused_by_their_size(start: Any) -> None:
+    pool = await start()
+    text = "word " * 100_000
+    for refused in (pool.encode([text], max_tokens=64), pool.render(user(text), max_tokens=64)):
+        with pytest.raises(PromptTooLongError, match="at most; shorten the prompt"):
+            await refused
+    assert len((await pool.encode([text]))[0]) > 64
 
 
 async def test_a_failure_that_is_not_the_requests_goes_to_the_log_alone(

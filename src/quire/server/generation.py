@@ -24,6 +24,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.frontend import Prepared
 from quire.engine.outputs import RequestOutput
 from quire.errors import (
+    PromptTooLongError,
     RequestError,
     SamplingParamsError,
     TokenizerFailedError,
@@ -139,14 +140,15 @@ async def read_call(shared: Shared, request: Request, parse: Callable[[bytes, Li
     return call
 
 
-async def render(pool: TokenizerPool, call: ChatCall | TokenizeCall) -> RenderedChat:
-    """The call's chat, rendered and tokenized."""
+async def render(pool: TokenizerPool, call: ChatCall | TokenizeCall, max_tokens: int | None = None) -> RenderedChat:
+    """The call's chat, rendered and tokenized; see `Tokenizer.apply_chat_template`."""
     return await pool.render(
         call.messages or [],
         add_generation_prompt=call.add_generation_prompt,
         continue_final_message=call.continue_final_message,
         variables=call.chat_template_kwargs,
         reply=call.reply,
+        max_tokens=max_tokens,
     )
 
 
@@ -277,7 +279,12 @@ class Generation:
         """
         words = call.params.bad_words
         bad_words = await self._shared.pool.bad_words(list(words)) if words else []
-        prompts = await self._tokenize(call)
+        info = self._context.client.info
+        try:
+            prompts = await self._tokenize(call, info.max_model_len if info is not None else None)
+        except PromptTooLongError as error:
+            error.param = self._prompt_field(call)
+            raise
         if call.params.structured_outputs is not None:
             await self._compile(call.params.structured_outputs)
         prepared = []
@@ -312,15 +319,21 @@ class Generation:
                 param="structured_outputs",
             ) from error
 
-    async def _tokenize(self, call: Call) -> Sequence[tuple[str | None, list[int], ReplyForm | None]]:
-        """Each prompt's text, if it was given as text, its tokens, and for a chat the form of its reply."""
+    async def _tokenize(
+        self, call: Call, max_tokens: int | None = None
+    ) -> Sequence[tuple[str | None, list[int], ReplyForm | None]]:
+        """Each prompt's text, if it was given as text, its tokens, and for a chat the form of its reply.
+
+        Args:
+            max_tokens: see `Tokenizer.encode_batch`.
+        """
         pool = self._shared.pool
         if isinstance(call, ChatCall):
-            chat = await render(pool, call)
+            chat = await render(pool, call, max_tokens)
             call.constrain(chat)
             return [(chat.text, chat.token_ids, chat.reply)]
         texts = [prompt for prompt in call.prompts if isinstance(prompt, str)]
-        encoded = iter(await pool.encode(texts, call.add_special_tokens) if texts else [])
+        encoded = iter(await pool.encode(texts, call.add_special_tokens, max_tokens) if texts else [])
         return [
             (prompt, next(encoded), None) if isinstance(prompt, str) else (None, list(prompt), None)
             for prompt in call.prompts

@@ -28,15 +28,17 @@ class Messages(Generation):
     def _writer(self, send: Send) -> AnswerWriter:
         return NamedEventWriter(send, lambda error: [_encode(error.body(ANTHROPIC))])
 
-    async def _tokenize(self, call: Any) -> Sequence[tuple[str | None, list[int], ReplyForm | None]]:
+    async def _tokenize(
+        self, call: Any, max_tokens: int | None = None
+    ) -> Sequence[tuple[str | None, list[int], ReplyForm | None]]:
         """As for a chat; `thinking: disabled` is accepted for models that never reason."""
         try:
-            return await super()._tokenize(call)
+            return await super()._tokenize(call, max_tokens)
         except UnknownTemplateVariableError:
             if call.chat_template_kwargs.get(_VARIABLE) is not False:
                 raise
             del call.chat_template_kwargs[_VARIABLE]
-            return await super()._tokenize(call)
+            return await super()._tokenize(call, max_tokens)
 
     def _responder(self, call: Any) -> Any:
         return MessagesResponder(call, self._id, self._context.model_names[0])

@@ -80,24 +80,27 @@ class Pooling(Generation):
             raise ApiError(400, message, code="no_scores")
         return PoolingParams(self._config.method)
 
-    async def _tokenize(self, call: Any) -> list[tuple[str | None, list[int], None]]:
+    async def _tokenize(self, call: Any, max_tokens: int | None = None) -> list[tuple[str | None, list[int], None]]:
         if not isinstance(call, ScoreCall):
             call = dataclasses.replace(call, prompts=self._config.prompted(call.prompts, call.prompt_name))
-            return [(text, token_ids, None) for text, token_ids, _ in await super()._tokenize(call)]
+            return [(text, token_ids, None) for text, token_ids, _ in await super()._tokenize(call, max_tokens)]
         if self._config.declared:
             texts = _texts(call, self._config)
-            encoded = await self._shared.pool.encode(texts)
+            encoded = await self._shared.pool.encode(texts, max_tokens=max_tokens)
             return [(text, token_ids, None) for text, token_ids in zip(texts, encoded, strict=True)]
-        return await asyncio.gather(*[self._judged(call.instruction, *pair) for pair in call.pairs])
+        return await asyncio.gather(*[self._judged(call.instruction, *pair, max_tokens) for pair in call.pairs])
 
-    async def _judged(self, instruction: str, query: str, document: str) -> tuple[str, list[int], None]:
+    async def _judged(
+        self, instruction: str, query: str, document: str, max_tokens: int | None
+    ) -> tuple[str, list[int], None]:
         """A prompt after which a chat model's next token is "yes" or "no"."""
         asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
         try:
-            chat = await self._shared.pool.render(messages, variables={"enable_thinking": False})
-        except UnknownTemplateVariableError:  # without reasoning
-            chat = await self._shared.pool.render(messages)
+            without = {"enable_thinking": False}
+            chat = await self._shared.pool.render(messages, variables=without, max_tokens=max_tokens)
+        except UnknownTemplateVariableError:  # a model that never reasons
+            chat = await self._shared.pool.render(messages, max_tokens=max_tokens)
         return chat.text, chat.token_ids, None
 
     def _responder(self, call: Any) -> Any:

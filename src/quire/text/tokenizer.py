@@ -26,7 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from quire.core.structured_outputs import StructuredOutputsParams
-from quire.errors import ChatTemplateError, RequestError, SamplingParamsError, TokenizerError, TokenizerFailedError
+from quire.errors import (
+    ChatTemplateError,
+    PromptTooLongError,
+    RequestError,
+    SamplingParamsError,
+    TokenizerError,
+    TokenizerFailedError,
+)
 from quire.grammar.vocabulary import Vocabulary
 from quire.models.fields import has_file
 from quire.text.chat_template import (
@@ -39,7 +46,7 @@ from quire.text.chat_template import (
 from quire.text.reply_grammar import ReplyRequest, reply_grammar
 from quire.text.reply_syntax import PLAIN, ReplyForm, ReplySyntax
 from quire.text.template_sandbox import SPECIAL_NAMES
-from quire.text.tokenizer_backend import Backend
+from quire.text.tokenizer_backend import BYTE_OF, Backend
 
 TOKENIZER_FILE = "tokenizer.json"
 NO_TOKENIZER = (
@@ -48,16 +55,6 @@ NO_TOKENIZER = (
 PRIVATE_USE = range(0xE000, 0xF900)
 PLAIN_TEXTS = ("a", "A", "0", ".")
 """Nearly every vocabulary contains one of these."""
-
-
-def _byte_letters() -> dict[str, int]:
-    """The characters for bytes in byte-level vocabularies (Radford et al. 2019); printable bytes are their own."""
-    own = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_OF = _byte_letters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +107,7 @@ class Tokenizer:
         model = _parse(source, name)["model"]
         self._text.check_decoding(model.get("vocab") or ())
         self._text.check_encoding()
+        self._bytes_a_token = self._text.bytes_a_token(model)
         self._control: Backend | None = None
         self._lock = threading.Lock()
         self.special_ids = frozenset(self._text.special)
@@ -181,10 +179,19 @@ class Tokenizer:
         """
         return self.encode_batch([text], add_special_tokens)[0]
 
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """The ids of many texts, in parallel and without holding the GIL."""
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[list[int]]:
+        """The ids of many texts, in parallel and without holding the GIL.
+
+        Args:
+            max_tokens: refuse a text that certainly has more tokens, without encoding it; None: encode all.
+
+        Raises:
+            RequestError: a text is not valid Unicode. PromptTooLongError: see `max_tokens`.
+        """
         for index, text in enumerate(texts):
-            check_text(text, index if len(texts) > 1 else None)
+            self._check_fits(check_text(text, index if len(texts) > 1 else None), max_tokens)
         encoded = self._text.encode_batch(list(texts), add_special_tokens)
         return [self._checked(text, encoding) for text, encoding in zip(texts, encoded, strict=True)]
 
@@ -213,6 +220,16 @@ class Tokenizer:
         before = ids[: mask.index(0)]
         after = ids[len(mask) - mask[::-1].index(0) :]
         return [*before, *self._encode_broken(text), *after]
+
+    def _check_fits(self, size: int, max_tokens: int | None) -> None:
+        """Refuse a text of this many bytes if it certainly has more tokens than these. Raises PromptTooLongError."""
+        if max_tokens is None or self._bytes_a_token is None or size <= max_tokens * self._bytes_a_token:
+            return
+        raise PromptTooLongError(  # the first sentence is OpenAI's, which clients look for
+            f"This model's maximum context length is {max_tokens} tokens. However, the prompt has {size} bytes, of "
+            f"which a token stands for {self._bytes_a_token:g} at most; shorten the prompt, or raise max_model_len",
+            param="prompt",
+        )
 
     def _encode_broken(self, text: str) -> list[int]:
         """Encode text that would yield special tokens in pieces, split inside each of them."""
@@ -315,14 +332,16 @@ class Tokenizer:
         continue_final_message: bool = False,
         reply: ReplyRequest | None = None,
         variables: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> RenderedChat:
         """Render messages with the checkpoint's template and encode them.
 
-        The arguments are those of `ChatTemplate.render`; the tools are those of `reply`. Special tokens in messages,
-        tools and variables are text.
+        The arguments are those of `ChatTemplate.render`, and `max_tokens` of `encode_batch`; the tools are those of
+        `reply`. Special tokens in messages, tools and variables are text.
 
         Raises:
             ChatTemplateError: the template is missing, or does not take these messages, tools or variables.
+            PromptTooLongError: the prompt certainly has more than `max_tokens`.
             SamplingParamsError: see `reply_grammar`.
         """
         wanted = reply or ReplyRequest()
@@ -342,14 +361,15 @@ class Tokenizer:
             tools=safe["tools"],
             variables=safe["variables"],
         )
-        check_text(text)
+        back = str.maketrans({private: first for first, private in replaced.items()})
+        shown = text.translate(back) if replaced else text
+        self._check_fits(check_text(shown), max_tokens)
         grammar = reply_grammar(_reply_form(template, text), wanted)
         made = grammar.form, grammar.structured, grammar.loosened
         if not replaced:
             ids: list[int] = self._controls().encode_batch([text], add_special_tokens=False)[0].ids
-            return RenderedChat(text, ids, *made)
-        back = str.maketrans({private: first for first, private in replaced.items()})
-        return RenderedChat(text.translate(back), self._encode_defused(text, back), *made)
+            return RenderedChat(shown, ids, *made)
+        return RenderedChat(shown, self._encode_defused(text, back), *made)
 
     def _encode_defused(self, text: str, back: dict[int, str]) -> list[int]:
         """Encode a rendered chat: its control tokens are kept, everything between them is plain text."""

@@ -35,6 +35,22 @@ MAX_TOKENS_A_BYTE = 64
 SPACED = frozenset({"BPEDecoder", "CTC", "WordPiece"})
 """Decoders that insert or drop spaces depending on adjacent tokens, so a token has no text of its own."""
 
+SPLITTING = frozenset({"ByteLevel", "Digits", "Split"})
+"""Pre-tokenizers that only split a text, unless a `Split` removes what it finds."""
+
+NFC_SHRINKS = 3.5
+"""The most bytes that become one in Unicode's normal form C: U+1FBE U+0308 U+0301 becomes U+0390."""
+
+
+def _byte_letters() -> dict[str, int]:
+    """The characters for bytes in byte-level vocabularies (Radford et al. 2019); printable bytes are their own."""
+    own = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_letters()
+
 TRIED_TEXT = "".join(map(chr, range(32, 127))) + "\n\tÄ中"
 """Encoded as a check when a tokenizer is loaded, besides the texts that its normalizer replaces."""
 
@@ -90,6 +106,7 @@ class Backend:
             added = _call(self._library.get_added_tokens_decoder)
             self.decoder: Any = _state(self._library.decoder)
             self._normalizer = _state(self._library.normalizer)
+            self._splits = _chain(_state(self._library.pre_tokenizer), "pretokenizers")
             self.vocab_size: int = _call(self._library.get_vocab_size, with_added_tokens=True)
         except TokenizerFailedError as error:
             raise TokenizerError(
@@ -97,6 +114,7 @@ class Backend:
                 "transformers' save_pretrained"
             ) from error
         self.added = {token: about.content for token, about in added.items()}
+        self._strips = any(about.lstrip or about.rstrip for about in added.values())
         self.special = {token: about.content for token, about in added.items() if about.special}
 
     # -- use -----------------------------------------------------------------------------------------------
@@ -124,15 +142,33 @@ class Backend:
     @property
     def spells_bytes(self) -> bool:
         """Whether the decoder maps each character of a token to a byte."""
-        return any(decoder.get("type") == "ByteLevel" for decoder in _decoders(self.decoder))
+        return any(decoder.get("type") == "ByteLevel" for decoder in _chain(self.decoder, "decoders"))
 
     @property
     def spaced_by(self) -> str:
         """What makes a token's text depend on adjacent tokens, as the end of a sentence; "" if nothing does."""
-        kinds = [str(decoder.get("type")) for decoder in _decoders(self.decoder)]
+        kinds = [str(decoder.get("type")) for decoder in _chain(self.decoder, "decoders")]
         if not kinds:
             return "has no decoder, so that a space stands between any two"
         return next((f"has a decoder of type {kind}" for kind in kinds if kind in SPACED), "")
+
+    def bytes_a_token(self, model: Mapping[str, Any]) -> float | None:
+        """The most bytes of a text that one token can stand for; None if there is no such bound.
+
+        There is one for byte-level BPE, whose tokens spell every byte of a text, if no other part of the tokenizer
+        drops or merges text.
+
+        Args:
+            model: the model, as in the source.
+        """
+        vocabulary, normalizer = model.get("vocab"), (self._normalizer or {"type": None}).get("type")
+        is_byte_level = model.get("type") == "BPE" and BYTE_OF.keys() <= set(vocabulary or ())
+        kinds = {each.get("type") for each in self._splits}
+        splits = "ByteLevel" in kinds <= SPLITTING and all(each.get("behavior") != "Removed" for each in self._splits)
+        if not (is_byte_level and splits and normalizer in (None, "NFC")) or self._strips:
+            return None
+        longest = max([*map(len, vocabulary or ()), *(len(text.encode()) for text in self.added.values())])
+        return longest * (NFC_SHRINKS if normalizer else 1.0)
 
     # -- checks --------------------------------------------------------------------------------------------
 
@@ -145,7 +181,7 @@ class Backend:
         Raises:
             TokenizerError: a token is too long, or the decoder can expand one too much.
         """
-        chain = _decoders(self.decoder)
+        chain = _chain(self.decoder, "decoders")
         if len(chain) > MAX_DECODERS:
             raise TokenizerError(f"{self._name} chains {len(chain)} decoders; at most {MAX_DECODERS} are allowed")
         growth = 1.0
@@ -245,19 +281,15 @@ def _steps(normalizer: Any) -> Iterator[Any]:
         yield normalizer
 
 
-def _decoders(decoder: Any) -> list[Mapping[str, Any]]:
-    """The chain of decoders."""
-    if decoder is None:
+def _chain(part: Any, members: str) -> list[Mapping[str, Any]]:
+    """The links of a chain of decoders or the like; `members` is the field of a `Sequence` that has them."""
+    if part is None:
         return []
-    if decoder.get("type") != "Sequence":
-        return [decoder]
-    return [found for each in decoder["decoders"] for found in _decoders(each)]
+    if part.get("type") != "Sequence":
+        return [part]
+    return [found for each in part[members] for found in _chain(each, members)]
 
 
 def _patterns(normalizer: Any) -> list[str]:
     """The plain strings that a normalizer replaces."""
-    if normalizer is None:
-        return []
-    found = normalizer.get("pattern", {}).get("String")
-    parts = normalizer.get("normalizers", []) if normalizer.get("type") == "Sequence" else []
-    return [*([found] if found else []), *(text for part in parts for text in _patterns(part))]
+    return [found for each in _chain(normalizer, "normalizers") if (found := each.get("pattern", {}).get("String"))]

@@ -174,12 +174,14 @@ class TokenizerPool:
 
     # -- jobs ----------------------------------------------------------------------------------------------
 
-    async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """The token ids of each text; `add_special_tokens` adds those of the post-processor."""
+    async def encode(
+        self, texts: list[str], add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[list[int]]:
+        """The token ids of each text; see `Tokenizer.encode_batch`."""
         sizes = [check_text(text, index if len(texts) > 1 else None) for index, text in enumerate(texts)]
         large = sum(sizes) > LARGE_BYTES
         parts = _parts(texts, sizes)
-        jobs = [self._ask(Encode(part, add_special_tokens), list[list[int]], large) for part in parts]
+        jobs = [self._ask(Encode(part, add_special_tokens, max_tokens), list[list[int]], large) for part in parts]
         return list(itertools.chain.from_iterable(await _all(jobs)))
 
     async def render(
@@ -190,6 +192,7 @@ class TokenizerPool:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         reply: ReplyRequest | None = None,
+        max_tokens: int | None = None,
     ) -> RenderedChat:
         """A chat rendered with the checkpoint's template; see `Tokenizer.apply_chat_template`."""
         job = Render(
@@ -198,6 +201,7 @@ class TokenizerPool:
             continue_final_message,
             dict(variables or {}),
             reply or ReplyRequest(),
+            max_tokens,
         )
         return await self._ask(job, RenderedChat)
 

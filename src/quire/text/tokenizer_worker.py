@@ -61,20 +61,22 @@ class WorkerStart(msgspec.Struct):
 
 
 class Encode(msgspec.Struct, tag="encode"):
-    """Answered by the token ids of each text."""
+    """Answered by the token ids of each text. `max_tokens`: see `Tokenizer.encode_batch`."""
 
     texts: list[str]
     add_special_tokens: bool
+    max_tokens: int | None
 
 
 class Render(msgspec.Struct, tag="render"):
-    """Answered by a `RenderedChat`."""
+    """Answered by a `RenderedChat`. `max_tokens`: see `Tokenizer.encode_batch`."""
 
     messages: list[Any]
     add_generation_prompt: bool
     continue_final_message: bool
     variables: dict[str, Any]
     reply: ReplyRequest
+    max_tokens: int | None
 
 
 class BadWords(msgspec.Struct, tag="bad_words"):
@@ -209,7 +211,7 @@ def _answer(tokenizer: Tokenizer | None, grammars: Grammars, body: bytes) -> Ans
 def _work(tokenizer: Tokenizer, grammars: Grammars, job: Job) -> Any:
     match job:
         case Encode():
-            return tokenizer.encode_batch(job.texts, job.add_special_tokens)
+            return tokenizer.encode_batch(job.texts, job.add_special_tokens, job.max_tokens)
         case Render():
             return tokenizer.apply_chat_template(
                 job.messages,
@@ -217,6 +219,7 @@ def _work(tokenizer: Tokenizer, grammars: Grammars, job: Job) -> Any:
                 continue_final_message=job.continue_final_message,
                 reply=job.reply,
                 variables=job.variables,
+                max_tokens=job.max_tokens,
             )
         case BadWords():
             return tokenizer.bad_word_ids(job.words)
