@@ -8,7 +8,8 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 CORE = TESTS.parent / "src" / "quire" / "core"
-BY_HAND: list[dict[str, Any]] = tomllib.loads((TESTS / "core" / "mutants.toml").read_text())["by_hand"]
+LIST: dict[str, list[dict[str, Any]]] = tomllib.loads((TESTS / "core" / "mutants.toml").read_text())
+BY_HAND = LIST["by_hand"]
 
 
 @pytest.mark.parametrize("mutant", BY_HAND, ids=lambda mutant: mutant["what"].replace(" ", "-"))
@@ -17,3 +18,11 @@ def test_a_mutant_written_by_hand_changes_one_place_of_its_module_to_other_pytho
     assert source.count(mutant["old"]) == 1
     assert mutant["old"] != mutant["new"]
     compile(source.replace(mutant["old"], mutant["new"]), mutant["module"], "exec")
+
+
+def test_what_is_explained_of_a_mutant_is_about_code_that_there_is() -> None:
+    by_hand = {f"{mutant['module']}: {mutant['what']}" for mutant in BY_HAND}
+    for mutant in LIST["explained"]:
+        if mutant["function"] not in by_hand:
+            source = (CORE / f"{mutant['function'].partition('.')[0]}.py").read_text()
+            assert " ".join(mutant["old"].split()) in " ".join(source.split()), mutant

@@ -239,7 +239,7 @@ def test_no_prompt_begins_in_a_step_that_has_the_end_of_another_one_which_takes_
 def test_a_prompts_last_token_takes_some_of_the_time_that_prompts_have_beside_decodes():
     last, decode = make_request(1, PROMPT, 4), make_request(2, PROMPT, 4)
     last.num_computed, decode.num_computed = len(PROMPT) - 1, len(PROMPT)
-    step = PendingStep(100)
+    step = PendingStep(0.0, 100)
     step.choose(last, 1)
     step.choose(decode, 1)
     step.slow(Costs(pair=1.0), 30.0 + len(PROMPT))

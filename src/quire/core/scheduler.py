@@ -136,12 +136,12 @@ class Scheduler:
     def next_step(self, now: float) -> StepPlan | None:
         """The part of `schedule` after waiting requests have been put in line."""
         self.kv.sources.expire(now)
-        step = PendingStep(self.config.max_num_batched_tokens)
+        step = PendingStep(now, self.config.max_num_batched_tokens)
         self._choose_decodes(step)
         self._limit_prefill(step)
         head = self._waiting.head()
         self._choose_prefills(step, head)
-        self._choose_waiting(step, now)
+        self._choose_waiting(step)
         if head is not None:
             self._choose_prefills(step, None)  # preemption may have left room
         if self._speculation is not None:
@@ -150,7 +150,7 @@ class Scheduler:
 
     def empty_step(self) -> StepPlan:
         """A step that computes nothing, for a replica with nothing to do in lockstep."""
-        return self._plan(PendingStep(0))
+        return self._plan(PendingStep(0.0, 0))
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestUpdate]:
         """Take in a step's result; returns an update for each request that got something."""
@@ -308,7 +308,7 @@ class Scheduler:
             if remaining:
                 step.partial.append(request)
 
-    def _choose_waiting(self, step: PendingStep, now: float) -> None:
+    def _choose_waiting(self, step: PendingStep) -> None:
         """Admit waiting requests in order; none overtakes the head of the queue because it needs fewer blocks.
 
         At most `max_num_seqs` wait for others' prefixes at once, since no more could run afterwards.
@@ -321,7 +321,7 @@ class Scheduler:
                 break
             if request.num_pending:  # preempted with a step in flight: its last token is not known yet
                 aside.append(request)
-            elif not self._admit(request, step, now) and request.awaits is None:
+            elif not self._admit(request, step) and request.awaits is None:
                 aside.append(request)
                 break
         for request in aside:
@@ -372,25 +372,27 @@ class Scheduler:
             count += 1
         return count if self._chunked or count == remaining else 0
 
-    def _admit(self, request: Request, step: PendingStep, now: float) -> bool:
+    @property
+    def _is_full(self) -> bool:
+        """Whether as many requests run as may."""
+        return len(self.running) >= self.config.max_num_seqs
+
+    def _admit(self, request: Request, step: PendingStep) -> bool:
         """Give a waiting request its first chunk; False if it must keep waiting."""
-        seats_taken = len(self.running) >= self.config.max_num_seqs
-        if seats_taken and not outranked(self.running, request):
+        if self._is_full and not outranked(self.running, request):
             return False
         step.lookup -= len(request.tokens)
         match = self.kv.match(request)
-        request.awaits = self._awaited(request, match, seats_taken, now, step)
+        request.awaits = self._awaited(request, match, step)
         if request.awaits is not None:
             self._waiting.push(request)
             return False
         peak = self.kv.peak_blocks(len(request.tokens), self._max_chunk)
         if match.partial is not None and self.kv.lacks([blocks + 1 for blocks in peak]):
             match = self.kv.match(request, whole=True)  # a copy needs an extra block, which a full pool does not have
-        return self._admit_match(request, match, step, now, seats_taken)
+        return self._admit_match(request, match, step)
 
-    def _awaited(
-        self, request: Request, match: Match, seats_taken: bool, now: float, step: PendingStep
-    ) -> Event | None:
+    def _awaited(self, request: Request, match: Match, step: PendingStep) -> Event | None:
         """The event that a request should wait for: another one computes its next blocks, or a fetch loads them."""
         if request.computes_all:
             return None
@@ -399,17 +401,17 @@ class Scheduler:
         cached = (match.num_blocks * size + match.partial_tokens + self.kv.needs_next_token) // size
         last = (len(request.tokens) - 1) // size
         event = self._leaders.awaited(request, cached, last)
-        if event is None and not seats_taken and request.num_fetches < MOST_FETCHES:
+        if event is None and not self._is_full and request.num_fetches < MOST_FETCHES:
             needed = self._blocks_to_start(request, match, len(request.tokens))
             most = self.kv.fetches.most_loads(step.num_decodes > 0, step.spare)
-            fetch = self.kv.bring(request, cached, last, needed, self._next_number, now, most)
+            fetch = self.kv.bring(request, cached, last, needed, self._next_number, step.now, most)
             if isinstance(fetch, Lookup):
                 return fetch.event
             if isinstance(fetch, Fetch):
                 step.load(fetch.size, fetch.source)
             if fetch is not None:
                 if fetch.request is request:  # else it was begun for one of another replica
-                    request.stats.fetching(fetch.source, fetch.brings * size, now)
+                    request.stats.fetching(fetch.source, fetch.brings * size, step.now)
                 self._leaders.claim(fetch)
                 return Event(BLOCK, fetch.hashes[-1])
         return event
@@ -425,7 +427,7 @@ class Scheduler:
         for event in self._leaders.abandoned(leader):
             self.arrived(event)
 
-    def _admit_match(self, request: Request, match: Match, step: PendingStep, now: float, seats_taken: bool) -> bool:
+    def _admit_match(self, request: Request, match: Match, step: PendingStep) -> bool:
         cached = match.num_blocks * self.kv.block_size + match.partial_tokens
         remaining = len(request.tokens) - cached
         count = self._chunk(remaining, step, cached)
@@ -435,25 +437,25 @@ class Scheduler:
         if self.kv.lacks(self._blocks_to_start(request, match, num_tokens)) and not outranked(self.running, request):
             return False  # after the lock, no more would be available
         self.kv.lock(match)
-        if not self._make_room(request, match, num_tokens, seats_taken, step):
+        if not self._make_room(request, match, num_tokens, step):
             self.kv.unlock(match)
             return False
         self.kv.admit(request, match)
         self.kv.reserve(request, num_tokens)
-        self._start(request, now)
+        self._start(request, step.now)
         step.choose(request, count)
         if count < remaining:
             step.partial.append(request)
         return True
 
-    def _make_room(self, request: Request, match: Match, num_tokens: int, seats_taken: bool, step: PendingStep) -> bool:
+    def _make_room(self, request: Request, match: Match, num_tokens: int, step: PendingStep) -> bool:
         """Whether the step has room for a request, and the pool for its locked match to grow to `num_tokens`.
 
         Preempts requests that it outranks if that suffices.
         """
         while True:
             needed = self._blocks_to_start(request, match, num_tokens)
-            if not seats_taken and not self.kv.lacks(needed):
+            if not self._is_full and not self.kv.lacks(needed):
                 return True
             later = outranked(self.running, request)
             if not later or self.kv.num_deferred:
@@ -461,7 +463,6 @@ class Scheduler:
             if self.kv.lacks(needed, self.kv.blocks_of_these_alone(later)):
                 return False
             self._preempt(later[0], step)
-            seats_taken = False
 
     def _blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> list[int]:
         """See `KVManager.blocks_to_start`."""

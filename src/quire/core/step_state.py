@@ -19,6 +19,7 @@ class PendingStep:
     """The step being built: tokens chosen for each request, and what is left of the budget.
 
     Attributes:
+        now: when it is scheduled, on the caller's clock.
         budget: tokens that may still be chosen. withheld: the part of it that prompts may not use.
         spare: the time that prompts and loads may still take, counted in tokens at a prompt's beginning.
         costs: estimates for that; None if their time is not limited.
@@ -29,6 +30,7 @@ class PendingStep:
         tuned: no request has more than one token besides drafts, and some may be drafted.
     """
 
+    now: float
     budget: int
     withheld: int = 0
     spare: float = math.inf
