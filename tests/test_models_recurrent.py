@@ -148,7 +148,7 @@ def test_a_new_engine_goes_on_with_a_reply_in_mid_tile(folder: str) -> None:
 def test_hits_at_a_prompts_end_at_a_branch_and_at_periodic_marks(folder: str) -> None:
     common = {"model": folder, "threads": 1, "max_model_len": 512, "check_invariants": True}
     with_cache, without = Engine(EngineConfig(**common)), Engine(EngineConfig(**common, prefix_cache="off"))
-    interval = 16 * with_cache.scheduler.kv.groups[1].states.interval
+    interval = 16 * with_cache.scheduler.kv.groups[1].retention.states.interval
     assert interval == 160, "keys of so many tokens are as large as a state"
     head = random_prompt(200, seed=1)
     prompts = [head + random_prompt(40, seed=seed) for seed in range(2, 6)]

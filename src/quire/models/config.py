@@ -323,6 +323,13 @@ def read_head_dim(fields: Fields, default: int | None = None) -> int:
     return fields.integer("head_dim", default=default, max=MAX_HEADS)
 
 
+def rope_section(fields: Fields) -> Fields:
+    """The parameters of rotary scaling: `rope_scaling`, or in newer checkpoints `rope_parameters`. As in transformers,
+    the former is used if both are present."""
+    older = fields.section("rope_scaling")
+    return older if older.names() else fields.section("rope_parameters")
+
+
 def read_rope(
     fields: Fields,
     head_dim: int,
@@ -346,8 +353,7 @@ def read_rope(
         read: further fields of the section, which the architecture reads itself.
         scaling: the section, where it is another one.
     """
-    if scaling is None:
-        scaling = fields.section("rope_scaling" if fields.section("rope_scaling").names() else "rope_parameters")
+    scaling = rope_section(fields) if scaling is None else scaling
     kind = _rope_kind(scaling, read)
     turning = _rotated_dims(fields, scaling, head_dim, partial)
     outer = fields.number("rope_theta", default=default_theta, above=1.0, max=MAX_THETA)

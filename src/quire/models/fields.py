@@ -75,9 +75,17 @@ class Fields:
         """Those of some fields that are present, unchecked."""
         return {name: self._values[name] for name in names if name in self._values}
 
-    def without(self, name: str) -> Fields:
-        """The fields without one."""
-        return Fields(self.picked(self.names() - {name}), self.source)
+    def without(self, *names: str) -> Fields:
+        """The fields without some."""
+        return Fields(self.picked(self.names().difference(names)), self.source)
+
+    def updated(self, values: Mapping[str, Any]) -> Fields:
+        """The fields with these values added, or in place of their own."""
+        return Fields({**self._values, **values}, self.source)
+
+    def with_defaults(self, values: Mapping[str, Any]) -> Fields:
+        """The fields with these values for those that are absent."""
+        return Fields({**values, **self._values}, self.source)
 
     def error(self, name: str, allowed: str) -> ModelConfigError:
         """An error for a field, with its value and the allowed values."""

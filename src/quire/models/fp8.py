@@ -43,10 +43,9 @@ class BlockQuantizedCheckpoint(Checkpoint):
     """
 
     def __init__(self, base: Checkpoint) -> None:
-        fields = base.config
         self.folder, self.generation = base.folder, base.generation
-        self.config = Fields(fields.picked(fields.names() - {SECTION}), fields.source)
-        self._block = _read_block(fields.section(SECTION))
+        self.config = base.config.without(SECTION)
+        self._block = _read_block(base.config.section(SECTION))
         self._stored = {name: entry for name, entry in base.entries.items() if entry.dtype in CODES}
         self._scales = {name: _scales_of(base, entry, self._block) for name, entry in self._stored.items()}
         scales = {entry.name for entry in self._scales.values()}

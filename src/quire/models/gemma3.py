@@ -58,7 +58,7 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
 
 def read_text(fields: Fields, generation: Fields) -> DecoderConfig:
     """Reads the text model's configuration; raises ModelConfigError."""
-    fields = Fields(DEFAULTS | fields.picked(fields.names()), fields.source)
+    fields = fields.with_defaults(DEFAULTS)
     fields.choice("hidden_activation", {"gelu_pytorch_tanh"}, default="gelu_pytorch_tanh")
     num_layers = read_num_layers(fields)
     pattern = fields.integer("sliding_window_pattern", max=MAX_LAYERS)
@@ -104,5 +104,4 @@ def _read_rope(fields: Fields, kind: str) -> RopeConfig:
     section = sections.section(kind)
     if kind == GLOBAL and fields.section("rope_scaling").names():
         section = fields.section("rope_scaling")
-    own = Fields(fields.picked(fields.names() - {"rope_theta"}), fields.source)
-    return read_rope(own, read_head_dim(fields), base, scaling=section)[0]
+    return read_rope(fields.without("rope_theta"), read_head_dim(fields), base, scaling=section)[0]

@@ -84,8 +84,8 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
 
 def read_text(fields: Fields, generation: Fields) -> DecoderConfig:
     """Reads the text model's configuration; raises ModelConfigError."""
-    defaults = DEFAULTS | OF_KIND[fields.choice("model_type", OF_KIND, default="gemma4_text")]
-    fields = Fields(defaults | fields.picked(fields.names()), fields.source)
+    kind = fields.choice("model_type", OF_KIND, default="gemma4_text")
+    fields = fields.with_defaults(DEFAULTS | OF_KIND[kind])
     fields.choice("hidden_activation", {"gelu_pytorch_tanh"}, default="gelu_pytorch_tanh")
     fields.refuse("use_bidirectional_attention", ("vision",), "attention of text to what follows it")
     num_layers = read_num_layers(fields)

@@ -16,6 +16,7 @@ from quire.models.config import (
     read_head_dim,
     read_num_layers,
     read_rope,
+    rope_section,
 )
 from quire.models.fields import Fields
 from quire.models.layout import Layout
@@ -45,7 +46,7 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
 
 
 def _read_rope(fields: Fields, head_dim: int) -> tuple[RopeConfig, int]:
-    section = fields.section("rope_scaling" if fields.section("rope_scaling").names() else "rope_parameters")
+    section = rope_section(fields)
     kinds = section.picked(["rope_type", "type"]).values()
     if "dynamic" not in kinds or "alpha" not in section:
         return read_rope(fields, head_dim)

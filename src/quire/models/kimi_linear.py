@@ -59,9 +59,9 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
     fields.refuse("rope_scaling", (), "latent attention with positions")
     fields.refuse("rope_parameters", (), "latent attention with positions")
     kinds, net = _kinds(fields), _net(fields)
-    names = fields.names() - {*USUAL, *OF_NET, "linear_attn_config", "layer_types", "head_dim", "rope_theta"}
-    usual = fields.picked(names) | {USUAL[name]: value for name, value in fields.picked(USUAL).items()}
-    fields = Fields(usual, fields.source)
+    usual = {USUAL[name]: value for name, value in fields.picked(USUAL).items()}
+    others = *USUAL, *OF_NET, "linear_attn_config", "layer_types", "head_dim", "rope_theta"
+    fields = fields.without(*others).updated(usual)
     routing = read_v3_routing(fields, 2.446)
     context = fields.integer("max_position_embeddings", default=CONTEXT, max=MAX_CONTEXT)
     config = read_deepseek_config(

@@ -75,9 +75,8 @@ def _read(
     num_layers, kinds = read_num_layers(fields), _kinds(fields)
     eps = fields.number("norm_eps", default=EPS, above=MIN_EPS, max=MAX_EPS)
     older = {OLDER[name]: value for name, value in fields.picked(OLDER).items()}
-    usual = fields.picked(fields.names() - {*OLDER, "norm_eps"}) | older | {"rms_norm_eps": eps}
     config = read_decoder_config(
-        Fields(usual, fields.source),
+        fields.without(*OLDER, "norm_eps").updated(older | {"rms_norm_eps": eps}),
         generation,
         windows=(None,) * num_layers,
         qk_norm="head",

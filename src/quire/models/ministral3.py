@@ -17,6 +17,7 @@ from quire.models.config import (
     read_num_layers,
     read_rope,
     read_same_window,
+    rope_section,
 )
 from quire.models.fields import Fields
 
@@ -41,7 +42,7 @@ def with_query_scaling(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     """With queries that grow as the section of the rotary scaling says; with a beta of 0, as Mistral Medium 3.5 has,
     they do not. Raises ModelConfigError.
     """
-    section = fields.section("rope_scaling" if fields.section("rope_scaling").names() else "rope_parameters")
+    section = rope_section(fields)
     beta = section.optional_number("llama_4_scaling_beta", zero=True)
     if beta is None:
         section.number("llama_4_scaling_beta", above=-1.0)  # it must be there

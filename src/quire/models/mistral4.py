@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.models.config import DecoderConfig, read_rope, read_routing
+from quire.models.config import DecoderConfig, read_rope, read_routing, rope_section
 from quire.models.deepseek_v2 import read_deepseek_config
 from quire.models.fields import Fields
 from quire.models.layout import Layout
@@ -21,7 +21,7 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
     turning = fields.integer("qk_rope_head_dim")
     whole = turning + fields.integer("qk_nope_head_dim")
     fields.refuse("head_dim", (turning, whole), f"a head_dim other than qk_rope_head_dim or all of a head ({whole})")
-    section = fields.section("rope_scaling" if fields.section("rope_scaling").names() else "rope_parameters")
+    section = rope_section(fields)
     section.refuse("partial_rotary_factor", (turning / whole, 1, 1.0), f"other than {turning} of {whole} dimensions")
     routing = read_routing(
         fields,
@@ -30,7 +30,6 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         normalize=fields.flag("norm_topk_prob", default=True),
         scale=fields.number("routed_scaling_factor", default=1.0),
     )
-    scaling = Fields(section.picked(section.names() - {"partial_rotary_factor"}), section.source)
-    rope = read_rope(fields, turning, read=ROPE_FIELDS, scaling=scaling)
+    rope = read_rope(fields, turning, read=ROPE_FIELDS, scaling=section.without("partial_rotary_factor"))
     config = read_deepseek_config(fields, generation, routing, default_first_dense=0, rope=rope)
     return replace(with_query_scaling(config, fields), layout=Layout())

@@ -17,7 +17,6 @@ import torch
 
 from quire.errors import CheckpointError, MissingTensorError, TensorShapeError
 from quire.models.checkpoint import Checkpoint
-from quire.models.fields import Fields
 from quire.models.layout import EXPERTS
 from quire.models.safetensors_file import FLOAT_DTYPES, map_tensor
 from quire.models.safetensors_header import TensorEntry
@@ -37,9 +36,8 @@ class Mxfp4Checkpoint(Checkpoint):
     """
 
     def __init__(self, base: Checkpoint) -> None:
-        fields = base.config
         self.folder, self.generation = base.folder, base.generation
-        self.config = Fields(fields.picked(fields.names() - {SECTION}), fields.source)
+        self.config = base.config.without(SECTION)
         self.entries = dict(base.entries)
         self._parts: dict[str, tuple[TensorEntry, TensorEntry, int, slice]] = {}  # by name: blocks, scales, where
         for name, blocks in base.entries.items():

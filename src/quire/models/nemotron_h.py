@@ -63,10 +63,9 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
     kinds = _kinds(fields)
     eps = fields.number("layer_norm_epsilon", default=1e-5, above=MIN_EPS, max=MAX_EPS)
     inner = fields.integer("intermediate_size", default=21504)
-    usual = fields.picked(fields.names()) | {"rms_norm_eps": eps, "intermediate_size": inner}
     experts = _read_experts(fields) if EXPERTS in kinds else None
     config = read_decoder_config(
-        Fields(usual, fields.source),
+        fields.updated({"rms_norm_eps": eps, "intermediate_size": inner}),
         generation,
         windows=(None,) * len(kinds),
         default_head_dim=128,

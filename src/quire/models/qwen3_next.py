@@ -41,7 +41,7 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         dense = read_sparse_step(fields, read_num_layers(fields))
         config = read_hybrid(fields, generation, read_experts(fields), dense)
     else:
-        config = read_hybrid(Fields(fields.picked(fields.names() - {"num_experts"}), fields.source), generation)
+        config = read_hybrid(fields.without("num_experts"), generation)
     net = config.recurrent
     if not isinstance(net, DeltaNetConfig):
         return config
@@ -95,7 +95,7 @@ def read_hybrid(
     head_dim = read_head_dim(fields, HEAD_DIM)
     rope = read_rope(fields, head_dim, partial=0.25)
     if experts is not None and "intermediate_size" not in fields:  # of layers that there are none of
-        fields = Fields(fields.picked(fields.names()) | {"intermediate_size": experts.intermediate_size}, fields.source)
+        fields = fields.updated({"intermediate_size": experts.intermediate_size})
     config = read_decoder_config(
         fields,
         generation,

@@ -25,10 +25,10 @@ def _read_text(fields: Fields, generation: Fields) -> DecoderConfig:
 
 def of_text(fields: Fields) -> Fields:
     """The fields without what rotary embedding does in images."""
-    values = fields.picked(fields.names())
     for name in ("rope_scaling", "rope_parameters"):
         section = fields.section(name)
         if section.names() & SECTIONS:
             kept = section.picked(section.names() - SECTIONS)
-            values[name] = {key: "default" if value == "mrope" else value for key, value in kept.items()}
-    return Fields(values, fields.source)
+            plain = {key: "default" if value == "mrope" else value for key, value in kept.items()}
+            fields = fields.updated({name: plain})
+    return fields

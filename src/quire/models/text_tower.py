@@ -42,9 +42,9 @@ def read_text_tower(
     if not section.names():
         raise fields.error("text_config", "an object, the text model's configuration")
     read = texts[section.choice("model_type", texts)]
-    values = fields.picked(["eos_token_id"]) | section.picked(section.names())
-    values |= fields.picked(["tie_word_embeddings"])  # the outer one counts, where both are there
-    config = read(Fields(values, section.source), generation)
+    section = section.with_defaults(fields.picked(["eos_token_id"]))
+    section = section.updated(fields.picked(["tie_word_embeddings"]))  # if both are present, the outer one counts
+    config = read(section, generation)
     layout = config.layout or Layout()
     skipped = tuple(prefix + other for prefix in ("", "model.") for other in others)
     return replace(
