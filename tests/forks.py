@@ -21,7 +21,8 @@ from quire import log
 from quire.engine.rank import RankStart
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["quire.engine.engine", "tests.forks"])
+SERVERS = ["quire.cli.serve", "quire.server.supervisor", "quire.server.worker", "quire.ipc.engine_process"]
+FORKS.set_forkserver_preload(["quire.engine.engine", *SERVERS, "tests.warm"])
 DESCRIPTORS = ("link", "memory", "stage_memory", "store", "bell", "host_memory")
 """The fields of `RankStart` that name what a rank inherits, under other numbers here."""
 
@@ -40,12 +41,11 @@ def _arrived(sent: Any) -> int:
     return int(sent.detach())
 
 
-class Rank:
-    """The process of a rank, as `subprocess.Popen` shows one."""
+class Fork:
+    """A process that calls a function, as `subprocess.Popen` shows one."""
 
-    def __init__(self, module: str, start: RankStart, inherited: Mapping[str, Inherited]) -> None:
-        told = module, msgspec.json.encode(start), inherited, Inherited(2), dict(os.environ)
-        self._process = FORKS.Process(target=_run_rank, args=told, daemon=True)
+    def __init__(self, target: Callable[..., None], *given: Any) -> None:
+        self._process = FORKS.Process(target=target, args=given, daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -56,22 +56,26 @@ class Rank:
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if (code := self.poll()) is None:
-            raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout or 0.0)
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return code
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
 
-def spawn_rank(command: Sequence[str], start: RankStart, *, fds: Sequence[int] = ()) -> Rank:
+def spawn_rank(command: Sequence[str], start: RankStart, *, fds: Sequence[int] = ()) -> Fork:
     """As `quire.child.spawn_beside` starts one, with a command that ends with a module."""
     numbers = {name: number for name in DESCRIPTORS if (number := getattr(start, name)) >= 0}
     assert sorted(numbers.values()) == sorted(fds), "DESCRIPTORS names all fields that have one"
-    return Rank(command[-1], start, {name: Inherited(number) for name, number in numbers.items()})
+    inherited = {name: Inherited(number) for name, number in numbers.items()}
+    return Fork(_run_rank, command[-1], msgspec.json.encode(start), inherited, Inherited(2), dict(os.environ))
 
 
 def _run_rank(

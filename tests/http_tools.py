@@ -19,9 +19,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
+
+if TYPE_CHECKING:
+    from tests.warm import WarmProcess
 
 T = TypeVar("T")
 URL = re.compile(r"https?://[^\s/]+:(\d+)")
@@ -115,6 +118,7 @@ class ServeProcess:
     Args:
         arguments: flags after the model; `--threads 1` goes before them.
         wait: for "ready" (`/health` says 200), "url" (the port is open), or "nothing".
+        warm: its processes are forks of one that has imported what they need, see `tests/warm.py`.
 
     Attributes:
         started: when the command was run, on the monotonic clock.
@@ -122,20 +126,24 @@ class ServeProcess:
     """
 
     def __init__(
-        self, *arguments: str, model: str = "demo", wait: str = "ready", deadline: float = DEADLINE, key: str = ""
+        self,
+        *arguments: str,
+        model: str = "demo",
+        wait: str = "ready",
+        deadline: float = DEADLINE,
+        key: str = "",
+        warm: bool = True,
     ) -> None:
         self.command = [sys.executable, "-m", "quire.cli.main", "serve", model, "--threads", "1", *arguments]
         self.command += ["--port", "0"]
         self.key = key
         self.started = 0.0
-        self._wait, self._deadline = wait, deadline
+        self._wait, self._deadline, self._warm = wait, deadline, warm
         self._lines: list[str] = []
 
     def __enter__(self) -> Self:
         self.started = time.monotonic()
-        self.process = subprocess.Popen(
-            self.command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
+        self.process = self._start()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self._seen: set[int] = set()
@@ -149,6 +157,14 @@ class ServeProcess:
             self.__exit__(type(error), error, error.__traceback__)
             raise
         return self
+
+    def _start(self) -> WarmProcess | subprocess.Popen[bytes]:
+        if not self._warm:
+            nothing = subprocess.DEVNULL
+            return subprocess.Popen(self.command, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE)
+        from tests.warm import WarmProcess
+
+        return WarmProcess(*self.command[2:])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -277,7 +277,7 @@ def test_keys_are_counted_and_never_shown(
 
 
 def test_a_real_server_opens_its_port_serves_drains_and_leaves_nothing() -> None:
-    with ServeProcess() as server:
+    with ServeProcess(warm=False) as server:
         pids = server.pids("all")
         assert len(server.pids("engine")) == len(server.pids("http")) == 1
         body = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 4, "ignore_eos": True}
@@ -289,7 +289,7 @@ def test_a_real_server_opens_its_port_serves_drains_and_leaves_nothing() -> None
 
 
 def test_a_model_that_does_not_fit_is_one_clear_last_line_although_the_cause_lies_in_a_child() -> None:
-    with ServeProcess("--num-kv-blocks", "3", "--max-model-len", "2048", wait="nothing") as server:
+    with ServeProcess("--num-kv-blocks", "3", "--max-model-len", "2048", wait="nothing", warm=False) as server:
         assert server.wait() == 2
         last = server.stderr.splitlines()[-1]
         assert last.startswith("quire: error: ")
@@ -298,7 +298,7 @@ def test_a_model_that_does_not_fit_is_one_clear_last_line_although_the_cause_lie
 
 
 def test_ctrl_c_while_loading_leaves_at_once_with_code_0() -> None:
-    with ServeProcess(wait="url") as server:
+    with ServeProcess(wait="url", warm=False) as server:
         assert server.terminate(number=signal.SIGINT) == 0
         assert "Traceback" not in server.stderr
 

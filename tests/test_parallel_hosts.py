@@ -35,6 +35,7 @@ from quire.runner.memory_plan import Measured
 from tests.http_tools import free_port
 from tests.networks import Networks, networks
 from tests.oracle import save_checkpoint
+from tests.warm import WarmProcess
 
 __all__ = ["networks"]  # a fixture
 
@@ -47,18 +48,21 @@ PROMPT = [5, 6, 7]
 class Joined:
     """A machine that brings ranks: `quire rank`, and what it has said."""
 
-    def __init__(self, port: int, token: Path, *options: str) -> None:
-        command = ["rank", "--join", f"127.0.0.1:{port}", "--token-file", str(token), *options]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "quire.cli.main", *command], stderr=subprocess.PIPE, text=True
-        )
+    process: WarmProcess | subprocess.Popen[bytes]
+
+    def __init__(self, port: int, token: Path, *options: str, warm: bool = True) -> None:
+        command = ["quire.cli.main", "rank", "--join", f"127.0.0.1:{port}", "--token-file", str(token), *options]
+        if warm:
+            self.process = WarmProcess(*command)
+        else:
+            self.process = subprocess.Popen([sys.executable, "-m", *command], stderr=subprocess.PIPE)
         self.said: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.said.append(line.strip())
+            self.said.append(line.decode().strip())
 
     def wait_said(self, text: str, count: int = 1, seconds: float = 60.0) -> None:
         end = time.monotonic() + seconds
@@ -104,10 +108,10 @@ def token(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def joined(token: Path, *machines: Sequence[str]) -> Iterator[tuple[dict[str, Any], list[Joined]]]:
+def joined(token: Path, *machines: Sequence[str], warm: bool = True) -> Iterator[tuple[dict[str, Any], list[Joined]]]:
     """Options of an engine, and machines that join it."""
     port = free_port()
-    others = [Joined(port, token, *options) for options in machines or [()]]
+    others = [Joined(port, token, *options, warm=warm) for options in machines or [()]]
     try:
         yield {"nnodes": 1 + len(others), "master_port": port, "token_file": str(token), "threads": 1}, others
     finally:
@@ -133,7 +137,7 @@ def test_machines_change_nothing(sizes: dict[str, int], machines: list[Sequence[
     found = []
     with LLM("demo", threads=1) as llm:
         found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(texts, params)])
-    with joined(token, *machines) as (options, others):
+    with joined(token, *machines, warm=False) as (options, others):
         with LLM("demo", **sizes, **options) as llm:
             found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(texts, params)])
             own = [pid for other in others for pid in other.children()]
@@ -357,7 +361,7 @@ def test_other_kernels_are_refused(token: Path, monkeypatch: pytest.MonkeyPatch)
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":  # it is read once, from the environment too
         pytest.skip("torch has no other kernels here")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
-    with joined(token) as (options, [other]):
+    with joined(token, warm=False) as (options, [other]):
         with pytest.raises(ConfigError, match=r"^rank 1 on .* has other kernels \(.*DEFAULT\) than the first"):
             LLM("demo", tensor_parallel_size=2, **options)
         other.wait_said("looking for an engine", 2)

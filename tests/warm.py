@@ -1,0 +1,126 @@
+"""`python -m quire...` without its start: a fork of a process that has imported torch and Quire already, which is most
+of what a server of a small model computes until it answers.
+
+Processes that Quire starts itself begin so, too, with the parent, the descriptors, the session, the environment and the
+command line that they would have; only those of untrusted tokenizers, whose memory is limited, are real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from tests.forks import Fork, Inherited
+
+COMMAND = "quire.cli.main"
+MODULES = (COMMAND, "quire.ipc.engine_process", "quire.server.http_process", "quire.engine.rank")
+START_EXECUTED = subprocess._fork_exec  # type: ignore[attr-defined]
+
+
+class WarmProcess(Fork):
+    """`python -m MODULE ARGUMENTS`, without standard input or output.
+
+    Attributes:
+        stderr: what it writes there.
+    """
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        reading, writing = os.pipe()
+        self.stderr = open(reading, "rb")  # noqa: SIM115  # its reader closes it
+        super().__init__(_begin, module, arguments, Inherited(writing), dict(os.environ))
+        os.close(writing)
+
+
+def _begin(module: str, arguments: Sequence[str], errors: int, environment: Mapping[str, str]) -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    _be([sys.executable, "-m", module, *arguments], environment, (nothing, nothing, errors), ())
+
+
+def _start(
+    command: Sequence[bytes | str],
+    executables: Any,
+    close_fds: bool,
+    kept: Sequence[int],
+    folder: Any,
+    environment: Sequence[bytes] | None,
+    *more: Any,
+) -> int:
+    """What `subprocess` calls to start a process: it is a fork of this one, where that is known to do."""
+    words = [os.fsdecode(word) for word in command]
+    if words[0] != sys.executable or "-m" not in words or words[words.index("-m") + 1] not in MODULES:
+        return cast(int, START_EXECUTED(command, executables, close_fds, kept, folder, environment, *more))
+    if child := os.fork():
+        return child
+    try:
+        stdin, _, _, stdout, _, stderr, _, failure, _, own_session = more[:10]
+        if own_session:
+            os.setsid()
+        told = dict(os.fsdecode(each).split("=", 1) for each in environment or ())
+        _be(words, told or os.environ.copy(), (stdin, stdout, stderr), set(kept) - {failure})
+    finally:
+        os._exit(1)
+
+
+def _be(command: list[str], environment: Mapping[str, str], standard: Sequence[int], kept: Any) -> NoReturn:
+    """Run a command's module as a process that has just been started, and end.
+
+    Args:
+        standard: what becomes its standard input, output and error; -1: as they are. kept: what stays open beside them.
+    """
+    gc.freeze()  # what is not this process's would close descriptors when it is found to be garbage
+    for number, given in enumerate(standard):
+        if given != -1:
+            os.dup2(given, number)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            with suppress(OSError):
+                os.close(int(name))
+    signal.set_wakeup_fd(-1)
+    for signal_number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with suppress(OSError):
+            signal.signal(signal_number, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    asyncio._set_running_loop(None)
+    asyncio.set_event_loop_policy(None)
+    logging.getLogger().handlers.clear()
+    os.environ.clear()
+    os.environ.update(environment)
+    _show(command)
+    module = command.index("-m") + 1
+    sys.argv = command[module:]
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    # An engine, whose kernels have threads, is not what a process should be a fork of.
+    start = _start if command[module] == COMMAND else START_EXECUTED
+    subprocess._fork_exec = start  # type: ignore[attr-defined]
+    try:
+        code = importlib.import_module(command[module]).main()
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    log = importlib.import_module("quire.log")
+    log.flush()
+    os._exit(code or 0)
+
+
+def _show(command: Sequence[str]) -> None:
+    """Have the system tell this command line of this process: it stands where that of its first ancestor stood."""
+    fields = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()
+    begin, end = int(fields[45]), int(fields[46])
+    text = "\0".join(command).encode()[: end - begin - 1]
+    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
