@@ -1,6 +1,6 @@
 """A checkpoint: a Hugging Face folder of `config.json`, `generation_config.json` and `*.safetensors`.
 
-Nothing of it is ever run, and no tensor is read before its header has been checked.
+No code in it is ever run, and no tensor is read before its header has been checked.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Checkpoint:
     """A folder whose headers and configuration have been read; its tensors are mapped when asked for.
 
     Attributes:
-        folder: where it lies.
+        folder: its path.
         config: fields of config.json.
-        generation: fields of generation_config.json; none where the file is absent.
+        generation: fields of generation_config.json; empty if the file is absent.
         entries: every tensor by name.
 
     Raises:
@@ -70,15 +70,14 @@ class Checkpoint:
         return map_tensor(self.entries[name], dtypes)
 
     def coded(self, name: str) -> Mxfp4Weight | Fp8Weight | None:
-        """A tensor as it is stored, where that is in MXFP4 or fp8; None: it is not."""
+        """A tensor as it is stored, if that is in MXFP4 or fp8; otherwise None."""
         return None
 
 
 def content_hash(folder: Path) -> str:
-    """A hash of a checkpoint: its configuration, and each weight file's length, head, tail and samples between.
+    """A hash of a checkpoint: its configuration, and the length of each weight file and samples from beginning to end.
 
-    Hashing gigabytes whole would take seconds at every start. Files that differ between the samples alone are
-    not told apart.
+    Hashing all of it would take seconds at every start. Files that differ only between samples have the same hash.
     """
     hasher = blake3.blake3()
     for path in [*sorted(folder.glob("*.safetensors")), folder / "config.json"]:
@@ -94,14 +93,14 @@ def content_hash(folder: Path) -> str:
 
 
 def choose_dtype(checkpoint: Checkpoint, requested: str) -> tuple[torch.dtype, str | None]:
-    """The data type to compute in, and a note for the user where it is not simply what was asked for.
+    """The data type to compute in, and a note for the user if it is an unexpected or slow one.
 
-    "auto" is what config.json names (`dtype`, or `torch_dtype` in the older spelling), else that of the
-    largest tensor. An fp16 checkpoint is then computed in fp32, which represents it exactly, since fp16 products
-    are about ten times slower than bf16 ones on a CPU.
+    "auto" is the type in config.json (`dtype`, formerly `torch_dtype`), or that of the largest tensor. If it is fp16,
+    fp32 is used, which represents the weights exactly, since fp16 products are about ten times slower than bf16 ones
+    on a CPU.
 
     Raises:
-        ModelConfigError: config.json names another type.
+        ModelConfigError: the type in config.json is unknown.
         CheckpointError: `requested` is not a data type.
     """
     if requested != "auto":
@@ -152,9 +151,9 @@ def _read_entries(folder: Path) -> dict[str, TensorEntry]:
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The one file, or those that the index names, or all there are, in this order, as in transformers.
+    """The single file, or else those in the index, or else all in the folder, as in transformers.
 
-    Also returns what the index promises: a file's name for each tensor; empty where there is no index.
+    Also returns the index, the name of each tensor's file; empty if there is none.
     """
     if has_file(folder / SINGLE_FILE, CheckpointError):
         return [folder / SINGLE_FILE], {}
@@ -172,7 +171,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """The file's name for each tensor, every one checked to be a file in the index's own folder."""
+    """The name of each tensor's file. All are checked to be files in the index's own folder."""
     weight_map = Fields.read(index, max_bytes=MAX_INDEX_BYTES).mapping("weight_map")
     for tensor, name in weight_map.items():
         if Path(name).name != name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):

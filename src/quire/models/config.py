@@ -316,7 +316,7 @@ def _read_heads(fields: Fields, hidden_size: int, default_head_dim: int | None) 
 
 
 def read_head_dim(fields: Fields, default: int | None = None) -> int:
-    """Width of a head, for who needs it before the rest; raises ModelConfigError."""
+    """Width of a head, if it is needed before `read_decoder_config`; raises ModelConfigError."""
     heads = fields.integer("num_attention_heads", max=MAX_HEADS)
     if default is None:
         default = fields.integer("hidden_size") // heads
@@ -339,19 +339,19 @@ def read_rope(
     read: Collection[str] = (),
     scaling: Fields | None = None,
 ) -> tuple[RopeConfig, int]:
-    """The rotary embedding and the longest context that it serves.
+    """The rotary embedding, and the longest context with it.
 
-    The older spelling is `rope_theta` beside `rope_scaling` (whose kind is `type` or `rope_type`), the newer
-    one `rope_parameters` with everything inside; as in transformers, rope_scaling wins where both are there.
+    Older checkpoints have `rope_theta` and, for scaling, the section `rope_scaling` (whose kind is `type` or
+    `rope_type`); newer ones have all of it in `rope_parameters`.
 
-    By Hugging Face's convention `max_position_embeddings` is the length *before* linear and yarn scaling, so
-    these lengthen the context; llama3's and longrope's is already the scaled one.
+    By Hugging Face's convention, `max_position_embeddings` is the length *before* linear and yarn scaling, so these
+    lengthen the context; for llama3 and longrope it is the length after scaling.
 
     Args:
-        partial: `partial_rotary_factor` where the field is absent, of an architecture that turns a part of each head;
-            None: all of a head turns.
+        partial: default of `partial_rotary_factor`, in an architecture that rotates a part of each head; None if it
+            rotates all of it.
         read: further fields of the section, which the architecture reads itself.
-        scaling: the section, where it is another one.
+        scaling: the section; None for that of `rope_section`.
     """
     scaling = rope_section(fields) if scaling is None else scaling
     kind = _rope_kind(scaling, read)
@@ -359,7 +359,7 @@ def read_rope(
     outer = fields.number("rope_theta", default=default_theta, above=1.0, max=MAX_THETA)
     theta = scaling.number("rope_theta", default=outer, above=1.0, max=MAX_THETA)
     context = fields.integer("max_position_embeddings", max=MAX_CONTEXT)
-    # A length of its own beside the section wins over the one inside, as in transformers.
+    # The field outside of the section takes precedence, as in transformers.
     original = fields.integer(
         "original_max_position_embeddings",
         default=scaling.integer("original_max_position_embeddings", default=context, max=MAX_CONTEXT),
@@ -456,13 +456,13 @@ def _rope_kind(scaling: Fields, read: Collection[str]) -> RopeKind:
 
 
 def read_num_layers(fields: Fields) -> int:
-    """How many layers there are; checked before anything is built for each. Raises ModelConfigError."""
+    """The number of layers; it is checked before anything is made for each of them. Raises ModelConfigError."""
     return fields.integer("num_hidden_layers", max=MAX_LAYERS)
 
 
 def read_dense_layers(fields: Fields, num_layers: int, default_first: int) -> frozenset[int]:
-    """Layers with an MLP where others have experts: those that `mlp_layer_types` calls dense, or the first
-    `first_k_dense_replace`, unless said `default_first`. Raises ModelConfigError.
+    """Layers with an MLP, if others have experts: those that are "dense" in `mlp_layer_types`, or else the first
+    `first_k_dense_replace` (default: `default_first`). Raises ModelConfigError.
     """
     types = fields.strings("mlp_layer_types")
     if types is None:
@@ -474,7 +474,7 @@ def read_dense_layers(fields: Fields, num_layers: int, default_first: int) -> fr
 
 
 def read_same_window(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """The window of a model all of whose layers see the same one: `sliding_window`. Raises ModelConfigError."""
+    """Windows if all layers have the same one, `sliding_window`. Raises ModelConfigError."""
     window = fields.integer("sliding_window", max=MAX_CONTEXT) if "sliding_window" in fields else None
     kind = "full_attention" if window is None else "sliding_attention"
     fields.refuse("layer_types", ([kind] * num_layers,), "all layers see the same window")
@@ -482,7 +482,7 @@ def read_same_window(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def read_layer_types(fields: Fields, num_layers: int) -> list[str] | None:
-    """Which layers see a window, as `layer_types` says; None where the field is absent. Raises ModelConfigError."""
+    """The field `layer_types`, which says which layers have a window; None if it is absent. Raises ModelConfigError."""
     types = fields.strings("layer_types")
     if types is not None and (len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}):
         raise fields.error("layer_types", f"{num_layers} of 'full_attention' or 'sliding_attention'")
@@ -490,7 +490,7 @@ def read_layer_types(fields: Fields, num_layers: int) -> list[str] | None:
 
 
 def read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen's sliding windows: layers from `max_window_layers` on, or those that `layer_types` names.
+    """Qwen's sliding windows: of layers from `max_window_layers` on, or as in `layer_types`.
 
     Raises:
         ModelConfigError: an unknown layer type, or a sliding layer without a window.
@@ -521,13 +521,13 @@ def read_routing(
     """How a router chooses experts.
 
     Args:
-        count_field: what the checkpoint calls the number of experts.
-        group_score: how groups (`n_group`, `topk_group`) are scored; None: experts lie in no groups.
+        count_field: name of the field with the number of experts.
+        group_score: how groups (`n_group`, `topk_group`) are scored; None if experts are not grouped.
         scoring, normalize, scale: see `Routing`.
 
     Raises:
-        ModelConfigError: a count is missing, groups do not divide the experts, or `num_experts_per_tok` is more than
-            the experts that remain.
+        ModelConfigError: a count is missing, groups do not divide the experts, or `num_experts_per_tok` exceeds the
+            number of experts to choose from.
     """
     experts = fields.integer(count_field, max=MAX_EXPERTS)
     groups = top_groups = 1

@@ -1,7 +1,7 @@
-"""Dense layers that an embedding goes through after pooling, as Sentence Transformers' `Dense` modules say.
+"""Dense layers after pooling: Sentence Transformers' `Dense` modules.
 
-They are computed where the embedding is made, which need not be a process that has torch, one embedding at a time and
-in one order of sums: the same bits whatever else is embedded.
+They are computed with numpy, since the process that makes embeddings may not have torch; one embedding at a time, and
+with one order of summation, so that the bits do not depend on what else is embedded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Vector = npt.NDArray[np.float32]
 
 CLASS = "torch.nn.modules."
 ACTIVATIONS = {f"{CLASS}linear.Identity": False, f"{CLASS}activation.Tanh": True}
-"""Whether it is a tanh, by the activation's class."""
+"""Whether an activation is a tanh, by its class."""
 DEFAULT = f"{CLASS}activation.Tanh"
-"""Sentence Transformers' own."""
+"""Sentence Transformers' default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Dense:
     """One such layer.
 
     Attributes:
-        weight: [outputs, inputs]. bias: [outputs]; None: there is none.
-        tanh: what comes out goes through a tanh.
+        weight: [outputs, inputs]. bias: [outputs]; None if there is none.
+        tanh: whether its activation is a tanh; otherwise it has none.
     """
 
     weight: TensorEntry
@@ -41,16 +41,19 @@ class Dense:
 
     @property
     def width(self) -> int:
-        """Numbers that come out."""
+        """Number of outputs."""
         return self.weight.shape[0]
 
     @classmethod
     def read(cls, folder: Path, inputs: int) -> Dense:
-        """What a module's folder says, of which the module before yields so many numbers.
+        """Read a module's folder.
+
+        Args:
+            inputs: width of the previous module's output.
 
         Raises:
-            ModelConfigError: it asks for what is not supported, or its weights are of another shape.
-            CheckpointError: its weights cannot be read.
+            ModelConfigError: an option is not supported, or the weights have the wrong shape.
+            CheckpointError: the weights cannot be read.
         """
         fields = Fields.read(folder / "config.json")
         for name in ("module_input_name", "module_output_name"):
@@ -74,7 +77,7 @@ class Dense:
 
     def __call__(self, x: Vector) -> Vector:
         """x: [inputs]. Returns [outputs]."""
-        # Not a product of a BLAS, of which the order of sums may depend on how many threads it has.
+        # Not a BLAS product, whose order of summation may depend on the number of threads.
         y: Vector = np.einsum("oi,i->o", _numbers(self.weight), x)
         if self.bias is not None:
             y = y + _numbers(self.bias)
@@ -85,7 +88,7 @@ STORED = ("F32", "BF16", "F16")
 
 
 def _numbers(entry: TensorEntry) -> npt.NDArray[np.float32]:
-    """A tensor in fp32; where it is stored so, the mapped file itself."""
+    """A tensor in fp32; a view of the mapped file if it is stored in fp32."""
     skip = entry.start % mmap.ALLOCATIONGRANULARITY
     try:
         with entry.file.open("rb") as stream:

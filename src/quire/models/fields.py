@@ -20,8 +20,8 @@ MAX_NUMBER = 1e6
 def has_file(file: Path, error: type[QuireError] = ModelConfigError) -> bool:
     """Whether an optional file exists.
 
-    Raises `error` if there is something else with its name: treating a broken link as absent would silently change
-    the checkpoint.
+    Raises `error` if something else has its name: treating a broken link as absent would silently change the
+    checkpoint.
     """
     if os.path.isfile(file):  # unlike Path.is_file, not an error for a name that is too long
         return True

@@ -1,11 +1,11 @@
-"""Checkpoints whose weights are 8-bit floating point numbers with a scale for each block, as DeepSeek V3's are.
+"""Checkpoints with weights in fp8 (e4m3) and a scale per block, such as DeepSeek V3.
 
-`quantization_config` says so: `quant_method` fp8 and `weight_block_size`, 128 x 128. Such a weight NAME.weight
-[out, in] is of type F8_E4M3 and has a tensor NAME.weight_scale_inv [blocks of rows, blocks of columns] beside it; a
-number is its code times its block's scale. With `activation_scheme` static, as in Ministral 3, there is one scale for
-all of a weight, and another one for what it is multiplied with (NAME.activation_scale), which plays no part here. Other
-weights are as ever. Quire computes with the numbers themselves, rounded once to the data type of the computation: they
-are restored as they are read, or stay in 8 bits where kernels restore them (`ops.fp8`).
+Their `quantization_config` has `quant_method` fp8 and `weight_block_size`, 128 x 128. A weight NAME.weight [out, in] of
+type F8_E4M3 has a second tensor NAME.weight_scale_inv [blocks of rows, blocks of columns]; a number is its code times
+its block's scale. With `activation_scheme` static, as in Ministral 3, there is one scale for the whole weight, and one
+for the activations (NAME.activation_scale), which is not used here. Other weights are stored as usual. Quire computes
+with the numbers themselves, rounded once to the data type of the computation: they are restored when they are read, or
+stay in 8 bits if the kernels restore them (`ops.fp8`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from quire.ops.fp8 import Fp8Weight
 SECTION = "quantization_config"
 CODES = {"F8_E4M3": torch.float8_e4m3fn}
 USUAL_BLOCK = 128
-"""Rows and columns that share a scale in the checkpoints that are published."""
+"""Rows and columns that share a scale in published checkpoints."""
 SCALE = "_scale_inv"
-"""Behind a weight's name: its scales."""
+"""Suffix of a weight's name, for its scales."""
 OF_ACTIVATIONS = ".activation_scale"
 
 
 class BlockQuantizedCheckpoint(Checkpoint):
-    """A checkpoint with such weights, presented as one of plain weights.
+    """Presents such a checkpoint as one with plain weights.
 
-    Its entries are the weights without their scales, those of codes as F32, which is what `tensor` makes of them;
-    its configuration is the base's without `quantization_config`.
+    Its entries are the weights without their scales; weights in fp8 are F32, as `tensor` restores them. Its
+    configuration is the base's without `quantization_config`.
 
     Raises:
-        ModelConfigError: `quantization_config` asks for something else.
-        MissingTensorError, TensorShapeError: a weight's scales are missing, or are those of other blocks.
+        ModelConfigError: `quantization_config` describes another format.
+        MissingTensorError, TensorShapeError: a weight's scales are missing, or have the wrong shape.
     """
 
     def __init__(self, base: Checkpoint) -> None:
@@ -56,7 +56,7 @@ class BlockQuantizedCheckpoint(Checkpoint):
         }
 
     def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
-        """A tensor: see `Checkpoint`. One of codes is restored in fp32."""
+        """A tensor: see `Checkpoint`. One in fp8 is restored in fp32."""
         if name not in self._stored:
             return super().tensor(name, dtypes)
         return restore(*self._codes_and_scales(name), self._block)
@@ -70,7 +70,7 @@ class BlockQuantizedCheckpoint(Checkpoint):
 
 
 def _weight(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None) -> Fp8Weight:
-    """What `restore` restores, with a scale for each output: then any outputs may be put together."""
+    """The numbers of `restore`, with a scale for each output, so that any outputs can be concatenated."""
     outputs, inputs = codes.shape
     if block is None:  # one group of all inputs, in whole blocks as they usually are
         scales, group = scales.reshape(1, 1).expand(outputs, 1), -(-inputs // USUAL_BLOCK) * USUAL_BLOCK
@@ -80,9 +80,9 @@ def _weight(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | 
 
 
 def restore(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
-    """Numbers [out, in] fp32 of codes [out, in], with scales [blocks of rows, blocks of columns] fp32.
+    """The numbers [out, in] fp32, given codes [out, in] and scales [blocks of rows, blocks of columns] fp32.
 
-    The last block of a row or column may be a part of one. Without blocks there is one scale.
+    The last block of a row or column may be incomplete. Without blocks there is one scale.
     """
     if block is None:
         return codes.float() * scales
@@ -95,13 +95,13 @@ def restore(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | 
 
 
 def is_block_quantized(checkpoint: Checkpoint) -> bool:
-    """Whether its configuration says that weights are 8-bit floating point numbers."""
+    """Whether its weights are in fp8, by its configuration."""
     section = checkpoint.config.section(SECTION)
     return section.picked(["quant_method"]) == {"quant_method": "fp8"}
 
 
 def _read_block(section: Fields) -> tuple[int, int] | None:
-    """Rows and columns that share a scale; None: all do. Raises ModelConfigError for what would be other numbers."""
+    """Rows and columns that share a scale; None if all do. Raises ModelConfigError if the format is another one."""
     section.choice("fmt", {"e4m3", "float8_e4m3fn"}, default="e4m3")
     static = section.choice("activation_scheme", {"dynamic", "static"}, default="dynamic") == "static"
     if static and "weight_block_size" not in section:
@@ -113,7 +113,7 @@ def _read_block(section: Fields) -> tuple[int, int] | None:
 
 
 def _scales_of(checkpoint: Checkpoint, entry: TensorEntry, block: tuple[int, int] | None) -> TensorEntry:
-    """The entry of a weight's scales, once its shape is what it must be."""
+    """The entry of a weight's scales, after checking its shape."""
     scales = checkpoint.entries.get(entry.name + SCALE)
     if scales is None:
         raise MissingTensorError(

@@ -1,4 +1,4 @@
-"""What a path is that is no checkpoint which Quire runs, and what to do about it."""
+"""Says what a path is if it is not a checkpoint that Quire can run, and what to do about it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ QUANTIZERS = {
     "torchao": "torchao",
     "fp8": "fp8 of another kind",
 }
-"""`quantization_config.quant_method`, in words."""
+"""Names of quantizers, by `quantization_config.quant_method`."""
 
 
 def identify(path: Path) -> str | None:
-    """What a file or folder is, why Quire does not run it as it is, and what to do; None: nothing speaks against it.
+    """What a file or folder is, why Quire cannot run it as it is, and what to do; None if no obstacle was found.
 
-    Names and the first bytes of files are looked at, and small JSON files read; no weights.
+    It looks at names, the first bytes of files, and small JSON files, but reads no weights.
     """
     if os.path.isfile(path):
         return _identify_file(path)
@@ -41,13 +41,13 @@ def identify(path: Path) -> str | None:
 
 
 def hub_name_of(text: str) -> str | None:
-    """`org/name` of the URL of a model on the hub."""
+    """`org/name`, given the URL of a model on the Hub."""
     match = HUB_URL.fullmatch(text)
     return match[1] if match else None
 
 
 def tokenizer_of(folder: Path) -> str:
-    """Which tokenizer a folder has, in words."""
+    """A description of the tokenizer in a folder."""
     if os.path.isfile(folder / "tokenizer.json"):
         return "tokenizer.json"
     old = next((name for name in ("tokenizer.model", "spiece.model", "vocab.json") if (folder / name).is_file()), None)
@@ -57,7 +57,7 @@ def tokenizer_of(folder: Path) -> str:
 
 
 def quantizer(section: Fields) -> str:
-    """What made quantized weights, in words, from a checkpoint's `quantization_config`."""
+    """A description of how weights were quantized, given a checkpoint's `quantization_config`."""
     method = section.picked(["quant_method"]).get("quant_method")
     bits = section.picked(["bits"]).get("bits")
     name = QUANTIZERS.get(method, repr(method)[:40]) if isinstance(method, str) else "quantized"
@@ -82,7 +82,7 @@ _ORIGINAL = (
 
 
 def _not_a_checkpoint(folder: Path, names: list[str]) -> str | None:
-    """Folders of another kind."""
+    """Describes folders that are something other than a checkpoint."""
     if "adapter_config.json" in names and "config.json" not in names:
         base = Fields.read(folder / "adapter_config.json").picked(["base_model_name_or_path"])
         of = f" of {base['base_model_name_or_path']}"[:120] if base else ""
@@ -114,7 +114,7 @@ def _not_a_checkpoint(folder: Path, names: list[str]) -> str | None:
 
 
 def _unread_weights(folder: Path, names: list[str]) -> str | None:
-    """Checkpoints whose weights are not there, or in no format that Quire reads."""
+    """Describes checkpoints without weights in a format that Quire reads."""
     weights = [name for name in names if name.endswith(".safetensors")]
     for name in weights:
         if _head(folder / name).startswith(LFS_HEAD):

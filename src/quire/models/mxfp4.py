@@ -1,10 +1,10 @@
-"""Checkpoints whose experts are in MXFP4 (https://arxiv.org/abs/2310.10537), as gpt-oss' are.
+"""Checkpoints with experts in MXFP4 (https://arxiv.org/abs/2310.10537), such as gpt-oss.
 
-`quantization_config` says so: `quant_method` mxfp4. All experts of a layer lie in PREFIX.experts.gate_up_proj_blocks
-[experts, outputs, inputs / 32, 16] U8, of which each byte is two 4-bit floating point numbers, the lower half first,
-and gate_up_proj_scales [experts, outputs, inputs / 32] U8, exponents of 2 that 32 numbers share; gate and up have an
-output by turns. So do those of down_proj. They are computed as they are stored (`ops.mxfp4`); whoever asks for their
-numbers, as to quantize them otherwise, gets them exactly.
+Their `quantization_config` has `quant_method` mxfp4. All experts of a layer are in PREFIX.experts.gate_up_proj_blocks
+[experts, outputs, inputs / 32, 16] U8, where each byte is two 4-bit floating-point numbers, the lower half first, and
+gate_up_proj_scales [experts, outputs, inputs / 32] U8, exponents of 2 for 32 numbers each; the outputs of gate and up
+alternate. The same holds for down_proj. Kernels compute with weights as they are stored (`ops.mxfp4`); their exact
+numbers are available too, for example to quantize them in another way.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ CODES = {"U8": torch.uint8}
 
 
 class Mxfp4Checkpoint(Checkpoint):
-    """Such a checkpoint, presented as one of plain weights, by expert: "PREFIX.experts.0.gate_proj.weight".
+    """Presents such a checkpoint as one with a plain weight per expert: "PREFIX.experts.0.gate_proj.weight".
 
     Raises:
-        ModelConfigError: its configuration asks for something else.
-        MissingTensorError, TensorShapeError: blocks without scales, or of shapes that do not fit.
+        MissingTensorError, TensorShapeError: scales are missing, or blocks and scales have the wrong shape.
     """
 
     def __init__(self, base: Checkpoint) -> None:
@@ -57,7 +56,7 @@ class Mxfp4Checkpoint(Checkpoint):
                 self._parts[name] = blocks, scales, expert, slice(place, None, len(called))
 
     def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
-        """A tensor: see `Checkpoint`. An expert's is restored in fp32."""
+        """A tensor: see `Checkpoint`. Experts are restored in fp32."""
         coded = self.coded(name)
         return super().tensor(name, dtypes) if coded is None else coded.restored()
 
@@ -73,13 +72,13 @@ class Mxfp4Checkpoint(Checkpoint):
 
 
 def is_mxfp4(checkpoint: Checkpoint) -> bool:
-    """Whether its configuration says that experts are in this format."""
+    """Whether its experts are in this format, by its configuration."""
     section = checkpoint.config.section(SECTION)
     return section.picked(["quant_method"]) == {"quant_method": "mxfp4"}
 
 
 def _scales_of(checkpoint: Checkpoint, blocks: TensorEntry, called: tuple[str, ...]) -> TensorEntry:
-    """The entry of the scales of some blocks, once both have the shapes that they must have."""
+    """The entry of some blocks' scales, after checking the shapes of both."""
     name = blocks.name.removesuffix("_blocks") + "_scales"
     scales = checkpoint.entries.get(name)
     if scales is None:

@@ -1,4 +1,4 @@
-"""Quantizing a checkpoint into a folder of its own, whose next load is a memory map: see `quantized_folder`."""
+"""Quantizes a checkpoint into a new folder, which is loaded by mapping it into memory: see `quantized_folder`."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from quire.models.weights import HEAD, is_plain
 from quire.ops import Kernels, Quantization, QuantizedWeight, choose_kernels
 
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "README*")
-"""What is taken over beside the weights: configuration, tokenizer, chat template, licence."""
+"""Files that are copied besides the weights: configuration, tokenizer, chat template, licence."""
 MODULES = ("[0-9]*_*/*.json", "[0-9]*_*/*.safetensors")
-"""And what follows a model that embeds, as Sentence Transformers names its folders."""
+"""Further modules of an embedding model, in folders as Sentence Transformers names them."""
 
 OnProgress = Callable[[str, float], None]
-"""Told (phase, share of it done from 0 to 1)."""
+"""Called with (phase, progress from 0 to 1)."""
 
 
 def quantize_folder(base: Path, output: Path, how: Quantization, on_progress: OnProgress | None = None) -> None:
     """Write a quantized copy of a checkpoint.
 
-    The folder appears under its name only when it is complete; whatever ends this before then, nothing is left.
+    The folder gets its name only when it is complete; if this fails or is interrupted, nothing is left.
 
     Args:
         base: folder of the checkpoint.
         output: a folder that does not exist yet, or is empty.
-        how: of its linear layers.
+        how: the quantization of its linear layers.
 
     Raises:
         ConfigError: `output` is not empty or cannot be written, or `base` is quantized already.
-        CheckpointError: the checkpoint is not right, or cannot be quantized in this way.
+        CheckpointError: the checkpoint is damaged or not supported, or cannot be quantized in this way.
     """
     report = on_progress or (lambda phase, share: None)
     check_output(output)
@@ -67,12 +67,12 @@ def write_quantized(
     base: str,
     report: OnProgress,
 ) -> None:
-    """A checkpoint's weights, quantized, and the record of it, into a folder that has its config.json.
+    """Write a checkpoint's quantized weights, and the record, into a folder that has its config.json already.
 
-    Each product is written as soon as it is quantized, and its memory given back: a model may be larger than memory.
+    Each product is written and its memory freed as soon as it is quantized, so a model may be larger than memory.
 
     Args:
-        base: what the record calls the checkpoint.
+        base: the checkpoint's name in the record.
 
     Raises:
         OSError: the folder cannot be written.
@@ -81,7 +81,7 @@ def write_quantized(
     base_hash = content_hash(checkpoint.folder)
     numbers = of_numbers(checkpoint)
     shapes = read_config(numbers.config, numbers.generation).tensor_shapes()
-    # What is not a multiple of 32 numbers, and so perhaps not of `ALIGNMENT`, comes last.
+    # Tensors whose size is not a multiple of 32 numbers, and so perhaps not of `ALIGNMENT`, come last.
     plain = sorted(
         (name for name in shapes if is_plain(name, shapes[name])), key=lambda name: math.prod(shapes[name]) % 32 > 0
     )
@@ -106,8 +106,8 @@ def write_quantized(
 
 
 class Quantizing(Kernels):
-    """For a model that is written and never run: the fastest kernels quantize its weights, and products, those of plain
-    torch, are made of what is left of these, their shapes; others would take memory to copy each weight into."""
+    """Kernels for a model that is written and never run. The fastest kernels quantize its weights. Products are those
+    of plain torch, made of weights that have only a shape by then; others would copy each weight."""
 
     def __init__(self, fastest: Kernels) -> None:
         super().__init__()
@@ -121,10 +121,10 @@ class Quantizing(Kernels):
 
 
 def check_output(output: Path) -> None:
-    """Refuse a folder with something in it, before any work is done.
+    """Check that the folder does not exist or is empty, since nothing is ever overwritten.
 
     Raises:
-        ConfigError: nothing is ever overwritten.
+        ConfigError: it is not.
     """
     try:
         taken = (output.exists() or output.is_symlink()) and not (output.is_dir() and not any(output.iterdir()))
@@ -143,7 +143,7 @@ def _check_not_quantized(base: Path) -> None:
 
 
 def _copy_small_files(base: Path, folder: Path) -> None:
-    """Nothing but regular files (or links to them); the tensors' index is that of other files."""
+    """Copy regular files, or links to them, except the index, which is about other weight files."""
     for path in sorted({path for pattern in (*COPIED, *MODULES) for path in base.glob(pattern)}):
         if path.is_file() and path.name not in (INDEX_FILE, RECORD_FILE):
             target = folder / path.relative_to(base)

@@ -1,8 +1,8 @@
-"""A folder that `quire quantize` made: a checkpoint whose linear weights are stored packed, to be mapped and used.
+"""A folder made by `quire quantize`: a checkpoint with packed linear weights, which are mapped and used as they are.
 
-Beside the base model's own small files it holds `model.safetensors`, with two tensors for each packed product
-(`NAME.packed` and `NAME.scales`, see `quire.ops.quantized`; weights that read the same input are one product) and
-everything else as it was, and the record `quire_quantization.json` of how it was made.
+It has the base model's small files; `model.safetensors`, with two tensors for each packed product (`NAME.packed` and
+`NAME.scales`, see `quire.ops.quantized`; weights that read the same input are one product) and all other tensors
+unchanged; and a record of how it was made, `quire_quantization.json`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.ops.quantized import GROUP_SIZES, SCHEMES, Quantization, QuantizedWei
 
 RECORD_FILE = "quire_quantization.json"
 FORMAT_VERSION = 1
-"""Of the record and of the packed tensors; another one is refused."""
+"""Version of the record and of the packed tensors; others are refused."""
 PACKED, SCALES = ".packed", ".scales"
 
 
@@ -32,10 +32,10 @@ class Record:
 
     Attributes:
         scheme, group: see `Quantization`.
-        base: the folder of the model that it was made from; it need not exist any more.
-        base_hash: that folder's content.
-        content_hash: this folder's own content.
-        quire_version: of who wrote it.
+        base: folder of the model that it was made from, which need not exist any more.
+        base_hash: hash of that folder's content.
+        content_hash: hash of this folder's content.
+        quire_version: version of Quire that wrote it.
     """
 
     scheme: Scheme
@@ -56,10 +56,10 @@ class Record:
 
 
 def read_record(folder: Path) -> Record | None:
-    """How the folder was quantized, or None where it was not.
+    """The record of a folder; None if it has none.
 
     Raises:
-        CheckpointError: it is of another version, or its content or that of its base model has changed since.
+        CheckpointError: its version is another one, or the content of the folder or its base model has changed since.
     """
     file = folder / RECORD_FILE
     if not has_file(file, CheckpointError):
@@ -98,7 +98,7 @@ def _check_unchanged(folder: Path, record: Record) -> None:
 
 
 def _hash_of(base: Path) -> str | None:
-    """The content of the base model's folder; None where it is gone or cannot be read."""
+    """Hash of the base model's content; None if it does not exist any more or cannot be read."""
     try:
         return content_hash(base) if os.path.isfile(base / "config.json") else None
     except OSError:
@@ -108,7 +108,7 @@ def _hash_of(base: Path) -> str | None:
 def choose_quantization(
     folder: Path, record: Record | None, scheme: Scheme | None, group: int | None
 ) -> Quantization | None:
-    """How the model in a folder is computed, from what the folder is and what options ask for.
+    """The quantization of the model in a folder, given the folder's record and the options.
 
     Raises:
         ConfigError: they contradict each other.
@@ -130,17 +130,17 @@ def choose_quantization(
 
 
 def product_name(names: Sequence[str]) -> str:
-    """What the product of several weights side by side is called: "a.q_proj+k_proj" for "a.q_proj", "a.k_proj"."""
+    """The name of the product of several concatenated weights: "a.q_proj+k_proj" for "a.q_proj" and "a.k_proj"."""
     return "+".join([names[0], *(name.rpartition(".")[2] for name in names[1:])])
 
 
 def read_weight(
     checkpoint: Checkpoint, name: str, how: Quantization, out_features: int, in_features: int
 ) -> QuantizedWeight:
-    """A product's weight as views of the mapped file, once type, shape and size are what they must be.
+    """A product's weight as views of the mapped file, after checking types and shapes.
 
     Raises:
-        MissingTensorError, TensorShapeError: they are not.
+        MissingTensorError, TensorShapeError: a tensor is missing, or its type or shape is wrong.
     """
     wanted = layout(how, out_features, in_features)
     for suffix, dtype, shape in (

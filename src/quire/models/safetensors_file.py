@@ -1,7 +1,7 @@
-"""Safetensors: tensors as views of the mapped file, and writing. What a file holds: see `safetensors_header`.
+"""Reads tensors of safetensors files as views of the mapped file, and writes such files. For the header see
+`safetensors_header`.
 
-Each tensor gets a mapping of its own, so dropping the tensor gives its pages back: nothing else holds the file in
-memory.
+Each tensor has its own mapping, so its pages are freed with it.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from quire.models.safetensors_header import ITEM_BYTES, TensorEntry
 from quire.ops.memory import map_file
 
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The types that weights may have."""
+"""Allowed types of weights."""
 PACKED_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "F32": torch.float32, "F16": torch.float16}
-"""The types of quantized weights' tensors."""
+"""Types of the tensors of quantized weights."""
 _NAMES = {dtype: name for name, dtype in (FLOAT_DTYPES | PACKED_DTYPES).items()}
 
 ALIGNMENT = 64
-"""A written file's tensors begin at multiples of this, as vectors are loaded fastest."""
+"""Tensors in a written file begin at multiples of this, where vectors are loaded fastest."""
 ENTRY_BYTES = 128
-"""A header says no more of a tensor beside its name."""
+"""Most bytes of a tensor's entry in a header, besides its name."""
 WRITE_BYTES = 16 << 20
-"""Bytes that are written at a time: progress is told between."""
+"""Bytes that are written at a time, between reports of progress."""
 
 AHEAD_BYTES = 128 << 10
-"""Bytes that the system is asked to read ahead at a time: of a longer range, Linux reads only the begin."""
+"""Bytes that the system is asked to read ahead at a time: of a longer range, Linux reads only the beginning."""
 
 
 def map_tensor(entry: TensorEntry, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
-    """The tensor as a view of the mapped file: pages are read when touched, and unmapped with the tensor.
+    """A tensor as a view of the mapped file: pages are read when they are touched, and unmapped with the tensor.
 
-    The mapping is private, so a write would never reach the file.
+    The mapping is private, so writes do not reach the file.
 
     Args:
-        dtypes: the types that it may have.
+        dtypes: allowed types.
 
     Raises:
         TensorDtypeError: it has another type.
@@ -68,10 +68,10 @@ def map_tensor(entry: TensorEntry, dtypes: Mapping[str, torch.dtype] = FLOAT_DTY
 
 
 def read_ahead(entry: TensorEntry) -> None:
-    """Ask the system to read a tensor's part of the file, so that whoever touches it later waits for no disk.
+    """Ask the system to read a tensor's part of the file, so that later accesses need not wait for the disk.
 
-    This waits only while the disk's queue is full. It is advice: where the system has no such call, or the file is
-    gone, nothing happens.
+    This waits only while the disk's queue is full. If the system has no such call, or the file is gone, nothing
+    happens.
     """
     advise = getattr(os, "posix_fadvise", None)  # not on macOS
     if advise is None:
@@ -82,14 +82,14 @@ def read_ahead(entry: TensorEntry) -> None:
 
 
 class Writer:
-    """Writes a new file tensor by tensor, so that it may be larger than memory; closed, it has its header.
+    """Writes a new file tensor by tensor, so that it may be larger than memory. The header is written on exit.
 
-    Tensors of a multiple of `ALIGNMENT` bytes should come first: the header is padded, so that they are all aligned,
-    and a mapped file's can then be computed with where they lie.
+    Tensors whose size is a multiple of `ALIGNMENT` should come first: since the header is padded, they are all aligned,
+    and kernels can use them in the mapped file.
 
     Args:
-        header_bytes: room for the header, which is known at the end: see `header_room`.
-        progress: told the bytes written so far.
+        header_bytes: room for the header, which is known only at the end: see `header_room`.
+        progress: called with the number of bytes written so far.
 
     Raises:
         OSError: the file exists, or cannot be written.
@@ -104,7 +104,7 @@ class Writer:
         self._stream.seek(self._start)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a contiguous tensor, of any of the types that are read."""
+        """Write a contiguous tensor, of any type that is read."""
         start = self._written
         for part in torch.split(tensor.detach().flatten().view(torch.uint8), WRITE_BYTES):
             self._written += self._stream.write(part.numpy().data)
@@ -127,7 +127,7 @@ class Writer:
 
 
 def header_room(names: Iterable[str]) -> int:
-    """Bytes that a header of tensors of these names takes at most."""
+    """Most bytes of a header for tensors with these names."""
     return sum(len(json.dumps(name)) + ENTRY_BYTES for name in names)
 
 
@@ -137,13 +137,13 @@ def write_file(
     progress: Callable[[int, int], None],
     make: Callable[[str], torch.Tensor] | None = None,
 ) -> None:
-    """Write a new file of tensors that are known beforehand.
+    """Write a new file.
 
     Args:
-        tensors: contiguous ones, of any of the types that are read.
-        progress: told (bytes written, bytes in all) as it goes on.
-        make: the tensor of a name, called when its turn comes; then `tensors` only says types and shapes, and may be
-            on the device "meta".
+        tensors: by name, contiguous, of any type that is read.
+        progress: called with (bytes written, total bytes).
+        make: makes the tensor of a name just before it is written; then `tensors` only gives types and shapes, and may
+            be on the device "meta".
 
     Raises:
         OSError: the file exists, or cannot be written.
@@ -156,5 +156,5 @@ def write_file(
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether what follows an aligned tensor in a file is aligned, too."""
+    """Whether a tensor that follows this one in a file is aligned if this one is."""
     return tensor.nbytes % ALIGNMENT == 0

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensors it holds, and where. It is checked before it is used.
+"""The header of a safetensors file: its tensors and their positions, checked before they are used.
 
 Format: eight bytes of header length (little-endian), a JSON object {name: {dtype, shape, data_offsets}}, then
 the data, without holes (https://huggingface.co/docs/safetensors).
@@ -28,7 +28,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: `num_bytes` from byte `start` of `file`."""
+    """The position of a tensor: `num_bytes` from byte `start` of `file` on."""
 
     name: str
     dtype: str
@@ -39,10 +39,10 @@ class TensorEntry:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file by name, every one checked against the file's length.
+    """The tensors of a safetensors file by name, all checked against the file's length.
 
     Raises:
-        CorruptSafetensorsError: saying where the header, an offset or the length is wrong.
+        CorruptSafetensorsError: the header, an offset or the length is wrong.
         CheckpointError: the file cannot be read.
     """
     try:
