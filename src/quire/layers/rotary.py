@@ -186,6 +186,6 @@ def _attention_factor(config: RopeConfig) -> float:
 def yarn_mscale(factor: float, weight: float) -> float:
     """The factor of attention scores if positions are scaled by `factor` (https://arxiv.org/abs/2309.00071).
 
-    DeepSeek multiplies both queries and keys by it (with weight `mscale_all_dim`), so the softmax's scale by its square.
+    DeepSeek multiplies both queries and keys by it (with weight `mscale_all_dim`), and so scores by its square.
     """
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,11 +1,10 @@
 """DeepSeek V2 and V2-Lite, as in transformers' `modeling_deepseek_v2.py` (https://arxiv.org/abs/2405.04434).
 
-Special: latent attention, with compressed queries (V2) or without (V2-Lite: `q_lora_rank` is null), and rotary pairs
-that lie side by side; with yarn, `mscale_all_dim` scales the softmax. From layer `first_k_dense_replace` on, the MLP is
-`n_routed_experts` experts and `n_shared_experts` that every token goes through; a softmax scores them, and
-`topk_method` chooses among all (`greedy`) or within the `topk_group` groups with the best experts
-(`group_limited_greedy`). `norm_topk_prob`, which no published checkpoint sets and transformers ignores, divides the
-weights by their sum.
+Special: latent attention, with compressed queries (V2) or without (V2-Lite: `q_lora_rank` is null); adjacent dimensions
+are rotated in pairs; with yarn, `mscale_all_dim` scales the softmax. From layer `first_k_dense_replace` on, there are
+`n_routed_experts` experts and `n_shared_experts` shared ones instead of an MLP. A softmax scores them; `topk_method`
+chooses among all (`greedy`), or within the `topk_group` groups with the best experts (`group_limited_greedy`).
+`norm_topk_prob`, which no published checkpoint sets and transformers ignores, divides the weights by their sum.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from quire.ops.experts import Routing
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     method = fields.choice("topk_method", {"greedy", "group_limited_greedy"}, default="greedy")
     fields.choice("scoring_func", {"softmax"}, default="softmax")
     routing = read_routing(
@@ -50,15 +49,15 @@ def read_deepseek_config(
     default_eps: float = 1e-6,
     rope: tuple[RopeConfig, int] | None = None,
 ) -> DecoderConfig:
-    """Reads the fields that V2 and V3 share; the other arguments say what is special.
+    """Read the fields that V2 and V3 share; the other arguments are what differs.
 
     Args:
-        default_first_dense: `first_k_dense_replace`, where the field is absent.
+        default_first_dense: `first_k_dense_replace` if the field is absent.
         selection_bias: see `ExpertsConfig`.
         default_eps, rope: see `read_decoder_config`.
 
     Raises:
-        ModelConfigError: a field is missing, of the wrong type, or asks for what is not supported.
+        ModelConfigError: a field is missing, has the wrong type, or has a value that is not supported.
     """
     num_layers = read_num_layers(fields)
     fields.refuse("moe_layer_freq", (1,), "dense layers between layers with experts")

@@ -1,9 +1,9 @@
 """DeepSeek V3, V3.1 and R1, as in transformers' `modeling_deepseek_v3.py` (https://arxiv.org/abs/2412.19437).
 
-Special, beside what DeepSeek V2 has: a sigmoid scores the experts, and a bias (`e_score_correction_bias`) is added for
-their selection alone; a group's score is the sum of its two best (`topk_method` noaux_tc). Weights may be 8-bit
-floating point numbers with a scale for each block (see `fp8`). After the last layer comes one that predicts one token
-more (`num_nextn_predict_layers`), for speculation: it is loaded when it is asked for.
+Special, compared with DeepSeek V2: a sigmoid scores the experts; for their selection only, a bias
+(`e_score_correction_bias`) is added; a group's score is the sum of its two best (`topk_method` noaux_tc). Weights may
+be in fp8 with a scale per block (see `fp8`). The last layer is followed by one that predicts one more token
+(`num_nextn_predict_layers`), for speculation; it is loaded if requested.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def read_config(
 
     Args:
         default_scale, default_first_dense, default_eps: routed_scaling_factor, first_k_dense_replace and rms_norm_eps
-            where the field is absent.
+            if the field is absent.
     """
     fields.choice("topk_method", {"noaux_tc"}, default="noaux_tc")
     fields.choice("scoring_func", {"sigmoid"}, default="sigmoid")
@@ -46,10 +46,10 @@ def read_config(
 
 
 def read_v3_routing(fields: Fields, default_scale: float = 1.0) -> Routing:
-    """How tokens choose experts in V3, and in families that took that over; raises ModelConfigError.
+    """The routing of V3, and of families that adopted it; raises ModelConfigError.
 
     Args:
-        default_scale: routed_scaling_factor, where the field is absent.
+        default_scale: routed_scaling_factor if the field is absent.
     """
     return read_routing(
         fields,

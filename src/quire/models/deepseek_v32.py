@@ -1,6 +1,6 @@
 """DeepSeek V3.2 and V3.2-Exp, as in transformers' `modeling_deepseek_v32.py` (https://arxiv.org/abs/2512.02556).
 
-Special, beside what DeepSeek V3 has: attention sees the `index_topk` positions alone that an indexer chooses.
+Special, compared with DeepSeek V3: attention sees only the `index_topk` positions that an indexer chooses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """ERNIE 4.5 (dense: 0.3B), as in transformers' `modeling_ernie4_5.py`.
 
-Special: rotary pairs that lie side by side; one field for all biases (`use_bias`).
+Special: adjacent dimensions are rotated in pairs; one field is for all biases (`use_bias`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.models.layout import Layout, partly_turned
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     bias = fields.flag("use_bias", default=False)
     config = read_decoder_config(
         fields,

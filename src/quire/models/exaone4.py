@@ -1,7 +1,7 @@
 """EXAONE 4.0, as in transformers' `modeling_exaone4.py` (https://arxiv.org/abs/2507.11407).
 
-Special: norms stand after attention and MLP, not before; each head's query and key are normalized before they are
-rotated; where some layers see a window (`layer_types`, `sliding_window`), the others rotate nothing.
+Special: norms come after attention and MLP, not before; each head's query and key are normalized before rotation; if
+some layers have a window (`layer_types`, `sliding_window`), the others have no rotary embedding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.models.smollm3 import some_without
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     num_layers = read_num_layers(fields)
     window = fields.integer("sliding_window", max=MAX_CONTEXT) if "sliding_window" in fields else None
     types = read_layer_types(fields, num_layers)

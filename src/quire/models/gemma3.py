@@ -1,9 +1,9 @@
-"""Gemma 3, as in transformers' `modeling_gemma3.py` (https://arxiv.org/abs/2503.19786), alone or beside a vision tower.
+"""Gemma 3, as in transformers' `modeling_gemma3.py` (https://arxiv.org/abs/2503.19786), with or without a vision tower.
 
-Special: norms stand before and after attention and MLP, and a checkpoint holds how far their weights are from 1;
-queries and keys have norms by head; scores are scaled by `query_pre_attn_scalar`, embeddings by their width's root;
-the MLP's gate is a GELU; five of six layers see a window, and turn by a base of their own. EmbeddingGemma
-(https://arxiv.org/abs/2509.20354) is one without a head, whose tokens see what follows them, too.
+Special: norms come before and after attention and MLP, and checkpoints store their weights minus 1; queries and keys
+have norms per head; scores are scaled by `query_pre_attn_scalar`, embeddings by the square root of their width; the
+MLP's gate is a GELU; five of six layers have a window, and a rotary base of their own. EmbeddingGemma
+(https://arxiv.org/abs/2509.20354) is such a model without a head and with bidirectional attention.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ THETAS = {LOCAL: ("rope_local_base_freq", 10000.0), GLOBAL: ("rope_theta", 10000
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     if "text_config" in fields:
         texts = {"gemma3_text": read_text}
         return read_text_tower(fields, generation, texts, ("vision_tower.", "multi_modal_projector."))
@@ -57,7 +57,7 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
 
 
 def read_text(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads the text model's configuration; raises ModelConfigError."""
+    """Read the text model's configuration; raises ModelConfigError."""
     fields = fields.with_defaults(DEFAULTS)
     fields.choice("hidden_activation", {"gelu_pytorch_tanh"}, default="gelu_pytorch_tanh")
     num_layers = read_num_layers(fields)
@@ -94,7 +94,8 @@ def read_text(fields: Fields, generation: Fields) -> DecoderConfig:
 
 
 def _read_rope(fields: Fields, kind: str) -> RopeConfig:
-    """Of one kind of layers. The newer spelling has a section for each; the older one scales the global ones alone."""
+    """The rotary embedding of one kind of layers. Newer checkpoints have a section for each; in older ones, scaling is
+    for the global layers only."""
     name, theta = THETAS[kind]
     base = fields.number(name, default=theta, above=1.0, max=MAX_THETA)
     sections = fields.section("rope_parameters")

@@ -1,10 +1,10 @@
-"""Gemma 4, as in transformers' `modeling_gemma4.py` and `modeling_gemma4_unified.py`, alone or beside other towers.
+"""Gemma 4, as in transformers' `modeling_gemma4.py` and `modeling_gemma4_unified.py`, with or without other towers.
 
-Special, beside what is Gemma 3's: full layers have heads of another width, of which a part turns, and may make their
-values as their keys; values have a norm, and scores no scale; each layer ends with a number that multiplies the
-residual stream; logits have a soft cap. In some models experts stand beside each layer's MLP. In others, layers get
-inputs of their own of each token, and the last of them read the keys and values of the last one of their kind before,
-with an MLP twice as wide. Norms' weights are applied to what is not rounded.
+Special, compared with Gemma 3: full layers have heads of another width, which are partly rotated, and may use keys as
+values; values have a norm, and scores no scale; the residual stream is multiplied by a number after each layer; logits
+have a soft cap. Some models have experts besides each layer's MLP. In others, layers have their own token embeddings,
+and the last layers read the keys and values of the last layer of their kind before them, and have an MLP twice as wide.
+Norms multiply by their weights before rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quire.ops.experts import Routing
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 PATTERN = 6
-"""Where no field says which layers see all positions, every sixth one does."""
+"""Every sixth layer sees all positions if no field says which ones do."""
 DEFAULTS: dict[str, int | str] = {
     "vocab_size": 262144,
     "hidden_size": 2304,
@@ -44,7 +44,7 @@ DEFAULTS: dict[str, int | str] = {
     "eos_token_id": 1,
     "tie_word_embeddings": True,
 }
-"""Published configurations may leave out what has these values."""
+"""Defaults of fields that published configurations may omit."""
 OF_KIND: dict[str, dict[str, int | str]] = {
     "gemma4_text": {
         "max_position_embeddings": 131072,
@@ -59,9 +59,9 @@ OF_KIND: dict[str, dict[str, int | str]] = {
         "use_bidirectional_attention": "vision",
     },
 }
-"""The same by `model_type`: the larger models' text has no other name, but fields of its own."""
+"""The same by `model_type`. The text model of larger ones has another type only for its fields."""
 OVERRIDES = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
-"""Fields of the layers that see all positions, and what `per_layer_config` calls them."""
+"""Fields of the layers that see all positions, and their names in `per_layer_config`."""
 ROPES = {
     LOCAL: {"rope_type": "default", "rope_theta": 10000.0},
     GLOBAL: {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
@@ -76,14 +76,14 @@ OTHERS = ("vision_tower.", "embed_vision.", "vision_embedder.", "audio_tower.", 
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     if "text_config" in fields:
         return read_text_tower(fields, generation, dict.fromkeys(OF_KIND, read_text), OTHERS)
     return read_text(fields, generation)
 
 
 def read_text(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads the text model's configuration; raises ModelConfigError."""
+    """Read the text model's configuration; raises ModelConfigError."""
     kind = fields.choice("model_type", OF_KIND, default="gemma4_text")
     fields = fields.with_defaults(DEFAULTS | OF_KIND[kind])
     fields.choice("hidden_activation", {"gelu_pytorch_tanh"}, default="gelu_pytorch_tanh")
@@ -144,7 +144,7 @@ def read_text(fields: Fields, generation: Fields) -> DecoderConfig:
 def _global_heads(fields: Fields, types: list[str]) -> tuple[int, int]:
     """Width of a head, and number of key heads, of the layers that see all positions.
 
-    They are fields of their own, or lie in a section for each such layer, by its number.
+    They have their own fields, or are in a section for each such layer, by its number.
     """
     head_dim = fields.integer("head_dim", max=MAX_HEADS)
     kv_heads = fields.integer("num_key_value_heads", max=MAX_HEADS)
@@ -195,7 +195,7 @@ def _sharing(fields: Fields, layers: list[LayerConfig], types: list[str]) -> tup
 
 
 def _unread(layers: tuple[LayerConfig, ...]) -> tuple[str, ...]:
-    """How names begin of what checkpoints may hold of keys and values in layers that read those of others."""
+    """Prefixes of tensors for keys and values that checkpoints may have in layers that read those of others."""
     return tuple(
         f"{prefix}layers.{index}.self_attn.{side}_"
         for index, layer in enumerate(layers)
@@ -206,7 +206,7 @@ def _unread(layers: tuple[LayerConfig, ...]) -> tuple[str, ...]:
 
 
 def _read_rope(fields: Fields, kind: str, head_dim: int) -> RopeConfig:
-    """Of one kind of layers, which has a section of its own."""
+    """The rotary embedding of one kind of layers, which has its own section."""
     sections = fields.section("rope_parameters")
     unknown = sections.names() - ROPES.keys()
     if unknown:

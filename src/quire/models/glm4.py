@@ -1,7 +1,7 @@
 """GLM-4 of April 2025 (0414: 9B, 32B, Z1), as in transformers' `modeling_glm4.py`.
 
-Special: norms before and after attention and MLP; half of each head turns, in pairs that lie side by side; q, k and v
-have biases; gate and up lie in one tensor.
+Special: norms before and after attention and MLP; half of each head is rotated, in pairs of adjacent dimensions; q, k
+and v have biases; gate and up are one tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NORMS = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     head_dim = read_head_dim(fields, 128)
     rope, context = read_rope(fields, head_dim, partial=0.5)
     config = read_decoder_config(

@@ -1,8 +1,8 @@
 """GLM-4.5, 4.6 and 4.7, as in transformers' `modeling_glm4_moe.py` (https://arxiv.org/abs/2508.06471).
 
-Special: half of each head turns (`partial_rotary_factor`); each head's query and key may be normalized before
-(`use_qk_norm`); q, k and v may have biases, the output never. Experts are DeepSeek V3's: a sigmoid scores them, and a
-bias is added for their selection alone. After the last layer comes one that predicts one token more.
+Special: half of each head is rotated (`partial_rotary_factor`); each head's query and key may be normalized before that
+(`use_qk_norm`); q, k and v may have biases, the output never. Experts are as in DeepSeek V3: a sigmoid scores them, and
+a bias is added for their selection only. The last layer is followed by one that predicts one more token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.models.layout import Layout, partly_turned
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     num_layers, head_dim = read_num_layers(fields), read_head_dim(fields)
     routing = read_v3_routing(fields)
     inner = fields.integer("moe_intermediate_size")

@@ -1,8 +1,8 @@
 """GLM-5 to 5.2, as in transformers' `modeling_glm_moe_dsa.py`.
 
-Special, beside what DeepSeek V3.2 has: pairs that lie side by side turn in the indexer, and some layers may take what
-the one before them chose (`indexer_types`, or the older fields from which it follows). Rows of the cache have room for
-an index key in all layers, so that there is one KV group.
+Special, compared with DeepSeek V3.2: the indexer rotates adjacent dimensions in pairs, and some layers may reuse the
+positions chosen by the layer before them (`indexer_types`, or older fields that imply it). Rows of the cache have room
+for an index key in all layers, so that there is one KV group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LETTERS = {"F": "full", "S": "shared"}
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     config = deepseek_v32.read_config(fields, generation, default_eps=1e-5, default_heads=32, interleaved=True)
     types = _types(fields, config.num_layers)
     if not any(TYPES[kind] for kind in types):

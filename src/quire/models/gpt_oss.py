@@ -1,9 +1,8 @@
 """gpt-oss, as in transformers' `modeling_gpt_oss.py` (https://arxiv.org/abs/2508.10925).
 
-Special: each query head has a score that belongs to no key (a sink); every second layer sees a window; each layer has
-experts, with biases, whose gate is clamped; the router scores the chosen ones alone, which is the same as all of them
-divided by the sum of the chosen. Norms' weights are applied to what is not rounded. Experts may be in MXFP4 (see
-`mxfp4`).
+Special: each query head has an attention sink; every second layer has a window; each layer has experts with biases and
+a clamped gate; the router's softmax is over the chosen experts only, which equals one over all, divided by the sum of
+the chosen. Norms multiply by their weights before rounding. Experts may be in MXFP4 (see `mxfp4`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ROUTER = (r"\.mlp\.router\.", ".mlp.gate.")
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     num_layers = read_num_layers(fields)
     fields.refuse("swiglu_limit", (SWIGLU_LIMIT, int(SWIGLU_LIMIT)), "another limit of the gate")
     fields.refuse("swiglu_alpha", (SWIGLU_ALPHA,), "another gain of the gate")

@@ -1,8 +1,8 @@
 """Granite 3 and 4.1 (dense), as in transformers' `modeling_granite.py`.
 
-Special: embeddings, what attention and MLP add to the residual stream, scores and logits are each multiplied with a
-constant. The stream is kept in units of `residual_multiplier`: then what is added needs no factor, embeddings have
-another one, and norms, which do not see a factor of what they read, have another eps.
+Special: embeddings, the outputs of attention and MLP, scores and logits are each multiplied by a constant. Here the
+residual stream is kept in units of `residual_multiplier`: outputs then need no factor, embeddings get another one, and
+norms, whose result does not depend on a factor of their input, get another eps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multipl
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     num_layers = read_num_layers(fields)
     fields.refuse("layer_types", (["full_attention"] * num_layers,), "all of Granite's layers see everything")
     bias = fields.flag("attention_bias", default=False)

@@ -1,8 +1,8 @@
 """Granite 4.0, as in transformers' `modeling_granitemoehybrid.py`: with and without Mamba 2 layers and experts.
 
-Special: Granite's multipliers; most layers of the models called H are Mamba 2's (`layers/mamba.py`) in place of
-attention; every token goes through one MLP (`shared_mlp`), and in some models through experts beside it; gate and up
-lie in one tensor; layers may rotate nothing (`position_embedding_type` is not "rope").
+Special: Granite's multipliers; in the models called H, most layers are Mamba 2's (`layers/mamba.py`) instead of
+attention; there is an MLP for all tokens (`shared_mlp`), in some models besides experts; gate and up are one tensor;
+there may be no rotary embedding (`position_embedding_type` is not "rope").
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SPARSE = (
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     num_layers = read_num_layers(fields)
     name = "layer_types" if "layer_types" in fields else "layers_block_type"
     kinds = read_kinds(fields, name, fields.strings(name) or [MAMBA] * num_layers, num_layers, {})
@@ -72,7 +72,7 @@ def _layer(layer: LayerConfig, attends: bool, mamba: MambaConfig) -> LayerConfig
 
 
 def _read_experts(fields: Fields, shared: int) -> ExpertsConfig | None:
-    """Experts, which yield what they do beside the MLP of every token; None: there are none."""
+    """The experts, which are in addition to the MLP; None if there are none."""
     if fields.integer("num_local_experts", default=8, min=0) == 0:
         return None
     return ExpertsConfig(read_routing(fields, "num_local_experts"), fields.integer("intermediate_size"), shared)

@@ -1,7 +1,7 @@
 """Hunyuan (dense: 0.5B to 7B), as in transformers' `modeling_hunyuan_v1_dense.py`.
 
-Special: each head's query and key are normalized *after* they were rotated; rotary scaling of kind dynamic, with a
-fixed `alpha`, is a larger base.
+Special: each head's query and key are normalized *after* rotation; rotary scaling of kind dynamic with a fixed `alpha`
+is a larger base.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NORMS = (
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     fields.refuse("use_qk_norm", (True,), "queries and keys that are not normalized")
     fields.refuse("use_cla", (False,), "layers that share keys and values")
     bias = fields.flag("attention_bias", default=False)

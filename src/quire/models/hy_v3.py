@@ -27,7 +27,7 @@ NAMES = (
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     num_layers = read_num_layers(fields)
     fields.refuse("mlp_bias", (False,), "biases of the MLP")
     fields.refuse("qk_norm", (True,), "queries and keys that are not normalized")

@@ -1,7 +1,7 @@
 """Kimi K2.5 and K2.6, as in transformers' `modeling_kimi_k25.py`: their text model, which is DeepSeek V3's.
 
-Special: its place beside a vision tower. The published weights of the experts are int4 (compressed-tensors), which is
-refused; Kimi K2 itself is a DeepSeek V3 by name, too.
+Special: it is part of a checkpoint with a vision tower. The published weights of the experts are int4
+(compressed-tensors), which is refused. The architecture of Kimi K2 is called DeepSeek V3 in its own config.json.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAYERS = (r"^model\.blocks\.", "model.layers.")
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     config = read_text_tower(fields, generation, TEXTS, ("vision_tower.", "mm_projector."))
     layout = config.layout or Layout()
     return replace(config, layout=replace(layout, renamed=(*layout.renamed, LAYERS)))

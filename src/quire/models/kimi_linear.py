@@ -1,8 +1,8 @@
 """Kimi Linear, as in transformers' `modeling_kimi_linear.py` (https://arxiv.org/abs/2510.26692).
 
-Special: three of four layers are Kimi delta attention (`layers/kimi_delta.py`), which `linear_attn_config` names, from
-1 on; the others are DeepSeek's latent attention without positions: nothing turns, though keys have the part that would.
-Experts are DeepSeek V3's. Fields have other names, and transformers writes some of them yet otherwise.
+Special: three of four layers are Kimi delta attention (`layers/kimi_delta.py`), listed in `linear_attn_config`, counted
+from 1; the others are DeepSeek's latent attention without positions: nothing is rotated, though keys have the part that
+would be. Experts are DeepSeek V3's. Fields have other names, some of which transformers writes in another way.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ USUAL = {
     "num_shared_experts": "n_shared_experts",
     "num_local_experts": "n_routed_experts",
 }
-"""This family's names of fields, and DeepSeek's."""
+"""Names of fields in this family, and DeepSeek's names."""
 OF_NET = {
     "linear_num_heads": "num_heads",
     "linear_head_dim": "head_dim",
     "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
-"""Names of fields that transformers writes, and what they are called in `linear_attn_config`."""
+"""Names of fields as transformers writes them, and their names in `linear_attn_config`."""
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     fields.choice("moe_router_activation_func", {"sigmoid"}, default="sigmoid")
     fields.refuse("mla_use_nope", (True,), "latent attention with positions")
     fields.refuse("num_nextn_predict_layers", (0,), "layers that predict further tokens")
@@ -83,7 +83,7 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
 
 
 def _kinds(fields: Fields) -> list[str]:
-    """Of each layer: as `linear_attn_config` says, else `layer_types`. Raises ModelConfigError."""
+    """Each layer's kind, from `linear_attn_config` or else `layer_types`. Raises ModelConfigError."""
     count, net = read_num_layers(fields), fields.section("linear_attn_config")
     if "full_attn_layers" in net:
         full, linear = (set(net.integers(name, below=count + 1)) for name in ("full_attn_layers", "kda_layers"))
@@ -101,7 +101,7 @@ def _kinds(fields: Fields) -> list[str]:
 
 
 def _net(fields: Fields) -> KimiDeltaConfig:
-    """Sizes, of `linear_attn_config` where that has them."""
+    """Sizes, from `linear_attn_config` if it has them."""
     section = fields.section("linear_attn_config")
     given = {OF_NET[name]: value for name, value in fields.picked(OF_NET).items()} | section.picked(section.names())
     net = Fields(given, fields.source)

@@ -1,7 +1,7 @@
 """LFM2 and LFM2.5, dense and with experts, as in transformers' `modeling_lfm2.py` and `modeling_lfm2_moe.py`.
 
-Special: most layers are gated short convolutions (`layers/short_conv.py`) in place of attention; the parts have other
-names; the width of the MLP is computed from the one in the configuration. Experts are DeepSeek's, under other names.
+Special: most layers are gated short convolutions (`layers/short_conv.py`) instead of attention; tensors have other
+names; the width of the MLP is computed from the configured one. Experts are DeepSeek's, under other names.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ RENAMED = (
     (r"^model\.embedding_norm\.", "model.norm."),
 )
 OLDER = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
-"""Names of fields in older checkpoints, and what they are called now; where both are there, the older ones count."""
+"""Names of fields in older checkpoints, and their names now; if both are present, the older ones are used."""
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads the dense ones' config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json of a dense model; raises ModelConfigError."""
     config = _read(fields, generation)
     inner = _adjusted(fields, config.layer.intermediate_size)
     return replace(
@@ -52,7 +52,7 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
 
 
 def read_moe_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """The same of those with experts."""
+    """The same for a model with experts."""
     routing = read_routing(
         fields,
         "num_experts",
@@ -97,7 +97,7 @@ def _read(
 
 
 def _kinds(fields: Fields) -> list[str]:
-    """Of each layer: `layer_types`, or in older checkpoints `full_attn_idxs`. Raises ModelConfigError."""
+    """Each layer's kind: `layer_types`, or in older checkpoints `full_attn_idxs`. Raises ModelConfigError."""
     num_layers, kinds = read_num_layers(fields), fields.strings("layer_types")
     if kinds is None:
         named = fields.integers("full_attn_idxs", below=num_layers)
@@ -111,7 +111,7 @@ def _kinds(fields: Fields) -> list[str]:
 
 
 def _adjusted(fields: Fields, inner: int) -> int:
-    """The width of an MLP, which the configuration says of one without a gate."""
+    """The width of the MLP; the configured one is that of an MLP without a gate."""
     if not fields.flag("block_auto_adjust_ff_dim", default=True):
         return inner
     multiple = fields.integer("block_multiple_of", default=256)

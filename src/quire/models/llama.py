@@ -11,7 +11,7 @@ from quire.models.fields import Fields
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     num_layers = read_num_layers(fields)
     fields.refuse("sliding_window", (), "Llama has no sliding window")
     fields.refuse("layer_types", (["full_attention"] * num_layers,), "all of Llama's layers see everything")

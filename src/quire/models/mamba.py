@@ -1,4 +1,4 @@
-"""What families with Mamba 2 layers have in common: which layers those are, and how their `in_proj` is laid out."""
+"""What families with Mamba 2 layers have in common: which layers these are, and the layout of their `in_proj`."""
 
 from __future__ import annotations
 

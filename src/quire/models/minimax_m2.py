@@ -1,8 +1,8 @@
 """MiniMax M2, M2.1 and M2.5, as in transformers' `modeling_minimax_m2.py`.
 
-Special: queries are normalized over all heads together before they are rotated, and so are keys; a part of each head
-turns (`rotary_dim`). Every layer has experts under Mixtral's names; a sigmoid scores them, and a bias is added for
-their selection alone. Weights may be 8-bit floating point numbers with a scale for each block (see `fp8`).
+Special: queries are normalized over all heads together before rotation, and so are keys; a part of each head is rotated
+(`rotary_dim`). Every layer has experts under Mixtral's names; a sigmoid scores them, and a bias is added for their
+selection only. Weights may be in fp8 with a scale per block (see `fp8`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BIAS = (r"\.block_sparse_moe\.e_score_correction_bias$", ".block_sparse_moe.gate
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     num_layers, head_dim = read_num_layers(fields), read_head_dim(fields, 128)
     fields.choice("scoring_func", {"sigmoid"}, default="sigmoid")
     fields.choice("qk_norm_type", {"per_layer"}, default="per_layer")

@@ -25,7 +25,7 @@ ROPE_FIELDS = ("llama_4_scaling_beta", "max_position_embeddings")
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     rope = read_rope(fields, read_head_dim(fields, 128), read=ROPE_FIELDS)
     config = read_decoder_config(
         fields,

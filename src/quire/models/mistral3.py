@@ -1,7 +1,7 @@
 """Mistral Small 3.1 and 3.2, and Ministral 3, as in transformers' `modeling_mistral3.py`: their text models.
 
-Special: nothing but the place of the text model, which is Mistral's, Ministral 3's or Mistral 4's, beside a vision
-tower.
+Special: only that the text model, which is Mistral's, Ministral 3's or Mistral 4's, is part of a checkpoint with a
+vision tower.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ TEXTS = {"mistral": mistral.read_config, "ministral3": ministral3.read_config, "
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     return read_text_tower(fields, generation, TEXTS, ("vision_tower.", "multi_modal_projector."))

@@ -1,7 +1,7 @@
 """Mistral Small 4, as in transformers' `modeling_mistral4.py`.
 
-Special: DeepSeek V3's layers, but that a softmax scores the experts (a group's score is the sum of its two best), that
-queries grow with their position as Ministral 3's do, and that a layer's experts may lie in one tensor.
+Special: DeepSeek V3's layers, except that a softmax scores the experts (a group's score is the sum of its two best),
+that queries are scaled by position as in Ministral 3, and that a layer's experts may be one tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.models.ministral3 import ROPE_FIELDS, with_query_scaling
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     fields.refuse("rope_interleave", (True,), "rotary pairs that do not lie side by side")
     turning = fields.integer("qk_rope_head_dim")
     whole = turning + fields.integer("qk_nope_head_dim")

@@ -1,8 +1,8 @@
 """Mixtral, as in transformers' `modeling_mixtral.py` (https://arxiv.org/abs/2401.04088).
 
-Special: the MLP of every layer is experts, `num_experts_per_tok` of `num_local_experts` for each token, whose weights
-are the softmax over the chosen ones; they lie under `block_sparse_moe`, as w1 (gate), w3 (up) and w2 (down).
-`intermediate_size` is the width inside an expert; `router_jitter_noise` is for training. Every layer sees a sliding
+Special: every layer has experts instead of an MLP, `num_experts_per_tok` of `num_local_experts` for each token, with
+the softmax over the chosen ones as weights; their names are `block_sparse_moe` and w1 (gate), w3 (up) and w2 (down).
+`intermediate_size` is the inner width of an expert; `router_jitter_noise` is for training. Every layer has a sliding
 window of `sliding_window` tokens unless the field is null, as in the published checkpoints. There are no biases.
 """
 
@@ -24,7 +24,7 @@ THETA = 1e6
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     routing = read_routing(fields, "num_local_experts")
     return read_decoder_config(
         fields,

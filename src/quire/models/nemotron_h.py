@@ -1,12 +1,12 @@
 """Nemotron-H and Nemotron 3, as in transformers' `modeling_nemotron_h.py`.
 
-Special: a layer is one thing behind one norm: Mamba 2 (`layers/mamba.py`), attention without rotary embedding, an MLP
-without a gate, whose activation is a squared ReLU, or such experts beside one of every token; in some models experts
-read and yield fewer numbers than the stream has (`moe_latent_size`). Norms are applied in fp32. Layers that predict
-further tokens (`mtp.`) are passed over.
+Special: a layer has one norm and one part: Mamba 2 (`layers/mamba.py`), attention without rotary embedding, an MLP
+without a gate and with squared ReLU, or such experts and a shared one; in some models experts have narrower inputs and
+outputs than the residual stream (`moe_latent_size`). Norms are applied in fp32. Layers that predict further tokens
+(`mtp.`) are not used.
 
-Steps (dt) are within `time_step_limit`; in transformers those of a prompt, but not those of decodes, are at least
-`time_step_min`, which is of initialization.
+Steps (dt) are limited by `time_step_limit`. In transformers, prompts' steps (but not those of decodes) are at least
+`time_step_min`, which is a parameter of initialization.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ REFUSED = {
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     for name, (allowed, why) in REFUSED.items():
         fields.refuse(name, allowed, why)
     head_dim = fields.integer("head_dim", default=128, max=MAX_HEADS)
@@ -93,7 +93,7 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
 
 
 def _kinds(fields: Fields) -> list[str]:
-    """Of each layer, as a list or, in older checkpoints, letters; raises ModelConfigError."""
+    """Each layer's kind, from a list or, in older checkpoints, from letters; raises ModelConfigError."""
     others = {EXPERTS: EXPERTS, MLP: MLP}
     for name in ("layers_block_type", "layer_types"):
         if (kinds := fields.strings(name)) is not None:

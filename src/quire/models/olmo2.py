@@ -1,7 +1,7 @@
 """OLMo 2, as in transformers' `modeling_olmo2.py` (https://arxiv.org/abs/2501.00656).
 
-Special: norms stand after attention and MLP, not before; queries are normalized over all heads together before they are
-rotated, and so are keys.
+Special: norms come after attention and MLP, not before; queries are normalized over all heads together before rotation,
+and so are keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.models.fields import Fields
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     num_layers = read_num_layers(fields)
     fields.refuse("layer_types", (["full_attention"] * num_layers,), "all of OLMo 2's layers see everything")
     return read_olmo_config(fields, generation, (None,) * num_layers)

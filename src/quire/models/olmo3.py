@@ -1,7 +1,7 @@
 """OLMo 3, as in transformers' `modeling_olmo3.py` (https://arxiv.org/abs/2512.13961).
 
-Special, beside what OLMo 2 has: three of four layers see a window (`layer_types`, `sliding_window`), and rotary scaling
-is for the others alone. `rope_parameters` may hold a section for each kind of layer.
+Special, compared with OLMo 2: three of four layers have a window (`layer_types`, `sliding_window`), and rotary scaling
+applies only to the others. `rope_parameters` may have a section for each kind of layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ THETA = 500000.0
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     num_layers, head_dim = read_num_layers(fields), read_head_dim(fields)
     types = read_layer_types(fields, num_layers) or [
         "full_attention" if (index + 1) % 4 == 0 else "sliding_attention" for index in range(num_layers)

@@ -1,8 +1,7 @@
 """Phi-3, Phi-3.5, Phi-4 and Phi-4-mini, as in transformers' `modeling_phi3.py` (https://arxiv.org/abs/2404.14219).
 
-Special: q, k and v lie in one tensor, gate and up in another; a part of each head may turn (`partial_rotary_factor`).
-With longrope, the longest context that the model may see chooses between two lists of factors, for all texts: see
-`layers.rotary`.
+Special: q, k and v are one tensor, gate and up another; a part of each head may be rotated (`partial_rotary_factor`).
+With longrope, the longest context of the model selects one of two lists of factors, for all texts: see `layers.rotary`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from quire.models.layout import Layout, partly_turned
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     head_dim = read_head_dim(fields)
     rope, context = read_rope(fields, head_dim, partial=1.0)
     if rope.kind not in ("default", "longrope"):

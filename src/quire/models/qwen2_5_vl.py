@@ -1,7 +1,7 @@
 """Qwen2.5-VL, as in transformers' `modeling_qwen2_5_vl.py`: its text model, which is Qwen2's.
 
-Special: its place beside a vision tower; published configurations have its fields among the outer ones. For rotary
-embedding see `qwen3_vl`.
+Special: it is part of a checkpoint with a vision tower; published configurations have its fields at the top level. For
+rotary embedding see `qwen3_vl`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire.models.text_tower import read_text_tower
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     if "text_config" not in fields:
         inner = fields.picked(fields.names() - {"vision_config"}) | {"model_type": "qwen2_5_vl_text"}
         fields = Fields({"text_config": inner}, fields.source)

@@ -1,8 +1,7 @@
 """Qwen3 (dense), as in transformers' `modeling_qwen3.py` (https://arxiv.org/abs/2505.09388).
 
-Special: each head's query and key are normalized before they are rotated; `head_dim` is a field of its own
-(128 unless said, whatever the hidden size); `attention_bias` is for q, k, v and the output alike; some layers
-may see a sliding window.
+Special: each head's query and key are normalized before rotation; `head_dim` is a field (default 128) and does not
+depend on the hidden size; `attention_bias` is for q, k, v and the output; some layers may have a sliding window.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from quire.models.fields import Fields
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     bias = fields.flag("attention_bias", default=False)
     return read_decoder_config(
         fields,

@@ -13,7 +13,7 @@ from quire.models.text_tower import read_text_tower
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     if "text_config" in fields:
         return read_text_tower(fields, generation, {"qwen3_5_text": _read_text}, ("visual.",))
     return _read_text(fields, generation)

@@ -1,9 +1,9 @@
-"""Qwen3-Next, as in transformers' `modeling_qwen3_next.py`; Qwen3.5 and what followed it differ in names alone.
+"""Qwen3-Next, as in transformers' `modeling_qwen3_next.py`; Qwen3.5 and its successors differ only in names.
 
-Special: three of four layers are gated delta nets (`layers/delta_net.py`) in place of attention; attention's result is
-gated, by what the checkpoint has beside each head's query; a quarter of each head turns; norms' weights are how far
-they are from 1, but for those of delta nets. Layers have experts, and one more that every token goes through, gated.
-Layers that predict further tokens (`mtp.`) are passed over.
+Special: three of four layers are gated delta nets (`layers/delta_net.py`) instead of attention; attention's output is
+gated, with the gate next to each head's query in the checkpoint; a quarter of each head is rotated; norms' weights are
+stored minus 1, except those of delta nets. Layers have experts and a gated shared one. Layers that predict further
+tokens (`mtp.`) are not used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_TAPS = 16
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     if fields.integer("num_experts", default=512, min=0):
         dense = read_sparse_step(fields, read_num_layers(fields))
         config = read_hybrid(fields, generation, read_experts(fields), dense)
@@ -57,7 +57,8 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
 
 
 def read_qwen3_5(fields: Fields, generation: Fields, experts: ExpertsConfig | None = None) -> DecoderConfig:
-    """Qwen3.5's text models, whose products of a delta net lie otherwise; raises ModelConfigError."""
+    """Read a text model of Qwen3.5, in which a delta net's projections are fused in another way; raises
+    ModelConfigError."""
     config = read_hybrid(fields, generation, experts)
     net = config.recurrent
     if not isinstance(net, DeltaNetConfig):
@@ -68,7 +69,7 @@ def read_qwen3_5(fields: Fields, generation: Fields, experts: ExpertsConfig | No
 
 
 def read_experts(fields: Fields) -> ExpertsConfig:
-    """Experts, and the one that every token goes through; raises ModelConfigError."""
+    """The experts and the shared one; raises ModelConfigError."""
     routing = read_routing(fields, "num_experts", normalize=fields.flag("norm_topk_prob", default=True))
     shared = fields.integer("shared_expert_intermediate_size")
     return ExpertsConfig(routing, fields.integer("moe_intermediate_size"), shared, shared_gate=True)
@@ -77,10 +78,10 @@ def read_experts(fields: Fields) -> ExpertsConfig:
 def read_hybrid(
     fields: Fields, generation: Fields, experts: ExpertsConfig | None = None, dense: frozenset[int] = frozenset()
 ) -> DecoderConfig:
-    """What all of them share.
+    """Read what all of them have in common.
 
     Raises:
-        ModelConfigError: a field is missing, of the wrong type, or asks for what is not supported.
+        ModelConfigError: a field is missing, has the wrong type, or has a value that is not supported.
     """
     num_layers = read_num_layers(fields)
     fields.refuse("attention_bias", (False,), "biases of attention beside a gate")
@@ -145,6 +146,6 @@ def _with_joined(
     by_heads: tuple[tuple[str, int, tuple[tuple[str, int], ...]], ...] = (),
     joined: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = (),
 ) -> DecoderConfig:
-    """With further tensors that hold several."""
+    """The same with further fused tensors in the layout."""
     layout = config.layout or Layout()
     return replace(config, layout=replace(layout, by_heads=(*layout.by_heads, *by_heads), joined=joined))

@@ -1,7 +1,7 @@
 """Qwen3-VL (dense), as in transformers' `modeling_qwen3_vl.py`: its text model, which is Qwen3's.
 
-Special: its place beside a vision tower. Rotary embedding has sections for time, height and width; of text, all three
-are a token's position, so that it is the ordinary one.
+Special: it is part of a checkpoint with a vision tower. Rotary embedding has sections for time, height and width; for
+text, all three are a token's position, so it is the ordinary one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SECTIONS = {"mrope_section", "mrope_interleaved"}
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     return read_text_tower(fields, generation, {"qwen3_vl_text": _read_text}, ("visual.",))
 
 
@@ -24,7 +24,7 @@ def _read_text(fields: Fields, generation: Fields) -> DecoderConfig:
 
 
 def of_text(fields: Fields) -> Fields:
-    """The fields without what rotary embedding does in images."""
+    """The fields without those of rotary embedding for images."""
     for name in ("rope_scaling", "rope_parameters"):
         section = fields.section(name)
         if section.names() & SECTIONS:

@@ -10,7 +10,7 @@ from quire.models.fields import Fields
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     return read_decoder_config(
         fields,
         generation,

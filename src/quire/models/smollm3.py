@@ -21,7 +21,7 @@ from quire.models.fields import Fields
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
-    """Reads config.json and generation_config.json; raises ModelConfigError."""
+    """Read config.json and generation_config.json; raises ModelConfigError."""
     num_layers = read_num_layers(fields)
     turns = fields.integers("no_rope_layers", below=2)
     if not turns:

@@ -1,7 +1,7 @@
-"""The text model of a checkpoint that also sees or hears: its configuration and its tensors among the others'.
+"""The text model of a multimodal checkpoint: its configuration, and its tensors among the others'.
 
-Such a checkpoint nests the text model's configuration in `text_config` and puts its tensors under `language_model`,
-beside those of other towers, which are counted and not loaded.
+Such a checkpoint has the text model's configuration in `text_config` and its tensors under `language_model`, besides
+those of other towers, which are counted and not loaded.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ PREFIXES = (
     (r"^language_model\.model\.", "model."),
     (r"^model\.language_model\.", "model."),
 )
-"""Where the text model's tensors lie: in what was published, and as transformers names them in memory."""
+"""Prefixes of the text model's tensors, in published checkpoints and in transformers' memory."""
 
 
 def read_text_tower(
     fields: Fields, generation: Fields, texts: Mapping[str, ReadConfig], others: tuple[str, ...]
 ) -> DecoderConfig:
-    """Reads the text model's configuration.
+    """Read the text model's configuration.
 
     Args:
         fields: of config.json.
         generation: of generation_config.json.
-        texts: by `model_type` of the section, what reads it.
-        others: the other towers, and what lies between them and the text model: how their tensors' names begin.
+        texts: by `model_type` of the section, its `read_config`.
+        others: prefixes of the tensors of other towers, and of what connects them to the text model.
 
     Raises:
-        ModelConfigError: the section is missing or of another type, or a field asks for what is not supported.
+        ModelConfigError: the section is missing, its type is another one, or a field has a value that is not supported.
     """
     refuse_unsupported(fields)
     section = fields.section("text_config")
