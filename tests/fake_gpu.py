@@ -86,7 +86,7 @@ class _Watch(TorchFunctionMode):
             if name in LOOKS and not self._loading:
                 pytest.fail(f"the host looks at a tensor of the GPU: {name}")
             if name in LOOKS:
-                return True
+                return {"__float__": 1.0, "__int__": 1, "__index__": 1}.get(name, True)
             if name == "contiguous" and not first.is_contiguous():
                 return torch.ops.aten.clone(first, memory_format=torch.contiguous_format)
             if name == "contiguous":

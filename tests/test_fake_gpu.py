@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +33,7 @@ from quire.speculate import drafting
 from tests import fake_gpu
 from tests.fake_gpu import GPU, FakeGpu, gpu  # noqa: F401  # a fixture
 from tests.oracle import save_checkpoint
+from tests.test_models_families import FAMILIES
 
 PROMPT = [5, 6, 7] * 7
 BLOCKS = 6
@@ -48,9 +49,9 @@ INT4: dict[str, Any] = {"quantization": "int4", "quantization_group_size": 32, "
 DRAFTS = {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": False}
 
 
-def runner_of(gpu: FakeGpu, folder: Path, **options: Any) -> ModelRunner:  # noqa: F811
+def runner_of(gpu: FakeGpu, folder: Path, group: OneRank | None = None, **options: Any) -> ModelRunner:  # noqa: F811
     """Of a checkpoint, as an engine makes it."""
-    model, speculation, config = loaded(gpu, folder, OneRank(), **options)
+    model, speculation, config = loaded(gpu, folder, group or OneRank(), **options)
     plan = planned(config, model, gpu, Measured(60 * 2**30, 2**20), speculation)
     return start_runner(config, model, gpu, plan, 1, lambda phase, share: None, speculation).runner
 
@@ -123,6 +124,47 @@ def test_all_of_a_step_lies_on_the_gpu_and_no_launch_looks_at_it(
 ) -> None:
     folder = save_checkpoint(tmp_path, family, dtype=torch.bfloat16)
     launch_some(runner_of(gpu, folder, **options), lambda step: (FROM_PREVIOUS,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILIES)
+def test_so_do_steps_of_every_family(case: str, gpu: FakeGpu, tmp_path: Path) -> None:  # noqa: F811
+    architecture, options = FAMILIES[case]
+    folder = save_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **options)
+    launch_some(runner_of(gpu, folder, max_model_len=32), lambda step: (FROM_PREVIOUS,))
+
+
+class OneOfTwo(OneRank):
+    """The second of two ranks, and what stands for the other's part."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 2)
+
+    def all_gather(self, x: torch.Tensor, parts: Sequence[range]) -> torch.Tensor:
+        return torch.cat([x[:, :1].expand(-1, len(part)) for part in parts], dim=1)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    def exchange(self, own: Sequence[torch.Tensor], word: int = 0) -> list[torch.Tensor]:
+        return super().exchange(own) * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "deterministic"),
+    [("qwen3_moe", True), *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("gpt_oss", "qwen3_next"))],
+)
+def test_so_do_those_of_a_rank(
+    family: str,
+    deterministic: bool,
+    gpu: FakeGpu,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = save_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    monkeypatch.setattr(ModelRunner, "_check", lambda self, step: None)  # it looks at what has come to the host
+    runner = runner_of(gpu, folder, OneOfTwo(), deterministic=deterministic)
+    launch_some(runner, lambda step: (FROM_PREVIOUS,))
 
 
 @pytest.mark.slow
