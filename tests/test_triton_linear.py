@@ -78,6 +78,14 @@ def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions(ar
         assert all(set(matrix) <= instructions for matrix in found), (name, found)
 
 
+@pytest.mark.parametrize(("capability", "tall"), [((8, 6), True), ((9, 0), True), ((10, 3), False), ((12, 0), True)])
+def test_many_rows_take_tall_tiles_where_one_instruction_computes_both(
+    capability: tuple[int, int], tall: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert linear_dense.one_instruction(torch.device("cuda", 0)) == tall
+
+
 # Dense products
 
 

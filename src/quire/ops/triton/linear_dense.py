@@ -44,6 +44,9 @@ TALL = Tile(128, 128, 64, 8, 3)
 """With many rows: a third less is read for each multiplication."""
 TALLER = 4 / 3
 """How much longer a row takes in a short tile, where many rows are computed: so much more is read for it."""
+TALL_INSTRUCTION = (10, 11)
+"""Major compute capabilities (B200, Thor) of whose instruction, tcgen05, a tall tile takes a form of 128 rows. Consumer
+cards of 12 have that of sm_80."""
 EXACT = Tile(64, 64, 16, 8, 3)
 """fp32, which goes without matrix instructions."""
 
@@ -210,5 +213,5 @@ def quicker(short: Tile, tall: Tile, rows: int, columns: int) -> Tile:
 
 
 def one_instruction(device: torch.device) -> bool:
-    """Whether the tall tile is computed with the short one's instruction: not on sm_100, where it has 128 rows."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 10
+    """Whether the tall tile is computed with the short one's instruction."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in TALL_INSTRUCTION
