@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -59,9 +60,19 @@ def template(name: str) -> ChatTemplate:
 
 def marked_tokenizer(markers: Sequence[str] = ()) -> Tokenizer:
     """The demo's, with these as special tokens."""
+    return _tokenizer(tuple(markers))
+
+
+@functools.cache
+def _tokenizer(markers: tuple[str, ...]) -> Tokenizer:
     library = tokenizers.Tokenizer.from_file(str(ASSETS / "demo" / "tokenizer.json"))
     library.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in markers])
     return Tokenizer(library.to_str(), {}, {"default": PLAIN})
+
+
+@functools.cache
+def grammars_of(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size))
 
 
 def markers_of(syntax: ReplySyntax) -> list[str]:
@@ -77,7 +88,7 @@ def sampled(
     tokenizer: Tokenizer, made: ReplyGrammar, seed: int, most: int = 400, hints: Sequence[str] = ()
 ) -> tuple[Reply, bool, list[int]]:
     """A random reply, of tokens that the grammar lets come, and whether it ended by itself."""
-    grammars = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size))
+    grammars = grammars_of(tokenizer)
     assert made.structured is not None
     matcher = grammars.matcher(made.structured, [0])
     parser = ReplyParser(made.form, tokenizer.special_texts)
@@ -338,7 +349,7 @@ def test_a_tool_that_is_not_there_is_never_called() -> None:
     syntax = template("hermes").reply_syntax
     made = reply_grammar(ReplyForm(syntax, reasoned=True), ReplyRequest(tools=TOOLS))
     tokenizer = marked_tokenizer()
-    grammars = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size))
+    grammars = grammars_of(tokenizer)
     assert made.structured is not None
 
     def taken(text: str) -> bool:
@@ -357,7 +368,7 @@ def test_a_tool_that_is_not_there_is_never_called() -> None:
 def test_reasoning_comes_before_a_form_and_calls_and_is_free() -> None:
     syntax = template("hermes").reply_syntax
     tokenizer = marked_tokenizer()
-    grammars = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size))
+    grammars = grammars_of(tokenizer)
     wanted = StructuredOutputsParams(choice=["yes", "no"])
 
     def taken(form: ReplyForm, request: ReplyRequest, text: str) -> bool:
@@ -452,7 +463,7 @@ def test_arguments_come_in_the_schemas_order_with_commas_between_and_those_requi
     tokenizer = marked_tokenizer()
     made = python_calls(FLAGS)
     assert made.structured is not None
-    matcher = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size)).matcher(made.structured, [0])
+    matcher = grammars_of(tokenizer).matcher(made.structured, [0])
     text = f"<|tool_call_start|>[f({arguments})]<|tool_call_end|>"
     ids = [id for letter in text for id in tokenizer.encode(letter, add_special_tokens=False)]
     assert (matcher._matcher.validate_tokens(ids) == len(ids)) == may_come
@@ -592,7 +603,7 @@ def quoted_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def may_come(tokenizer: Tokenizer, made: ReplyGrammar, text: str) -> bool:
     assert made.structured is not None
-    matcher = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size)).matcher(made.structured, [0])
+    matcher = grammars_of(tokenizer).matcher(made.structured, [0])
     ids = [*quoted_ids(tokenizer, text), matcher.vocab_size]
     return int(matcher._matcher.validate_tokens(ids)) == len(ids)
 
@@ -744,7 +755,7 @@ VALUES = [
 def test_a_text_may_come_where_it_meets_its_schema(text: dict[str, Any]) -> None:
     """Nor may it hold the marker that ends it."""
     syntax, tool, tokenizer = template("qwen3_coder").reply_syntax, text_tool(**text), marked_tokenizer()
-    tools, grammars = syntax.tools, Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size))
+    tools, grammars = syntax.tools, grammars_of(tokenizer)
     assert tools is not None and tools.parameters is not None
     made = reply_grammar(ReplyForm(syntax), ReplyRequest(tools=[tool], tool_choice="required", parallel=False))
     assert made.structured is not None
