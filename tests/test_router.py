@@ -213,7 +213,7 @@ def test_each_engine_of_a_server_is_known_by_what_it_tells_and_asked_by_its_numb
         assert wait_until(lambda: not server.engines[1].is_up and not server.engines[0].others)
         assert engine(prompts[1]) == "0"
 
-        one.cached[0]._events.take()  # a ring that has come round
+        one.cached[0]._events.kept.clear()  # a ring that has come round
         one.cached[0].computed(b"12345678", [b"other"], lambda block: True)
         one.cached[1] = CachedPrompts("2.1")
         told[1] |= {"up": True, "engine": "2.1"}
@@ -749,7 +749,8 @@ def test_a_router_whose_time_is_over_ends_streams_with_an_error_that_says_so(loo
         asking = threading.Thread(target=lambda: events.extend(router.stream(seed=1)))
         asking.start()
         assert wait_until(lambda: router.site.servers.by_name[server.address].running == 1)
-        router.thread.call(leave(router.thread.server, router.site, 0.1, asyncio.Event()))
+        end = time.monotonic() + 0.1
+        router.thread.call(leave(router.thread.server, router.site, lambda: end))
         asking.join()
         assert [error["code"] for error in errors_of(events)] == ["shutting_down"]
         assert events[-1] == "[DONE]"

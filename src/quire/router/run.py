@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
+import time
+from collections.abc import Callable
 
 from quire.log import event
 from quire.router.app import create_app
@@ -19,10 +20,6 @@ from quire.server.auth import Tenants
 from quire.server.transport import HttpServer, make_server
 
 logger = logging.getLogger(__name__)
-
-POLL_SECONDS = 0.05
-LAST_WORDS_SECONDS = 4.0
-"""How long requests have to send their last events after the drain timeout."""
 
 
 def make_site(config: RouterConfig) -> Site:
@@ -47,7 +44,7 @@ class Router:
 
     def __init__(self, config: RouterConfig, listener: socket.socket) -> None:
         self._config, self._listener = config, listener
-        self._hurry = asyncio.Event()
+        self._deadline = 0.0  # of a drain, on the monotonic clock
 
     async def run(self) -> int:
         """Serve until a signal ends it; returns the exit code.
@@ -75,31 +72,22 @@ class Router:
     def _on_signal(self, number: signal.Signals) -> None:
         """The first signal drains, the second one ends running requests."""
         if self._site.draining:
-            self._hurry.set()
+            self._deadline = time.monotonic()
             return
         seconds = self._config.drain_timeout
         text = f"{number.name}: no new requests; running ones have {seconds:g} s to finish (Ctrl-C ends them now)"
         event(logger, "draining", text, seconds=seconds, signal=number.name)
         self._site.draining = True
-        self._leaving = asyncio.create_task(leave(self._http, self._site, seconds, self._hurry))
+        self._deadline = time.monotonic() + seconds
+        self._leaving = asyncio.create_task(leave(self._http, self._site, lambda: self._deadline))
 
 
-async def leave(http: HttpServer, site: Site, seconds: float, hurry: asyncio.Event) -> None:
-    """Wait for running requests, up to the drain timeout; end the rest; then stop serving."""
-    while not http.started:
-        await asyncio.sleep(POLL_SECONDS)
-    http.stop_listening()
-    tasks = http.server_state.tasks
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while tasks and not hurry.is_set():
-                await asyncio.sleep(POLL_SECONDS)
-    site.stopping.set()
-    for task in list(tasks):
-        task.cancel()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LAST_WORDS_SECONDS):
-            while tasks:
-                await asyncio.sleep(POLL_SECONDS)
+async def leave(http: HttpServer, site: Site, deadline: Callable[[], float]) -> None:
+    """Stop serving, see `HttpServer.drain`. Requests that run at the deadline end with an error."""
+
+    def stop() -> None:
+        site.stopping.set()
+        http.cancel_requests()
+
+    await http.drain(deadline, stop)
     event(logger, "stopped", "stopped")
-    http.should_exit = True

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import resource
 import socket
+import time
 from asyncio.events import TimerHandle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,6 +51,9 @@ STUCK_SECONDS = 120.0
 """A client that reads nothing for this long, while data waits to be sent to it, is disconnected."""
 REFRESH_TICKS = 600
 """uvicorn's ticks (tenths of a second) between checks whether the certificate's files have changed."""
+LAST_WORDS_SECONDS = 4.0
+"""How long requests have to send their last events after the drain timeout."""
+POLL_SECONDS = 0.05
 SPARE_FILES = 64
 """File descriptors that are not available to connections."""
 
@@ -511,10 +515,33 @@ class HttpServer(uvicorn.Server):
             self.config.certificate.refresh()  # here, so that no handshake sees a half-loaded one
         return await super().on_tick(counter)
 
-    def stop_listening(self) -> None:
-        """Accept no new connections; open ones stay."""
+    async def drain(self, deadline: Callable[[], float], stop: Callable[[], None]) -> None:
+        """Accept no new connections, let running requests finish, end the rest, and then stop serving.
+
+        Args:
+            deadline: until when they may run, on the monotonic clock; asked repeatedly, since it may change.
+            stop: called at the deadline. Requests have `LAST_WORDS_SECONDS` to send their last events, and are then
+                cancelled.
+        """
+        while not self.started:
+            await asyncio.sleep(POLL_SECONDS)
         for server in self.servers:
             server.close()
+        await self._wait_for_requests(deadline)
+        stop()
+        end = time.monotonic() + LAST_WORDS_SECONDS
+        await self._wait_for_requests(lambda: end)
+        self.cancel_requests()
+        self.should_exit = True
+
+    async def _wait_for_requests(self, deadline: Callable[[], float]) -> None:
+        while self.server_state.tasks and time.monotonic() < deadline():
+            await asyncio.sleep(POLL_SECONDS)
+
+    def cancel_requests(self) -> None:
+        """Cancel the tasks of all running requests."""
+        for task in list(self.server_state.tasks):
+            task.cancel()
 
 
 def make_server(app: ASGIApp, graceful_seconds: int = 2, certificate: ServerCertificate | None = None) -> HttpServer:

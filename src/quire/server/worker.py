@@ -28,10 +28,6 @@ from quire.text.tokenizer_pool import TokenizerPool
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_SECONDS = 4.0
-"""How long requests have to send their last events after the drain timeout."""
-POLL_SECONDS = 0.05
-
 
 class HttpWorker:
     """Runs an HTTP process once everything is imported. Create it in a running event loop.
@@ -121,20 +117,4 @@ class HttpWorker:
         """Stop, as the supervisor asks. A second call can only shorten the time left."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
         if self._leaving is None:
-            self._leaving = asyncio.create_task(self._leave())
-
-    async def _leave(self) -> None:
-        """Let running requests finish, then end the rest, then stop serving."""
-        while not self._http.started:
-            await asyncio.sleep(POLL_SECONDS)
-        self._http.stop_listening()
-        tasks = self._http.server_state.tasks
-        while tasks and time.monotonic() < self._deadline:
-            await asyncio.sleep(POLL_SECONDS)
-        self.context.stop()
-        last_words = time.monotonic() + LAST_WORDS_SECONDS
-        while tasks and time.monotonic() < last_words:
-            await asyncio.sleep(POLL_SECONDS)
-        for task in list(tasks):
-            task.cancel()
-        self._http.should_exit = True
+            self._leaving = asyncio.create_task(self._http.drain(lambda: self._deadline, self.context.stop))
