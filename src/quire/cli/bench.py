@@ -145,6 +145,12 @@ def json_file(path: str | None) -> Iterator[IO[str] | None]:
         yield file
 
 
+def table_row(texts: Sequence[str], widths: Sequence[int]) -> str:
+    """A line of a table. Columns of a negative width are left-aligned."""
+    pairs = zip(texts, widths, strict=True)
+    return "  ".join(text.ljust(-width) if width < 0 else text.rjust(width) for text, width in pairs).rstrip()
+
+
 @contextmanager
 def _random_checkpoint(shape: str, workdir: str | None, given: Given) -> Iterator[Path]:
     """A checkpoint of this shape with random weights, quantized as the engine asks.
@@ -300,10 +306,7 @@ class Report:
         self._line(shape | {"refused": reason})
 
     def _row(self, texts: Sequence[str]) -> None:
-        """One line of the table. A negative width means left-aligned."""
-        pairs = zip(texts, self.WIDTHS, strict=True)
-        columns = (text.ljust(-width) if width < 0 else text.rjust(width) for text, width in pairs)
-        print("  ".join(columns).rstrip(), file=self._table, flush=True)
+        print(table_row(texts, self.WIDTHS), file=self._table, flush=True)
 
     def _line(self, record: dict[str, Any]) -> None:
         if self._lines:

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from quire.cli.bench import json_file
+from quire.cli.bench import json_file, table_row
 from quire.errors import ConfigError, QuireError
 from quire.system import require_linux
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 HEADINGS = "transport", "block", "one, us", "coalesced, GB/s", "scattered, GB/s"
 WIDTHS = -13, 8, 9, 15, 15
-"""Widths of columns; a negative one means left-aligned."""
+"""See `table_row`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         to = sys.stderr if lines is sys.stdout else sys.stdout
         for what, found in devices():
             print(f"{what}: {found}", file=to)
-        print(f"\n{_row(HEADINGS)}", file=to, flush=True)
+        print(f"\n{table_row(HEADINGS, WIDTHS)}", file=to, flush=True)
         failed = [name for name in names if not _measure(name, args.host, to, lines)]
     return int(len(failed) == len(names) or bool(failed and args.transport))
 
@@ -96,7 +95,7 @@ def _measure(name: str, host: str, to: IO[str], lines: IO[str] | None) -> bool:
         print(f"{name}: {visible(' '.join(str(error).split()))}", file=to, flush=True)
         return False
     for row in rows:
-        print(_row(_texts(row)), file=to, flush=True)
+        print(table_row(_texts(row), WIDTHS), file=to, flush=True)
         if lines:
             lines.write(msgspec.json.encode(row).decode() + "\n")
     return True
@@ -105,11 +104,6 @@ def _measure(name: str, host: str, to: IO[str], lines: IO[str] | None) -> bool:
 def _texts(row: Figures) -> tuple[str, ...]:
     rates = f"{row.coalesced_gb_s:.2f}", f"{row.scattered_gb_s:.2f}"
     return row.transport, size(row.block), f"{row.one_us:,.0f}", *rates
-
-
-def _row(texts: Sequence[str]) -> str:
-    pairs = zip(texts, WIDTHS, strict=True)
-    return "  ".join(text.ljust(-width) if width < 0 else text.rjust(width) for text, width in pairs).rstrip()
 
 
 def size(count: int) -> str:
