@@ -1,4 +1,4 @@
-"""How an answer is shown while it streams: reasoning folded into one line, text as it is, tool calls as cards."""
+"""Shows an answer while it streams: reasoning folded into one line, text as it is, tool calls as cards."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ DIM, CYAN, PLAIN, ERASE_LINE = "\x1b[2m", "\x1b[36m", "\x1b[0m", "\r\x1b[K"
 FRAME_SECONDS = 0.1
 
 _STEERING = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
-"""Characters that are not seen, or that turn the order of others around: what is to be approved must look as it is."""
+"""Characters that are invisible or reorder others. They are replaced in what a user must approve."""
 
 
 def exact(text: str) -> str:
-    """The text as a person is to approve it: without control characters, nor any that hide or reorder others."""
+    """The text as shown for approval: without control characters, invisible ones, or ones that reorder others."""
     return _STEERING.sub("\N{REPLACEMENT CHARACTER}", visible(text))
 
 
@@ -35,7 +35,7 @@ class AnswerView:
         self._words, self._in_word, self._drawn = 0, False, 0.0
 
     def show(self, event: ReplyEvent) -> None:
-        """Show a piece."""
+        """Show a part of the answer."""
         part = ToolCallArguments if isinstance(event, ToolCallBegin | ToolCallArguments) else type(event)
         if part is not self._part or isinstance(event, ToolCallBegin):
             self._end_part()
@@ -52,7 +52,7 @@ class AnswerView:
                 self._say(exact(text).replace("\n", f"\n{self._styled('│', CYAN)} "))
 
     def close(self) -> None:
-        """The answer has ended: what follows begins on a line of its own."""
+        """End the answer, so that what follows begins on a new line."""
         self._end_part()
         self._part = None
 

@@ -120,7 +120,7 @@ def _report(counts: Counts) -> str:
 
 async def _run(args: argparse.Namespace, options: list[str], requests: Requests, answers: Answers) -> Counts:
     with _progress(len(requests.places), args.quiet) as tell:
-        if len(answers.done) == len(requests.places):  # no server need be there
+        if len(answers.done) == len(requests.places):  # no server is needed
             return await run_batch(requests, answers, _nobody, 1, tell)
         async with contextlib.AsyncExitStack() as stack:
             url, key = args.url, read_keys([args.api_key], "api_key")[0] if args.api_key else ""
@@ -155,7 +155,7 @@ def _first_model(requests: Requests) -> str:
 
 @contextlib.contextmanager
 def _progress(total: int, quiet: bool) -> Iterator[Any]:
-    """What is told how far the batch is."""
+    """Yields a function that shows the progress."""
     if quiet or not sys.stderr.isatty():
         yield lambda counts: None
         return
@@ -183,7 +183,7 @@ class _Body:
 
 
 class _Asker:
-    """Sends requests to a server, again if it is busy or cannot be reached for a while."""
+    """Sends requests to a server, with retries while it is busy or cannot be reached."""
 
     def __init__(self, url: str, key: str, cacert: str | None = None) -> None:
         from quire.bench.serve.http_client import HttpClient, parse_url
@@ -201,7 +201,7 @@ class _Asker:
         """The answer to one request.
 
         Raises:
-            BatchError: the server stays away, or refuses the key.
+            BatchError: the server cannot be reached, or refuses the key.
         """
         from quire.bench.serve.http_client import HttpError
 
@@ -228,7 +228,7 @@ class _Asker:
 
 
 def _json(body: bytes) -> bytes:
-    """An answer's body as JSON of one line; what is none as a string."""
+    """A response's body as JSON on one line; if it is not JSON, as a JSON string."""
     try:
         return msgspec.json.format(body, indent=-1)
     except (msgspec.DecodeError, RecursionError):
@@ -237,9 +237,9 @@ def _json(body: bytes) -> bytes:
 
 @contextlib.asynccontextmanager
 async def _server(model: str, options: list[str]) -> AsyncIterator[tuple[str, str]]:
-    """A server of this model for as long as it is needed: its URL, and the key that nobody else knows."""
+    """Run a server of this model; yields its URL and its random API key."""
     key = secrets.token_urlsafe(24)
-    with tempfile.NamedTemporaryFile("w", suffix=".key") as file:  # readable by this user alone
+    with tempfile.NamedTemporaryFile("w", suffix=".key") as file:  # readable only by this user
         file.write(key)
         file.flush()
         own = ["--host", "127.0.0.1", "--port", "0", "--log-format", "json", "--no-log-requests"]
@@ -264,7 +264,7 @@ async def _server(model: str, options: list[str]) -> AsyncIterator[tuple[str, st
 
 
 class _Starting:
-    """Reads what a server says of itself until it is ready, and its log to the end, so that it can go on writing."""
+    """Reads a server's log: until it is ready for its URL, and then to the end, so that the pipe never fills."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -274,10 +274,10 @@ class _Starting:
         threading.Thread(target=self._read, daemon=True).start()
 
     async def ready(self) -> str:
-        """Its URL, once it takes requests.
+        """Its URL, once it accepts requests.
 
         Raises:
-            BatchError: it has ended, or takes too long.
+            BatchError: it exited, or takes too long.
         """
         try:
             return await asyncio.wait_for(self._done, READY_SECONDS)

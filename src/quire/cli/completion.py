@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def options_of_commands() -> dict[str, dict[str, str]]:
-    """Of each command, its flags and what they are for."""
+    """The flags of each command, with their help texts."""
     from quire.cli.main import COMMANDS
     from quire.cli.options import CommandParser
 
@@ -47,7 +47,7 @@ def options_of_commands() -> dict[str, dict[str, str]]:
 
 
 def bash_script(options: Mapping[str, Mapping[str, str]], zsh: bool = False) -> str:
-    """The script for bash; zsh runs the same."""
+    """The script for bash; with `zsh`, for zsh, which runs it, too."""
     cases = "\n".join(f"        {name}) words={_quoted(' '.join(flags))} ;;" for name, flags in options.items())
     head = "autoload -U +X bashcompinit && bashcompinit\n" if zsh else ""
     return f"""{head}_quire() {{

@@ -1,8 +1,8 @@
-"""One conversation of `quire chat`: what was said, the commands, and the tools that answers call.
+"""One conversation of `quire chat`: its messages, the commands, and the tools that the model calls.
 
-A turn is a user's message and all that came of it: an answer, or answers that call tools, their results, and an answer
-to these. A turn that ended stays in the conversation; so does the text that came of an answer that was interrupted or
-failed. A turn of which no text came, and of which no tool ran, leaves nothing.
+A turn is a user's message and everything that follows from it: an answer, or answers that call tools, the results, and
+a final answer. A complete turn stays in the conversation, and so does the partial text of an answer that was
+interrupted or failed. A turn without any text or tool result leaves nothing.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ one within 1.5 seconds leaves. A line that ends in \\ goes on in the next one.
 What stands between \"\"\" and \"\"\" is one message. Tab completes commands."""
 
 MAX_ROUNDS = 10
-"""Answers to one message that may call tools; the next one must do without."""
+"""Maximum answers to one message that call tools; the next one must not."""
 
 MAX_SAVED_BYTES = 64 << 20
 INTERRUPTED = "interrupted"
-"""The key of an answer's message, here and in saved files, that says so; it is not sent."""
+"""Key of an answer's message, here and in saved files, that marks it as interrupted; it is not sent."""
 
 DECLINED = "The user declined this call."
 STOPPED = "The user interrupted this call."
@@ -74,15 +74,16 @@ class Chat:
     """One conversation.
 
     Args:
-        talker: what answers.
+        talker: answers the messages.
         fields: sampling parameters.
         system: the system message.
-        tools: what answers may call.
-        tool_choice: of the first answer to a message; "required" makes it call a tool.
-        approve: whether tools may run: None asks at the terminal, where there is one.
+        tools: tools that the model may call.
+        tool_choice: for the first answer to a message; "required" makes it call a tool.
+        approve: decides whether a call may run; None: ask at the terminal, if there is one.
+        edit: lets the user edit a text.
 
     Attributes:
-        messages: what was said, the system message first if there is one.
+        messages: the conversation, beginning with the system message if there is one.
         fields: sampling parameters that were set.
         last: the last answer.
     """
@@ -102,11 +103,11 @@ class Chat:
         self.system = system
         self.messages: list[dict[str, Any]] = []
         self.last: Answer | None = None
-        self._failed: str | None = None  # a message that is not in the conversation, since nothing came of it
+        self._failed: str | None = None  # the last message, if it is not in the conversation since it got no answer
         self._tools = {tool.name: tool for tool in tools}
         self._tool_choice = tool_choice
         self._approve = approve or self._ask
-        self._always: set[str] = set()  # tools that need no further yes
+        self._always: set[str] = set()  # tools that run without asking
         self._edit_text = edit
         self._unfold = False
         self.commands: dict[str, Callable[[str], None]] = {
@@ -128,10 +129,10 @@ class Chat:
     # -- commands ------------------------------------------------------------------------------------------
 
     def take(self, line: str, quoted: bool = False) -> bool:
-        """Answer a message or do what it commands; False if it was /exit. A mistake is told and changes nothing.
+        """Answer a message or run a command; False if it was /exit. Errors are shown, and change nothing.
 
         Args:
-            quoted: it is a message, even if it looks like a command.
+            quoted: the line is a message, even if it looks like a command.
         """
         text = line.strip()
         word, _, rest = text.partition(" ")
@@ -152,7 +153,7 @@ class Chat:
         return True
 
     def complete(self, line: str) -> list[str]:
-        """What the last word of a line that begins like this may become."""
+        """Completions of the last word of a line."""
         word, space, rest = line.partition(" ")
         if not line.startswith("/"):
             return []
@@ -201,7 +202,7 @@ class Chat:
         tell(f"{name} is {fields.get(name, 'the default')}")
 
     def _last_turn(self) -> tuple[list[dict[str, Any]], str]:
-        """What was said before the last message of the user, and that message.
+        """The messages before the user's last message, and that message.
 
         Raises:
             ConfigError: there is none.
@@ -290,8 +291,8 @@ class Chat:
         """Stream the answer to `text`.
 
         Args:
-            before: what was said before it, if not all of the conversation: the rest gives way to this turn as soon as
-                there is something of it.
+            before: the messages before it; default: the whole conversation. Later ones are replaced by this turn as
+                soon as there is an answer.
         """
         before = self.messages if before is None else before
         self._failed = text if before is self.messages else None
@@ -315,7 +316,7 @@ class Chat:
         self.messages, self._failed = messages, None
 
     def _one_answer(self, messages: list[dict[str, Any]], number: int) -> Answer:
-        """The answer to the messages; `number` others to the same message of the user called tools."""
+        """The answer to the messages, after `number` answers to the same user message that called tools."""
         choice = self._tool_choice if number == 0 else "auto" if number < MAX_ROUNDS else "none"
         if number == MAX_ROUNDS:
             tell(f"(tools were called {MAX_ROUNDS} times: now the model must answer without)")
@@ -333,7 +334,7 @@ class Chat:
         return self.last
 
     def _say_why(self, answer: Answer, kept: bool) -> None:
-        """Say why an answer ended, where that is not plain."""
+        """Tell why an answer ended, unless it is complete."""
         used, context = answer.context_used, self.talker.context
         call = ", within a call, which does not run" if answer.reply.tool_calls else ""
         if answer.reason == "error":
@@ -365,7 +366,7 @@ class Chat:
         return True
 
     def _result(self, call: ToolCall) -> str:
-        """What the model is told of a call."""
+        """The result of a call, for the model."""
         tool = self._tools.get(call.name)
         if tool is None:
             return f"error: there is no tool {call.name!r}; there are: {', '.join(self._tools)}"
@@ -388,11 +389,11 @@ class Chat:
 
 
 def _message_of(answer: Answer, calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
-    """An answer as a message of the conversation. A call that was cut is none, so it is not in it."""
+    """An answer as a message of the conversation, without a call that is incomplete."""
     reply = answer.reply
     message: dict[str, Any] = {"role": "assistant", "content": reply.content or (None if calls else "")}
     if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning  # a chat template decides how much of it the model sees again
+        message["reasoning_content"] = reply.reasoning  # the chat template decides how much of it the model sees
     if calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -406,7 +407,7 @@ def _result_message(call: ToolCall, result: str) -> dict[str, Any]:
 
 
 def _shortened(text: str) -> str:
-    """The first line, as much of it as a terminal shows."""
+    """The first line, cut to the terminal's width."""
     first, _, rest = text.partition("\n")
     width = shutil.get_terminal_size().columns - 8
     return first[:width] + ("..." if rest or len(first) > width else "")
@@ -419,7 +420,7 @@ def _path(command: str, name: str) -> Path:
 
 
 def _read_saved(path: Path) -> Saved:
-    """Raises ConfigError: the file holds no conversation."""
+    """Raises ConfigError if the file is not a saved conversation."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_SAVED_BYTES + 1)
@@ -435,7 +436,7 @@ def _read_saved(path: Path) -> Saved:
 
 
 def answer_rows(answer: Answer, context: int | None) -> list[tuple[str, str]]:
-    """Statistics of one answer; a dash stands for what a server did not tell."""
+    """Statistics of one answer; a dash for what the server did not report."""
 
     def shown(number: int | None) -> str:
         return "-" if number is None else f"{number:,}"
@@ -451,10 +452,10 @@ def answer_rows(answer: Answer, context: int | None) -> list[tuple[str, str]]:
 
 
 def check_fields(fields: Mapping[str, Any], refused: Sequence[str] = ()) -> None:
-    """Refuse what a conversation cannot use, and values that are not valid.
+    """Refuse sampling parameters that a conversation cannot use, or that are not valid.
 
     Raises:
-        SamplingParamsError, ConfigError: the message says which.
+        SamplingParamsError, ConfigError: the message names the parameter.
     """
     if sampling_params(fields).n != 1:
         raise ConfigError(

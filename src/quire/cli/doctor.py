@@ -33,12 +33,12 @@ INSTRUCTION_SETS = (
     "i8mm",
     "bf16",
 )
-"""Flags of /proc/cpuinfo that torch or the kernels can make use of; the last four are ARM's."""
+"""Flags of /proc/cpuinfo that torch or the kernels can use; the last four are ARM's."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """One that METADATA names: the oldest version that works, and the extra that it belongs to; empty: it is needed."""
+    """A dependency: the oldest version that works, and the extra that needs it; "" if it is required."""
 
     name: str
     oldest: str
@@ -46,7 +46,7 @@ class Package:
 
 
 def named_packages() -> list[Package]:
-    """All that METADATA names, those that are needed first."""
+    """The packages in Quire's metadata, required ones first."""
     found = []
     for text in metadata.requires("quire") or ():
         requirement, _, marker = text.partition(";")
@@ -57,7 +57,7 @@ def named_packages() -> list[Package]:
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """Something missing or slow: what, and what to do. `fatal` means that Quire does not work without."""
+    """Something missing or slow, and what to do about it. `fatal`: Quire does not work without it."""
 
     what: str
     remedy: str
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found, each line as soon as it is known; 1 if anything is fatal."""
+    """Print each finding as soon as it is known; returns 1 if any problem is fatal."""
     show: Show = (lambda name, value: None) if args.json else _show
     report: dict[str, Any] = _machine(show)
     packages = named_packages()
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 Show = Callable[[str, str], None]
-"""Is given what was found: a name and a value, or a heading and nothing."""
+"""Called with each finding: a name and a value, or a heading and ""."""
 
 
 def _show(name: str, value: str) -> None:
@@ -137,7 +137,7 @@ def _read(path: str) -> str:
 
 
 def machine(cpuinfo: str) -> dict[str, Any]:
-    """System, CPU, cores that this process may use, and instruction sets, from the text of /proc/cpuinfo."""
+    """System, CPU, cores usable by this process, and instruction sets, from the text of /proc/cpuinfo."""
     name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     present = set(flags[1].split()) if flags else set()
@@ -153,7 +153,7 @@ def machine(cpuinfo: str) -> dict[str, Any]:
 
 
 def memory(meminfo: str) -> dict[str, int | None]:
-    """Bytes in all, and bytes that could be taken now, from the text of /proc/meminfo; None where unknown."""
+    """Total and available bytes, from the text of /proc/meminfo; None if unknown."""
 
     def size(name: str) -> int | None:
         match = re.search(rf"^{name}:\s*(\d+) kB", meminfo, re.MULTILINE)
@@ -163,7 +163,7 @@ def memory(meminfo: str) -> dict[str, int | None]:
 
 
 def installed(package: Package) -> str | None:
-    """The version that is installed; None: none is."""
+    """The installed version; None if it is not installed."""
     try:
         return metadata.version(package.name)
     except metadata.PackageNotFoundError:
@@ -171,7 +171,7 @@ def installed(package: Package) -> str | None:
 
 
 def missing_packages(packages: Sequence[Package], versions: Mapping[str, str | None]) -> list[Problem]:
-    """A problem for every package that is too old, and for one that is needed and not there; fatal, if it is needed."""
+    """A problem for each package that is too old, or required and missing; fatal if it is required."""
     problems = []
     for package in packages:
         name, version, needed = package.name, versions[package.name], not package.extra
@@ -184,12 +184,12 @@ def missing_packages(packages: Sequence[Package], versions: Mapping[str, str | N
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with, which is as much of it as minima have."""
+    """The numbers at the beginning of a version."""
     return tuple(map(int, re.match(r"[\d.]*", version)[0].strip(".").split(".")))  # type: ignore[index]
 
 
 def slow_instruction_sets(present: list[str]) -> list[Problem]:
-    """What the CPU lacks that would make bf16 fast: nothing that can be installed, but good to know."""
+    """A note if the CPU has no instructions that make bf16 fast."""
     if {"avx512_bf16", "amx_bf16", "bf16"} & set(present):
         return []
     return [
@@ -201,7 +201,7 @@ def slow_instruction_sets(present: list[str]) -> list[Problem]:
 
 
 def unused_kernels() -> list[Problem]:
-    """Compiled kernels that would be the fastest here, and that are not there, or not right."""
+    """A problem if the fastest compiled kernels for this CPU are missing or wrong."""
     from quire.ops import lost_kernels
 
     lost = lost_kernels()
@@ -209,17 +209,17 @@ def unused_kernels() -> list[Problem]:
 
 
 def unused_gpu() -> list[Problem]:
-    """A GPU that Quire could use if torch could."""
+    """A problem if there is a GPU that torch cannot use."""
     note = find_device()[1]
     return [Problem(note, "pip install torch (the build with CUDA)")] if note else []
 
 
 def _of_torch(args: argparse.Namespace, show: Show) -> dict[str, Any]:
-    """Device, threads, kernels, self-test and demo model: all that needs torch.
+    """Device, threads, kernels, self-test and demo model, which need torch.
 
     Raises:
         ConfigError: these kernels were not built, or this machine cannot run them.
-        DeviceError: the device is not there, or too old.
+        DeviceError: the device is missing, or too old.
     """
     show("Kernels", "")
     import torch
@@ -289,7 +289,7 @@ def _close(problems: Sequence[Problem], ok: bool, full: bool) -> None:
 def _kernel_rows(kernels: dict[str, Any]) -> list[tuple[str, str]]:
     names = [("built", kernels["built"]), ("usable here", kernels["usable"]), ("chosen", [kernels["chosen"]])]
     rows = [(name, ", ".join(sets) or "none: only plain torch") for name, sets in names]
-    texts: dict[str, list[str]] = {}  # data types that have the same description stand in one row
+    texts: dict[str, list[str]] = {}  # data types with the same description share a row
     for dtype, text in kernels["described"].items():
         texts.setdefault(text, []).append(dtype)
     return rows + [(", ".join(dtypes), text) for text, dtypes in texts.items()]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quire.llm import LLM
 
 DEMO_HEAD = '"""Small helpers, each with a test."""\n\nimport os\nimport re\nimport sys\n\n\n'
-"""All demo prompts begin with this, so that the prefix cache has something to do."""
+"""The common prefix of the demo prompts, for the prefix cache."""
 
 DEMO_PROMPTS = tuple(
     DEMO_HEAD + prompt
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Complete what was asked for; 1 if any prompt ended with an error."""
+    """Complete the prompts; returns 1 if any ended with an error."""
     words = list(args.words)
     model = words.pop(0) if words and not hasattr(args, "model") else None
     given = given_options(args, model or ("demo" if args.demo else None), sampling=True)
@@ -94,10 +94,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_model(model: str) -> None:
-    """Tell a forgotten model before standard input is read for a prompt.
+    """Check the model before a prompt is read from standard input, in case the model was forgotten.
 
     Raises:
-        CheckpointNotFoundError: the first argument is no model.
+        CheckpointNotFoundError: the first argument is not a model.
         ConfigError: see `quire.models.hub.resolve`.
     """
     from quire.models.hub import HUB_NAME, resolve
@@ -120,10 +120,10 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def _form(args: argparse.Namespace) -> dict[str, Any]:
-    """What outputs must look like, as a sampling parameter, where one of the short flags says so.
+    """The sampling parameter that constrains outputs, if one of the short flags is given.
 
     Raises:
-        ConfigError: a file cannot be read, or --structured-outputs says so, too.
+        ConfigError: a file cannot be read, or --structured-outputs was given, too.
     """
     given = {"json": args.json_schema, "regex": args.regex, "grammar": args.grammar}
     for name, value in given.items():
@@ -144,10 +144,10 @@ def _read_text(path: str) -> str:
 
 
 def _jobs(args: argparse.Namespace, texts: Sequence[str], sampling: Mapping[str, Any]) -> list[Job]:
-    """The prompts, from the one place that was given.
+    """The prompts, from the one source that was given.
 
     Raises:
-        ConfigError: several places were given.
+        ConfigError: several sources were given.
         RequestError: a prompt or a sampling parameter is not valid.
     """
     places = {"prompts as arguments": bool(texts), "--input": args.input is not None, "--demo": args.demo}
@@ -164,10 +164,10 @@ def _jobs(args: argparse.Namespace, texts: Sequence[str], sampling: Mapping[str,
 
 
 def complete(llm: LLM, jobs: Sequence[Job], view: View) -> list[RequestOutput]:
-    """Run all jobs to their end, telling `view` of every change; results in the order of the jobs.
+    """Run all jobs, and update `view` at every change; returns the results in the order of the jobs.
 
     Raises:
-        RequestError: a prompt is refused; nothing has run then. The message says which one.
+        RequestError: a prompt is refused, before any has run. The message names it.
     """
     index_of = {_add(llm, job): index for index, job in enumerate(jobs)}
     results: dict[int, RequestOutput] = {}

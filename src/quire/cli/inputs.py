@@ -25,11 +25,11 @@ class Job:
     """One prompt to complete.
 
     Attributes:
-        prompt: a text or token ids; empty where there are `messages`.
-        messages: those of a chat, for the model's own template.
-        params: how to sample it.
-        id: the user's label, handed back with the result.
-        place: where it came from, for error messages; empty where it is the only one.
+        prompt: a text or token ids; empty if there are `messages`.
+        messages: of a chat, for the model's chat template.
+        params: sampling parameters.
+        id: the user's label, returned with the result.
+        place: its source, for error messages; empty if it is the only prompt.
     """
 
     prompt: str | list[int] = ""
@@ -40,14 +40,14 @@ class Job:
 
     @property
     def title(self) -> str:
-        """The prompt in words, to be shown right before its completion."""
+        """The prompt as text, shown before its completion."""
         if self.messages is not None:
             return str(self.messages[-1].get("content", "")) + "\n"
         return self.prompt if isinstance(self.prompt, str) else f"{len(self.prompt)} token ids"
 
 
 def text_jobs(texts: Sequence[str], sampling: Mapping[str, Any], chat: bool) -> list[Job]:
-    """One job a text; with `chat`, each is a user's message.
+    """One job per text; with `chat`, each text is a user message.
 
     Raises:
         SamplingParamsError: a sampling parameter is not valid. RequestError: a text is not UTF-8.
@@ -63,7 +63,7 @@ def text_jobs(texts: Sequence[str], sampling: Mapping[str, Any], chat: bool) -> 
 
 
 def _check_utf8(text: str, what: str) -> None:
-    """Refuse bytes that are not UTF-8; Python reads them as surrogates in arguments, and with some locales in files."""
+    """Refuse text that is not UTF-8, which Python reads as surrogates in arguments and, with some locales, in files."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -71,9 +71,7 @@ def _check_utf8(text: str, what: str) -> None:
 
 
 def need_stdin() -> None:
-    """Raises:
-    ConfigError: standard input was closed by the caller.
-    """
+    """Check that standard input is open. Raises ConfigError if the caller closed it."""
     if sys.stdin is None:
         raise ConfigError(
             "standard input is closed, but prompts are read from it; pipe something in, or redirect it from /dev/null"
@@ -96,7 +94,7 @@ def refuse_same_file(source: str, output: str) -> None:
 
 
 def read_stdin(lines: bool) -> list[str]:
-    """Standard input as one prompt (without its last line break), or as one prompt a line.
+    """Standard input as one prompt (without its last line break), or as one prompt per line.
 
     Raises:
         ConfigError: it is closed.
@@ -116,10 +114,10 @@ def read_stdin(lines: bool) -> list[str]:
 
 
 def read_jsonl(path: str, sampling: Mapping[str, Any], chat: bool) -> list[Job]:
-    """One job a line; `-` is standard input. Blank lines and a byte order mark are skipped.
+    """One job per line; `-` is standard input. Blank lines and a byte order mark are skipped.
 
-    A line is an object with `prompt`, `prompt_token_ids` or `messages`, and, if wanted, `id` and sampling
-    parameters, which win over `sampling`.
+    A line is an object with `prompt`, `prompt_token_ids` or `messages`, and optionally `id` and sampling parameters,
+    which take precedence over `sampling`.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -182,7 +180,7 @@ def _as_message(text: str) -> dict[str, Any]:
 
 
 def _checked_prompt(kind: str, value: Any) -> Any:
-    """The value, if it has the type that its key promises."""
+    """The value, checked to be of its key's type."""
     types = {"prompt": str, "prompt_token_ids": list[int], "messages": list[dict[str, Any]]}
     try:
         prompt = msgspec.convert(value, types[kind])

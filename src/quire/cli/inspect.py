@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found; raises CheckpointError where Quire does not run it."""
+    """Print the description; raises CheckpointError if Quire does not support the model."""
     from quire.cli.terminal import print_table
     from quire.models.hub import resolve
     from quire.runner.memory_plan import format_size, free_memory
@@ -83,10 +83,10 @@ def _fit(count: float, length: int) -> str:
 
 
 def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, Any]:
-    """All that is printed, from config.json and the headers of weight files where these are there.
+    """The description, from config.json and, if there are weight files, their headers.
 
     Raises:
-        CheckpointError: Quire does not run it; the message says what it is.
+        CheckpointError: Quire does not support the model; the message says what it is.
     """
     import torch
 
@@ -132,7 +132,7 @@ def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, 
 
 
 def _kept(sizes: ModelSizes, length: int) -> tuple[dict[str, int], dict[str, int], int]:
-    """Bytes of KV by kind of cache, of a token and of a request of `length` tokens; and of a request's states."""
+    """Bytes of KV per token and per request of `length` tokens, by kind of cache; and bytes of a request's states."""
     from quire.ops.kv_cache import KVShape
 
     kv: dict[str, int] = {}
@@ -153,14 +153,15 @@ def _kept(sizes: ModelSizes, length: int) -> tuple[dict[str, int], dict[str, int
 
 
 def _without_read_formats(fields: Fields) -> Fields:
-    """config.json without `quantization_config` where it is of a format that is restored as it is read."""
+    """config.json without a `quantization_config` whose weights are dequantized when they are read."""
     section = fields.section("quantization_config").picked(["quant_method"])
     return fields.without("quantization_config") if section.get("quant_method") in ("fp8", "mxfp4") else fields
 
 
 def _quantized_bytes(sizes: Any, config: DecoderConfig, scheme: str) -> int:
-    """Bytes of the weights where all products are quantized: those are the tensors of two dimensions, the table of a
-    tied head among them."""
+    """Bytes of the weights if all matrices are quantized: tensors of two dimensions, including the table of a tied
+    head.
+    """
     from quire.models.weights import EMBEDDING, HEAD
     from quire.ops.quantized import DEFAULT_GROUP, Quantization, layout
 
@@ -172,7 +173,7 @@ def _quantized_bytes(sizes: Any, config: DecoderConfig, scheme: str) -> int:
         own = how.of_head() if name in (EMBEDDING, HEAD) else how
         try:
             found = layout(own, *shape)
-        except CheckpointError:  # a width that no group divides stays as it is
+        except CheckpointError:  # a width that is not a multiple of the group size is not quantized
             continue
         packed = math.prod(found.packed) * found.packed_dtype.itemsize
         saved += 2 * math.prod(shape) - packed - math.prod(found.scales) * found.scales_dtype.itemsize

@@ -1,4 +1,4 @@
-"""What a user types in a chat: lines and messages of several lines, history, completion, and editing a message."""
+"""Keyboard input of a chat: messages of one or several lines, history, completion, and editing a message."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ QUOTES = '"""'
 PROMPT, CONTINUED = "> ", "... "
 
 Complete = Callable[[str], Sequence[str]]
-"""What the line up to the cursor may become: the last word of it, completed."""
+"""Completions of the last word of the line up to the cursor."""
 
 
 class Typed(NamedTuple):
-    """What was typed. `quoted` text is a message, whatever it begins with."""
+    """A message or command. `quoted` text is a message, whatever it begins with."""
 
     text: str
     quoted: bool = False
 
 
 def typed() -> Iterator[Typed]:
-    """Messages and commands, one after the other. A line that ends in a backslash goes on in the next one; what stands
-    between \"\"\" and \"\"\" is one message. Ctrl-C drops what is being typed.
+    """Yields messages and commands. A line that ends in a backslash is continued on the next line; text between
+    \"\"\" and \"\"\" is one message. Ctrl-C drops the current input.
 
     Raises:
         ConfigError: standard input is not text, or ends within a message.
@@ -71,7 +71,7 @@ def _line(prompt: str) -> str:
 
 
 def _whole(line: str, prompt: str) -> Typed:
-    """The message or command that begins with this line. Raises EOFError where input ends before it does."""
+    """The message or command that begins with this line. Raises EOFError if the input ends before it does."""
     if line.lstrip().startswith(QUOTES):
         text = line.lstrip()[len(QUOTES) :]
         while not text.rstrip().endswith(QUOTES):
@@ -85,7 +85,7 @@ def _whole(line: str, prompt: str) -> Typed:
 
 
 def ask(question: str) -> str:
-    """The answer to a question at the terminal, in lower case; it does not go to the history. Empty at Ctrl-D."""
+    """The user's answer to a question, in lower case, not in the history; empty at Ctrl-D."""
     sys.stdout.flush()
     print(question, end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline()
@@ -95,7 +95,7 @@ def ask(question: str) -> str:
 
 
 def edited(text: str) -> str:
-    """A text as the user wants it: from $VISUAL or $EDITOR; without these, a single line comes back to be edited.
+    """The text, edited by the user in $VISUAL or $EDITOR, or in the terminal if it is a single line.
 
     Raises:
         ConfigError: there is no editor for it, or the editor failed.
@@ -135,7 +135,7 @@ def _from_editor(editor: str, text: str) -> str:
 
 
 def files(prefix: str) -> list[str]:
-    """Paths that begin like this; a folder's ends in a slash."""
+    """Paths with this prefix; those of folders end with a slash."""
     expanded = os.path.expanduser(prefix)
     found = sorted(path + "/" * Path(path).is_dir() for path in iglob(escape(expanded) + "*"))
     return [prefix + path[len(expanded) :] for path in found]
@@ -143,7 +143,8 @@ def files(prefix: str) -> list[str]:
 
 @contextmanager
 def line_editing(complete: Complete) -> Iterator[None]:
-    """Line editing with the lines of earlier chats, on a terminal only. A history that cannot be kept is no error.
+    """Line editing with the history of earlier chats, on a terminal. If the history cannot be read or written, that is
+    noted only.
 
     Args:
         complete: for the Tab key.

@@ -1,8 +1,8 @@
 """The command `quire`: finds and runs the subcommand, and turns errors into one line and an exit code.
 
-Exit codes: 0 done; 1 it failed; 2 the command, an option, the model or a prompt is not valid; 130 Ctrl-C; 141 the
-reader of the output went away. A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`; only the
-one that is asked for is imported, so that `quire --help` answers at once.
+Exit codes: 0 success; 1 failure; 2 the command, an option, the model or a prompt is not valid; 130 Ctrl-C; 141 the
+reader of the output closed it. A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`; only the
+requested one is imported, so that `quire --help` is fast.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class Command(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `quire` with these arguments (default: the process's); returns the exit code."""
-    if sys.stderr is None:  # closed by the caller: messages are lost, and must not go to another file
+    if sys.stderr is None:  # closed by the caller: messages are dropped, and must not go to another file
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        os.set_inheritable(2, True)  # `dup2` leaves it as it is where the file got this number at once
+        os.set_inheritable(2, True)  # `dup2` does nothing if the file got this number at once
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     if sys.stdout is None:
         return _fail(ConfigError("standard output is closed; redirect it to a file or to /dev/null"), USAGE)
     _never_fail_on_encoding()
-    # On the torch path OpenMP's threads wait for one another: spinning for long takes a busy machine's processors from
-    # those that are waited for. It is read when torch is loaded, here and in the processes that are started.
+    # With plain torch, OpenMP's threads wait for one another; on a busy machine, long spinning takes the processors
+    # from the threads that others wait for. Torch reads this when it is loaded, here and in child processes.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))

@@ -1,6 +1,6 @@
-"""A model behind a URL: any server that speaks OpenAI's interface, Quire's own among them.
+"""Chats with a model on a server, Quire's or any other with OpenAI's API.
 
-What a server sends is not trusted: it is bounded, read by type, and shown without control characters.
+Responses are not trusted: their size is limited, they are decoded with types, and shown without control characters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.tls import client_context, why_untrusted
 from quire.typed_json import BAD_JSON
 
 MAX_BODY_BYTES = 1 << 20
-"""An answer that is no stream and longer than this is none that we asked for."""
+"""Maximum size of a response that is not a stream."""
 
 MAX_MESSAGE = 500
 """Characters of a server's error message that are shown."""
@@ -35,7 +35,7 @@ MAX_CALLS = 128
 
 CONNECT_SECONDS, REPLY_SECONDS = 10.0, 30.0
 SILENCE_SECONDS = 300.0
-"""A stream that says nothing for this long is given up. Quire's own says something every 15 s."""
+"""A stream without any data for this long is given up. Quire sends at least a comment every 15 s."""
 
 POLL_SECONDS = 0.5
 
@@ -78,7 +78,7 @@ class _Call(msgspec.Struct):
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
-    reasoning_content: str | None = None  # as older servers call it; newer ones may send both
+    reasoning_content: str | None = None  # the name in older servers; newer ones may send both
     tool_calls: list[_Call] | None = None
 
 
@@ -109,14 +109,14 @@ class RemoteTalker:
     """A model on a server.
 
     Args:
-        url: where the server is, with or without `/v1`.
+        url: the server's, with or without `/v1`.
         api_key: sent with every request.
-        model: its name there; None takes the first that the server names.
+        model: its name there; None: the first in the server's list.
         wait: seconds to wait for a server that is still loading.
         cacert: see `quire.tls.client_context`.
 
     Raises:
-        ConfigError: the URL is none, or the file holds no certificates.
+        ConfigError: the URL is not valid, or the file has no certificates.
         RemoteError: the server cannot be reached, refuses, is not ready in time, or has no such model.
     """
 
@@ -134,7 +134,7 @@ class RemoteTalker:
         self.url = _base(url)
         self._trust = _trust(self.url, cacert)
         self._wait = wait
-        self._told: set[str] = set()  # fields that the server ignores, as far as it was said
+        self._told: set[str] = set()  # ignored fields that the user was told about
         self._answers = self._tokens = 0
         self._seconds = 0.0
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -165,7 +165,7 @@ class RemoteTalker:
     # -- the start -----------------------------------------------------------------------------------------
 
     def _find(self, name: str | None) -> tuple[str, int | None]:
-        """The model's name and context, from a server that is ready."""
+        """The model's name and context length, once the server is ready."""
         status, body = self._wait_until_ready()
         if status != 200:
             self._refuse(status, body)
@@ -179,7 +179,7 @@ class RemoteTalker:
         raise RemoteError(f"the server has no model {name!r}; it has: {known}")
 
     def _wait_until_ready(self) -> tuple[int, bytes]:
-        """What `/v1/models` answers, as soon as it is not 503. How far the server is, is told meanwhile."""
+        """The response of `/v1/models`, as soon as it is not a 503; shows the server's progress meanwhile."""
         deadline = time.monotonic() + self._wait
         status, body = self._get("/v1/models")
         if status != 503:
@@ -227,7 +227,7 @@ class RemoteTalker:
                 if not self._stream(request, answer, began, show):
                     raise RemoteError("the server is not ready; try again")
         except KeyboardInterrupt:
-            # The server is to notice, wherever in the library the interrupt came: all connections are closed.
+            # Close all connections, so that the server notices, wherever in the library the interrupt came.
             self._client.close()
             self._client = self._connect()
             answer.reason, answer.error = "abort", None
@@ -280,11 +280,11 @@ class RemoteTalker:
             ("session: output", rate(self._tokens, self._seconds)),
         ]
 
-    # -- what can go wrong ---------------------------------------------------------------------------------
+    # -- errors --------------------------------------------------------------------------------------------
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Failures of the connection in words."""
+        """Turn errors of the connection into RemoteErrors."""
         try:
             yield
         except httpx2.ConnectError as error:
@@ -299,7 +299,7 @@ class RemoteTalker:
             raise RemoteError(f"the connection to {self.url} failed: {reason}") from error
 
     def _refuse(self, status: int, body: bytes) -> NoReturn:
-        """Raise what a status other than 200 means."""
+        """Raise the error for a status other than 200."""
         parsed = _read(body, _ErrorBody)
         if parsed is not None and isinstance(parsed.error, _Error) and parsed.error.code == "context_length_exceeded":
             raise PromptTooLongError(_message(body))
@@ -335,10 +335,10 @@ def _take(chunk: _Chunk, answer: Answer, began: float, show: Show) -> None:
 
 
 def _events(delta: _Delta, reply: Reply) -> Iterator[ReplyEvent]:
-    """What a delta adds to the reply so far; of calls, the next one or more of the last one.
+    """The events that a delta adds to the reply so far.
 
     Raises:
-        RemoteError: calls are not numbered one after the other, or there are too many of them.
+        RemoteError: tool calls are not numbered consecutively, or there are too many.
     """
     if thought := delta.reasoning or delta.reasoning_content:
         yield ReasoningText(thought)
@@ -356,7 +356,7 @@ def _events(delta: _Delta, reply: Reply) -> Iterator[ReplyEvent]:
 
 
 def _base(url: str) -> str:
-    """The server's address without `/v1`; a Unix socket's as it is. Raises ConfigError."""
+    """The server's URL without `/v1`; that of a Unix socket as it is. Raises ConfigError."""
     if unix_path(url) is not None:
         return url
     try:
@@ -370,7 +370,7 @@ def _base(url: str) -> str:
 
 
 def _trust(url: str, cacert: str | None) -> ssl.SSLContext:
-    """Whose certificates count. Without TLS none are read: that takes longer than all else at the start."""
+    """The TLS context. Without TLS no certificates are read, since that takes longer than everything else at start."""
     return client_context(cacert) if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
@@ -382,7 +382,7 @@ def _encoded(request: Mapping[str, Any]) -> bytes:
 
 
 def _bounded(response: httpx2.Response) -> bytes:
-    """The body. Raises RemoteError when it is too long."""
+    """The body. Raises RemoteError if it is too long."""
     body = b""
     for part in response.iter_bytes():
         body += part
@@ -400,7 +400,7 @@ def _read(body: bytes, kind: type[Any]) -> Any:
 
 
 def _message(body: bytes) -> str:
-    """What a server says is wrong, in words that can be shown."""
+    """The message of an error response, as it can be shown."""
     parsed = _read(body, _ErrorBody)
     return "it says nothing more" if parsed is None else _shown(parsed.error)
 

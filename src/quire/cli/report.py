@@ -1,4 +1,4 @@
-"""What a batch took, as a table or on one line."""
+"""Statistics of a batch of prompts, as a table or on one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def closing_rows(outputs: Sequence[RequestOutput], stats: EngineStats, seconds: float) -> list[tuple[str, str]]:
-    """What a batch took: `seconds` of wall time, and the engine's counters since it started."""
+    """Rows of statistics: `seconds` of wall time, and the engine's counters since it started."""
     waits = [m.time_to_first_token for m in (o.metrics for o in outputs) if m.time_to_first_token is not None]
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.cached_tokens for output in outputs)
@@ -37,7 +37,7 @@ def closing_rows(outputs: Sequence[RequestOutput], stats: EngineStats, seconds: 
 
 
 def closing_line(outputs: Sequence[RequestOutput], seconds: float) -> str:
-    """The same on one line: what a user looks for after a prompt or two."""
+    """The most important of these on one line."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.cached_tokens for output in outputs)
     made = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
@@ -53,12 +53,12 @@ def closing_line(outputs: Sequence[RequestOutput], seconds: float) -> str:
 
 
 def rate(tokens: int, seconds: float) -> str:
-    """Tokens per second, or a dash where nothing was measured."""
+    """Tokens per second; a dash if nothing was measured."""
     return f"{tokens / seconds:,.0f} tokens/s ({tokens:,} in {seconds:.2f} s)" if seconds > 0 else "-"
 
 
 def verified(stats: EngineStats) -> str:
-    """What the drafts that were verified brought: of each of the first ones, the share of verifications it passed."""
+    """How many drafts were accepted: tokens per verification, and the share accepted at each of the first positions."""
     tokens = (stats.verifications + stats.accepted) / stats.verifications
     shares = [count / stats.verifications for count in stats.accepted_by_position]
     named = zip(("1st", "2nd", "3rd", "4th"), shares, strict=False)

@@ -1,4 +1,4 @@
-"""Starting a model from the command line: what was set, how far loading is, what was decided."""
+"""Starts a model from the command line, with a progress bar and a report of the memory plan."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 Detail = Literal["nothing", "line", "all"]
-"""How much is said of what was decided."""
+"""How much to report: nothing, one line, or all."""
 
 
 def add_detail_options(parser: argparse.ArgumentParser, quiet: str) -> None:
     """Add `--quiet` and `--verbose`.
 
     Args:
-        quiet: what the first one leaves out.
+        quiet: help text of the first.
     """
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--quiet", action="store_true", help=quiet)
@@ -28,19 +28,19 @@ def add_detail_options(parser: argparse.ArgumentParser, quiet: str) -> None:
 
 
 def detail(args: argparse.Namespace) -> Detail:
-    """What these options ask for."""
+    """The detail that these options ask for."""
     return "nothing" if args.quiet else "all" if args.verbose else "line"
 
 
 def start(given: Given, say: Detail = "all") -> LLM:
-    """The model, ready. What the preset set, the memory plan and notes go to standard error, in one line or in full.
+    """Load the model. The preset's options, the memory plan and notes go to standard error, on one line or in full.
 
     Raises:
-        ConfigError, CheckpointError: and what derives from them, when it cannot start.
+        ConfigError, CheckpointError: it cannot start.
     """
     from quire.cli.terminal import loading, note, print_table  # rich: not for --help
 
-    config = EngineConfig.from_options(given.engine, given.preset)  # before torch is imported: a mistake shows at once
+    config = EngineConfig.from_options(given.engine, given.preset)  # before torch is imported, to report errors at once
     if given.preset and say == "all":
         settings = ", ".join(f"{name}={value}" for name, value in given.preset_options.items())
         note(f"preset {given.preset}: {settings or 'all of it is overridden'}")
@@ -61,7 +61,7 @@ def start(given: Given, say: Detail = "all") -> LLM:
 
 
 def _line(llm: LLM, name: str, preset: str | None) -> str:
-    """What was decided, on one line."""
+    """The memory plan on one line."""
     from quire.runner.memory_plan import format_size
 
     plan, notes = llm.memory_plan, len(llm.notes)

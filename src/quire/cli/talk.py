@@ -1,4 +1,5 @@
-"""What a chat talks to: one small interface, and the model in this process behind it. `remote.py` has the other."""
+"""The interface through which a chat gets answers, and its implementation with a model in this process; `remote.py` has
+the one with a server."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]
 Show = Callable[[ReplyEvent], None]
-"""Is given what an answer is made of, piece by piece."""
+"""Called with the parts of an answer, as they are generated."""
 
 
 class ToolUse(NamedTuple):
     """The functions that an answer may call.
 
     Attributes:
-        tools: as OpenAI spells them.
+        tools: in OpenAI's format.
         choice: "auto", "required" (exactly one call) or "none".
     """
 
@@ -35,7 +36,7 @@ class ToolUse(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """As OpenAI spells them; empty where there are no tools."""
+        """The request's fields in OpenAI's format; empty without tools."""
         if not self.tools:
             return {}
         one = {"parallel_tool_calls": False} if self.choice == "required" else {}
@@ -47,13 +48,13 @@ NO_TOOLS = ToolUse()
 
 @dataclass(kw_only=True)
 class Answer:
-    """One answer, or the part of it that came.
+    """One answer, complete or not.
 
     Attributes:
         reply: its reasoning, content and tool calls.
         reason: why it ended: "stop", "length", "abort" (Ctrl-C) or "error".
         error: what went wrong, with the reason "error".
-        prompt_tokens, cached_tokens, output_tokens, reasoning_tokens: None where a server did not tell.
+        prompt_tokens, cached_tokens, output_tokens, reasoning_tokens: None if the server did not report them.
         first_seconds: from the question to the first text; None if there was none.
         seconds: from the question to the end.
     """
@@ -77,11 +78,11 @@ class Answer:
 
 
 class Talker(Protocol):
-    """Something that answers.
+    """Answers a chat's messages.
 
     Attributes:
-        context: longest conversation in tokens; None where a server did not tell.
-        more_context: what would make it longer, for people.
+        context: longest conversation in tokens; None if the server did not report it.
+        more_context: how to make it longer, for people.
         refused: sampling parameters that it cannot use.
     """
 
@@ -90,10 +91,10 @@ class Talker(Protocol):
     refused: tuple[str, ...]
 
     def answer(self, messages: Messages, fields: Mapping[str, Any], show: Show, use: ToolUse = NO_TOOLS) -> Answer:
-        """Answer, showing what comes as it comes. Ctrl-C ends the answer, and its reason is then "abort".
+        """Answer, and show the answer as it is generated. Ctrl-C ends it with the reason "abort".
 
         Raises:
-            QuireError: nothing came, for this reason. A PromptTooLongError if the conversation does not fit.
+            QuireError: there is no answer. A PromptTooLongError: the conversation does not fit.
         """
 
     def session(self) -> list[tuple[str, str]]:
@@ -148,9 +149,9 @@ class LocalTalker:
 
 @contextmanager
 def _interrupt() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C sets a flag that the yielded function tells, since a step must not be left half-way.
+    """Yields a function that tells whether Ctrl-C was pressed, since a step must not be interrupted.
 
-    A second Ctrl-C within a second and a half of the first, when a step hangs, ends the program.
+    A second Ctrl-C within 1.5 seconds ends the program, in case a step hangs.
     """
     pressed: list[float] = []
 

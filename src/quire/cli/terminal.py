@@ -1,4 +1,4 @@
-"""What commands share to talk to people: consoles, tables, and text that is safe to show."""
+"""Output of commands for people: consoles, tables, and text without control characters."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def console(stderr: bool = False) -> Console:
-    """Standard output or error. Text is never taken for markup, and numbers are not coloured."""
+    """Standard output or error, without rich's markup, highlighting and emoji."""
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
 def visible(text: str) -> str:
-    """The text without control characters, so that a model cannot steer the terminal."""
+    """The text without control characters, so that a model cannot control the terminal."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def note(text: str) -> None:
-    """Say something beside the result, on standard error."""
+    """Print a remark on standard error, dimmed."""
     to = console(stderr=True)
     to.print(text, style="dim", soft_wrap=True)
 
 
 def tell(text: str) -> None:
-    """Say something that is not part of a conversation, on standard error."""
+    """Print a message about a conversation on standard error, after what was printed so far."""
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
 
 
 def print_table(title: str, rows: Iterable[tuple[str, str]], stderr: bool = True) -> None:
-    """Two columns: a box on a terminal, plain lines elsewhere."""
+    """Print a table of two columns: a box on a terminal, otherwise plain lines."""
     rows = list(rows)
     to = console(stderr=stderr)
     if not to.is_terminal:
@@ -55,7 +55,7 @@ def print_table(title: str, rows: Iterable[tuple[str, str]], stderr: bool = True
 
 @contextmanager
 def loading(what: str) -> Iterator[Callable[[str, float], None] | None]:
-    """A bar on standard error while `what` loads, gone afterwards; None where that is no terminal."""
+    """Show a bar on standard error while `what` loads. Yields a function to update it; None if there is no terminal."""
     to = console(stderr=True)
     if not to.is_terminal:
         yield None

@@ -1,9 +1,9 @@
-"""Tools of `quire chat --tools FILE.py`: the functions of a Python file, as a model sees and calls them.
+"""Tools of `quire chat --tools FILE.py`: the functions of a Python file, for a model to call.
 
-Every public function that the file defines becomes a tool (those in `__all__`, where there is one). Its JSON schema is
-made of its type hints: `str`, `int`, `float`, `bool`, `Literal[...]`, `list[X]`, `dict[str, X]`, unions such as
-`X | None`, and `Annotated[X, "what it is"]`. Descriptions come from the docstring: what stands before its `Args:`
-section is the function's, the entries of that section are the parameters'. Anything else is refused with its line.
+Every public function that the file defines becomes a tool (those in `__all__`, if there is one). Its JSON schema is
+made from its type hints: `str`, `int`, `float`, `bool`, `Literal[...]`, `list[X]`, `dict[str, X]`, unions such as
+`X | None`, and `Annotated[X, "what it is"]`. Descriptions come from the docstring: the text before its `Args:`
+section describes the function, the entries of that section the parameters. Other hints are refused, with the line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALLOWED = (
 SCALARS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", types.NoneType: "null"}
 
 MAX_RESULT = 100_000
-"""Characters of a result that the model gets to see."""
+"""Maximum characters of a result that the model sees."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,9 @@ class Tool:
     """One function.
 
     Attributes:
-        function: it.
-        hints: of its parameters.
+        hints: of the parameters.
         required: parameters without a default.
-        definition: how the model is told of it, as OpenAI spells it.
+        definition: the tool in OpenAI's format.
     """
 
     function: Callable[..., Any]
@@ -62,7 +61,7 @@ class Tool:
         """The arguments of a call, checked against the hints.
 
         Raises:
-            ValueError: they are no JSON object, or do not meet the hints; the message is for the model.
+            ValueError: they are not a JSON object, or do not match the hints; the message is for the model.
         """
         try:
             given = msgspec.json.decode(text or "{}")
@@ -85,8 +84,9 @@ class Tool:
             raise ValueError(f"the argument {name!r}: {error}") from error
 
     def run(self, text: str) -> str:
-        """Call it with arguments in JSON: what it returns, or what went wrong, as text for the model. KeyboardInterrupt
-        alone comes through."""
+        """Call it with arguments in JSON; returns its result, or its error, as text for the model. Only a
+        KeyboardInterrupt is passed on.
+        """
         try:
             arguments = self.arguments(text)
         except ValueError as error:
@@ -106,12 +106,12 @@ def _as_json(value: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    text = text.encode(errors="replace").decode()  # half of a surrogate pair is no text
+    text = text.encode(errors="replace").decode()  # unpaired surrogates
     return text if len(text) <= MAX_RESULT else f"{text[:MAX_RESULT]}... (cut: {len(text)} characters in all)"
 
 
 def read_tools(path: str) -> list[Tool]:
-    """Run a Python file, and make tools of its functions.
+    """Run a Python file, and make tools from its functions.
 
     Raises:
         ConfigError: it cannot be read or run, has no functions, or one of them cannot be a tool.
@@ -187,7 +187,7 @@ def _schema(hint: Any) -> tuple[Any, dict[str, Any]]:
     """A hint without annotations, and its JSON schema.
 
     Raises:
-        TypeError: it is none of those that are allowed.
+        TypeError: the hint is not allowed.
     """
     origin, of = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -211,7 +211,7 @@ def _schema(hint: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What is said of the function before the first section, and of each parameter under `Args:`."""
+    """The text before the first section, and that of each parameter under `Args:`."""
     head, _, rest = ("\n" + text).partition("\nArgs:\n")
     about = re.split(r"\n(?=(?:Returns|Raises|Yields|Example|Examples|Note|Notes):)", head)[0]
     section = re.match(r"(?:[ \t]+.*\n?|\n)*", rest)

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trace the prompts; 0."""
+    """Trace the prompts; returns 0."""
     prompts = args.prompts or list(PROMPTS)
     _check(args, prompts)
     config = EngineConfig.from_options(
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, prompts: Sequence[str]) -> None:
-    """What `EngineConfig` does not check.
+    """Check what `EngineConfig` does not.
 
     Raises:
         ConfigError: a number is too small or too large, or there are too many prompts.
@@ -93,7 +93,7 @@ def _check(args: argparse.Namespace, prompts: Sequence[str]) -> None:
 
 
 def _tokens(model: str, prompts: Sequence[str], params: SamplingParams) -> list[Traced]:
-    """Run the model: what each request's tokens are, and say."""
+    """Run the model; returns each request's tokens and their texts."""
     from quire.cli.terminal import loading
     from quire.cli.trace_replay import Traced
 

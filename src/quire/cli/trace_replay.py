@@ -1,4 +1,4 @@
-"""A scheduler whose model is a record of tokens: what `quire trace` looks at."""
+"""Runs the scheduler with recorded tokens instead of a model, for `quire trace`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from quire.core.step import SpanResult, StepPlan, StepResult
 
 @dataclass(frozen=True)
 class Traced:
-    """One request: its tokens, known beforehand.
+    """A recorded request.
 
     Attributes:
-        letter: what it is called.
-        texts: of all its tokens.
+        letter: its name.
+        texts: the text of each of its tokens.
         finish_reason: why it ended.
     """
 
@@ -33,10 +33,10 @@ class Traced:
 
 
 class Replay:
-    """Plans the requests of a record, step by step.
+    """Schedules recorded requests, step by step.
 
     Args:
-        config: budgets and policy. block_size: tokens a block.
+        config: budgets and policy. block_size: tokens per block.
     """
 
     def __init__(self, config: EngineConfig, block_size: int, traced: Sequence[Traced]) -> None:
@@ -51,7 +51,7 @@ class Replay:
         """Queue the request with this number.
 
         Raises:
-            RequestTooLargeError: the pool could not hold it, even alone.
+            RequestTooLargeError: it does not fit into the pool, even alone.
         """
         one = self.traced[number]
         request = Request(number, list(one.prompt), SamplingParams(seed=0), max_tokens=max(1, len(one.output)))
@@ -59,12 +59,12 @@ class Replay:
         return request
 
     def plan(self) -> StepPlan | None:
-        """The next step; None: there is nothing to do."""
+        """The next step; None if there is nothing to do."""
         self.clock += 1.0
         return self.scheduler.schedule(self.clock)
 
     def commit(self, plan: StepPlan) -> list[int]:
-        """The step ran. Returns the requests that ended with it."""
+        """Commit a step; returns the requests that ended with it."""
         spans = []
         for span in plan.spans:
             request, one = self.scheduler.requests[span.request], self.traced[span.request]

@@ -1,4 +1,4 @@
-"""What `quire trace` prints: a step's spans, the pool as a strip of blocks, the prefix tree where it changed."""
+"""Prints the steps of `quire trace`: spans, the pool as a strip of blocks, and the prefix tree when it changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.errors import QuireError
 COLORS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 SHARED, KEPT, FREE = "+", "-", "."
 SHOWN = 28
-"""Characters of a text that are shown."""
+"""Maximum characters of a text that are shown."""
 
 
 class TraceView:
@@ -34,7 +34,7 @@ class TraceView:
         self._seen: set[int] = set()
 
     def show(self, apart: int) -> None:
-        """Run everything; `apart` steps lie between two arrivals."""
+        """Run all requests, with `apart` steps between two arrivals."""
         self._head()
         todo = list(range(len(self._replay.traced)))
         step = computed = 0
@@ -58,7 +58,7 @@ class TraceView:
         line = Text.assemble(*parts)
         if self._console.is_terminal:
             self._console.print(line, no_wrap=True, overflow="ellipsis")
-        else:  # a file's lines are as long as they need to be
+        else:  # lines of a file may have any length
             self._console.print(line, soft_wrap=True)
 
     def _head(self) -> None:
@@ -136,7 +136,7 @@ class TraceView:
         )
 
     def _strip(self) -> list[tuple[str, str]]:
-        """The pool, a character a block."""
+        """The pool, one character per block."""
         holders = self._holders()
         group = self._kv.groups[0]
         strip = []
@@ -210,5 +210,5 @@ class TraceView:
 
 
 def _tokens(node: Node) -> list[int]:
-    """The tokens of a node: its key ids, as they are where nothing but tokens stands."""
+    """The tokens of a node, which are its key here."""
     return [int.from_bytes(node.key[i : i + KEY_BYTES], sys.byteorder) for i in range(0, len(node.key), KEY_BYTES)]

@@ -1,4 +1,4 @@
-"""How the results of `quire generate` are shown while they grow."""
+"""Views of the results of `quire generate`, while they grow."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput, RequestOutput
 
 MAX_PANELS = 8
-"""More prompts than this are shown as a bar."""
+"""Maximum number of prompts with a panel each; for more, there is only a bar."""
 
 MIN_PANEL_LINES = 3
 FRAME_SECONDS = 0.08
-"""Least time between two pictures, so that drawing costs little of the model's time."""
+"""Minimum time between two frames, so that drawing takes little time from the model."""
 
 
 class View:
-    """Shows nothing. `update` is told of every change of a job's output; `close` ends what is live."""
+    """Shows nothing; the base class of the others."""
 
     def update(self, index: int, output: RequestOutput) -> None:
-        """The output of job `index` has grown or ended."""
+        """Called when the output of job `index` has grown or ended."""
 
     def close(self) -> None:
-        """Nothing more will come. A second call does nothing."""
+        """End the display. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -53,7 +53,7 @@ class View:
 
 
 def choose_view(jobs: Sequence[Job], output: str | None, quiet: bool) -> View:
-    """The view that fits the number of jobs and where the output goes.
+    """The view for this number of jobs and this output.
 
     Raises:
         ConfigError: the output file cannot be written.
@@ -71,13 +71,13 @@ def choose_view(jobs: Sequence[Job], output: str | None, quiet: bool) -> View:
 
 
 def choice_text(choice: CompletionOutput) -> str:
-    """What a choice says, or its token ids where there is no tokenizer, or what went wrong."""
+    """A choice's text (without a tokenizer, its token ids), and its error if there is one."""
     text = choice.text or " ".join(map(str, choice.token_ids))
     return f"{text}[error: {choice.error}]" if choice.error else text
 
 
 def shown_titles(jobs: Sequence[Job]) -> list[str]:
-    """The prompts as they are shown: leading lines that all of several have are left out."""
+    """The prompts as shown: leading lines that all have in common are left out."""
     lines = [job.title.splitlines(keepends=True) for job in jobs]
     if len(jobs) == 1:
         return ["".join(lines[0])]
@@ -87,7 +87,7 @@ def shown_titles(jobs: Sequence[Job]) -> list[str]:
 
 
 class ProgressBar:
-    """Prompts done, tokens so far and their rate, on one line."""
+    """A line with the number of finished prompts, tokens, and tokens per second."""
 
     def __init__(self, jobs: Sequence[Job], to: Console) -> None:
         self.progress = Progress(
@@ -106,9 +106,9 @@ class ProgressBar:
         self._began = self._drawn = 0.0
 
     def count(self, index: int, output: RequestOutput) -> bool:
-        """Take in a job's output; whether it is time for a new picture."""
+        """Count a job's output; returns whether it is time for a new frame."""
         now = time.monotonic()
-        if self._task is None:  # the first output: the model is loaded and its own bar is gone
+        if self._task is None:  # the first output: the bar of loading the model is gone
             self._task = self.progress.add_task("", total=self._total, tokens=0, rate=0.0)
             self._began = now
         tokens = sum(len(choice.token_ids) for choice in output.outputs)
@@ -123,18 +123,18 @@ class ProgressBar:
         return due
 
     def show(self, index: int, output: RequestOutput) -> None:
-        """Take in a job's output, and draw when it is time."""
+        """Count a job's output, and draw a frame if it is time."""
         if self.count(index, output):
-            self.progress.start()  # does nothing when it is there
+            self.progress.start()  # does nothing if it is started
             self.progress.refresh()
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self.progress.stop()
 
 
 class Stream(View):
-    """The text of a single choice, as it comes. On a terminal the prompt stands before it."""
+    """Streams the text of a single choice, on a terminal after the prompt."""
 
     def __init__(self, job: Job, out: Console) -> None:
         self._job, self._out = job, out
@@ -159,7 +159,7 @@ class Stream(View):
 
 
 class InOrder(View):
-    """Every result once it and all before it have ended, under a heading; meanwhile a bar."""
+    """Prints each result under a heading, once it and all before it have ended; shows a bar meanwhile."""
 
     def __init__(self, jobs: Sequence[Job], out: Console, bar: ProgressBar | None) -> None:
         self._titles, self._out, self._bar = shown_titles(jobs), out, bar
@@ -186,7 +186,7 @@ class InOrder(View):
 
 
 def print_result(out: Console, number: str, prompt: str, choice: CompletionOutput) -> None:
-    """One finished choice: its text right behind the prompt, in a box on a terminal and under a heading elsewhere."""
+    """Print a finished choice, prompt and text: in a box on a terminal, otherwise under a heading."""
     text = choice_text(choice)
     if not out.is_terminal:
         print(f"=== {number} ({choice.finish_reason})\n{prompt}{text}\n", flush=True)
@@ -196,7 +196,7 @@ def print_result(out: Console, number: str, prompt: str, choice: CompletionOutpu
 
 
 class Panels(View):
-    """Several texts growing side by side over a bar; at the end all of them in full."""
+    """Shows several texts side by side as they grow, over a bar; at the end prints all of them in full."""
 
     def __init__(self, jobs: Sequence[Job], out: Console, bar: ProgressBar) -> None:
         self._titles, self._out, self._bar = shown_titles(jobs), out, bar
@@ -210,7 +210,7 @@ class Panels(View):
         return count <= MAX_PANELS and _panel_lines(count, out) >= MIN_PANEL_LINES
 
     def take(self, index: int, output: RequestOutput) -> bool:
-        """Take in a job's output without drawing; whether it is time for a new picture."""
+        """Take a job's output without drawing; returns whether it is time for a new frame."""
         self._outputs[index] = output
         return self._bar.count(index, output)
 
@@ -223,7 +223,7 @@ class Panels(View):
             self._live.update(self.picture(), refresh=True)
 
     def picture(self) -> Group:
-        """The panels as they stand, and the bar."""
+        """The current panels, and the bar."""
         grid = Table.grid(expand=True)
         columns = _columns(self._out)
         for _ in range(columns):
@@ -267,7 +267,7 @@ def _panel_lines(count: int, out: Console) -> int:
 
 
 class JsonLines(View):
-    """One JSON object a prompt, written as soon as it ends. What the file held is kept until the first of them."""
+    """Writes one JSON object per prompt, as soon as it ends. An existing file is kept until the first of them."""
 
     def __init__(self, jobs: Sequence[Job], path: str, bar: ProgressBar | None) -> None:
         self._jobs, self._path, self._bar = jobs, path, bar
@@ -292,10 +292,10 @@ class JsonLines(View):
         self._file.flush()
 
     def _write_to_file(self, line: str) -> None:
-        """Write to the user's file, in place of what it held.
+        """Write to the user's file, replacing its old content.
 
         Raises:
-            QuireError: it cannot be written now, as when the disk is full.
+            QuireError: it cannot be written, for example since the disk is full.
         """
         try:
             if not self._written and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
@@ -317,7 +317,7 @@ class JsonLines(View):
 
 
 def record(job: Job, output: RequestOutput) -> dict[str, Any]:
-    """A finished output as a line of JSON holds it: the fields of `RequestOutput`, under the user's id."""
+    """A finished output as a JSON object: the fields of `RequestOutput`, with the user's id."""
     fields: dict[str, Any] = msgspec.to_builtins(output, str_keys=True)
     del fields["request_id"], fields["_handed_out"]
     for choice in fields["outputs"]:

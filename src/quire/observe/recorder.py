@@ -1,7 +1,7 @@
-"""What an engine remembers of its last steps and requests, so that people can look at it: the live view's data.
+"""Records an engine's last steps and requests, for the live view.
 
-It costs little while no one looks: of a step, a few numbers for each of its first spans are kept, never the tokens.
-Documents are JSON, made when they are asked for; times are seconds on this machine's monotonic clock.
+Recording costs little: a few numbers for each of the first spans of a step, and never the tokens. Documents are JSON,
+made on request; times are seconds on this machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ MAX_VISITED = 20_000
 FREE, IDLE = 1, 2
 LETTERS = np.frombuffer(b"-fc123456789", dtype=np.uint8)
 LOOK_INTERVAL = 0.4
-"""Seconds that a picture of the pool and the tree is handed out again, however many look: making one costs a few
-milliseconds between two steps."""
+"""How long a picture of the pool and the tree is reused, in seconds: making one takes a few milliseconds between two
+steps."""
 
 
 @dataclass(slots=True)
 class Record:
-    """One choice of a request, as the live view tells of it.
+    """One choice of a request, for the live view.
 
     Attributes:
-        name: the id that the client sees. number: the wire's.
-        match_seconds: of the `schedule` call that admitted it, in which its prompt was matched.
-        computed: position after the last token that a step has computed, rejected drafts not counted.
-        chunks: (begin, seconds of the step, tokens) of its prompt, the last ones.
+        name: the id that the client sees. number: its number in `ipc/wire.py`.
+        match_seconds: duration of the `schedule` call that admitted it, in which its prompt was matched.
+        computed: position after the last computed token, without rejected drafts.
+        chunks: the last chunks of its prompt: (begin, seconds of the step, tokens).
     """
 
     name: str
@@ -73,9 +73,9 @@ class _Step:
     """A step that ran.
 
     Attributes:
-        tokens: computed, drafts included.
-        drafted, accepted: drafts that it verified, and those of them that were sampled too.
-        spans: of whom, first position, tokens computed and sampled, and drafts among those; the first `MAX_SPANS`.
+        tokens: computed tokens, including drafts.
+        drafted, accepted: verified drafts, and those accepted.
+        spans: the first `MAX_SPANS`: the record, first position, tokens computed, tokens sampled, and drafts.
     """
 
     number: int
@@ -89,7 +89,7 @@ class _Step:
 
 
 class Recorder:
-    """Takes in requests and steps, and makes documents of them."""
+    """Records requests and steps, and makes documents from them."""
 
     def __init__(self) -> None:
         self.records: dict[int, Record] = {}  # by the engine's number, open requests
@@ -100,7 +100,7 @@ class Recorder:
         self._begin = time.monotonic()
         self._looked: tuple[float, dict[str, Any]] = (-1e9, {})
 
-    # -- taking in -----------------------------------------------------------------------------------------
+    # -- recording -----------------------------------------------------------------------------------------
 
     def planned(self, plan: StepPlan, begin: float, seconds: float) -> None:
         """See `StepObserver`."""
@@ -110,7 +110,7 @@ class Recorder:
             record.match_seconds = seconds if record.match_seconds is None else record.match_seconds
 
     def committed(self, plan: StepPlan, result: StepResult, prompts: dict[int, Request]) -> None:
-        """A step ran; `prompts` are the open requests by the engine's number, those that ended with it included."""
+        """Record a step; `prompts` are the open requests by the engine's number, including those that it ended."""
         begin, seconds = self._planned.popleft()
         spans: list[tuple[Record, int, int, int, int]] = []
         tokens = drafted = accepted = 0
@@ -135,23 +135,23 @@ class Recorder:
         self._planned.clear()
 
     def ended(self, request: Request, update: RequestUpdate) -> None:
-        """A request is over."""
+        """Record the end of a request."""
         record = self.records.pop(request.id)
         reason = update.finish_reason or ""
         self.reasons[{"abort": "aborted", "error": "failed"}.get(reason, "finished")] += 1
         self._finished.append((record, _told(record, request, reason)))
 
     def told(self, number: int, detokenize_seconds: float) -> None:
-        """The HTTP side has sent the last of a request's text."""
+        """Record the detokenization time of a request, which its HTTP process reports at its end."""
         for record, document in reversed(self._finished):
             if record.number == number:
                 record.detokenize_seconds = document["detokenize_seconds"] = detokenize_seconds
                 return
 
-    # -- telling -------------------------------------------------------------------------------------------
+    # -- documents -------------------------------------------------------------------------------------------
 
     def stats(self, engine: Engine) -> dict[str, Any]:
-        """Counters, what the pool holds, how even the load of experts and ranks is, and how deep drafts may go."""
+        """The engine's counters, the use of the pool, the balance of experts and ranks, and the depth of drafts."""
         kvs = engine.scheduler.kvs
         groups = [group for kv in kvs for group in kv.groups]
         return (
@@ -194,7 +194,7 @@ class Recorder:
         )
 
     def life(self, engine: Engine, name: str) -> list[dict[str, Any]]:
-        """Where the time of each choice of a response went, as long as it is remembered."""
+        """How the time of each choice of a response was spent; empty if it is not remembered."""
         open_requests = engine.scheduler.requests
         now = [(record, open_requests[number]) for number, record in self.records.items() if record.name == name]
         return [document for record, document in self._finished if record.name == name] + [
@@ -202,7 +202,7 @@ class Recorder:
         ]
 
     def _requests(self, scheduler: Scheduler | Lockstep, now: float) -> list[dict[str, Any]]:
-        """Running ones first, then those that wait, each in the order of the queue."""
+        """Running requests, then waiting ones, each in the order of the queue."""
         shown = scheduler.running[:MAX_REQUESTS]
         waiting = (request for request in scheduler.requests.values() if request.status is not Status.RUNNING)
         return [self._request(request, now) for request in (*shown, *islice(waiting, MAX_REQUESTS - len(shown)))]
@@ -250,12 +250,12 @@ class Recorder:
 
 
 def num_computed(span: Span, outcome: SpanResult) -> int:
-    """Tokens of a span that were computed: room for drafts that were not proposed stays empty."""
+    """Tokens of a span that were computed, without places for drafts that were not proposed."""
     return len(span.tokens) - max(0, span.num_sampled - 1 - outcome.num_drafted)
 
 
 def _draft_depth(config: SpeculativeConfig | None) -> dict[str, Any]:
-    """Most drafts that one verification may accept; nothing where none are made."""
+    """The maximum number of drafts that one verification may accept; empty without speculation."""
     if config is None:
         return {}
     most = config.num_speculative_tokens
@@ -263,7 +263,7 @@ def _draft_depth(config: SpeculativeConfig | None) -> dict[str, Any]:
 
 
 def _expert_load(loads: Mapping[int, Tensor]) -> dict[str, Any]:
-    """Largest load of an expert over the mean, of all layers and of each that has experts; nothing before a token."""
+    """The largest load of an expert over the mean, for all layers and for each with experts; empty before any token."""
     layers = {str(layer): load.tolist() for layer, load in loads.items()}
     if not layers or not all(map(any, layers.values())):
         return {}
@@ -278,7 +278,7 @@ def _balance(tokens: Sequence[int]) -> float:
 
 
 def _told(record: Record, request: Request, reason: str) -> dict[str, Any]:
-    """Where a request's time went."""
+    """How a request's time was spent."""
     stats = request.stats
     end = stats.finished if stats.finished is not None else stats.arrived
     return {
@@ -306,13 +306,13 @@ def _told(record: Record, request: Request, reason: str) -> dict[str, Any]:
 
 
 def _fetched(request: Request) -> dict[str, Any]:
-    """What came from where, as data and in words."""
+    """Where the prompt's tokens came from, as data and as text."""
     fetches = [asdict(fetch) for fetch in request.stats.fetches]
     return {"fetches": fetches, "origins": prompt_origins(request.num_prompt, request.num_cached, fetches)}
 
 
 def _pool(kvs: Sequence[KVManager]) -> dict[str, Any]:
-    """All pools as one grid of cells: f is free, c cached and unused, a digit the number of holders (9: or more)."""
+    """All pools as one grid of cells: f is free, c cached and unused, a digit the number of holders (9: 9 or more)."""
     groups = [group for kv in kvs for group in kv.groups]
     states = np.concatenate([_states(group) for group in groups])
     per_cell = -(-len(states) // MAX_CELLS)
@@ -330,7 +330,7 @@ def _pool(kvs: Sequence[KVManager]) -> dict[str, Any]:
 
 
 def _states(group: KVGroup) -> NDArray[np.int64]:
-    """How each usable block of a group stands."""
+    """The state of each usable block of a group."""
     counts = np.asarray(group.pool.ref_counts, dtype=np.int64)
     states = np.where(counts > 0, np.minimum(counts, 9) + 2, FREE)
     states[np.fromiter(group.idle, dtype=np.int64, count=len(group.idle))] = IDLE
@@ -338,9 +338,9 @@ def _states(group: KVGroup) -> NDArray[np.int64]:
 
 
 def _tree(kvs: Sequence[KVManager]) -> list[dict[str, Any]]:
-    """The prefix trees, chains merged into one node each, the largest first, parents before children.
+    """The prefix trees, with each chain merged into one node, the largest nodes first, parents before children.
 
-    Ids are numbers of this picture alone. `references` are those of the group where they are most.
+    Ids are valid only within this document. `references`: of the group with the most.
     """
     nodes: list[dict[str, Any]] = []
     todo: deque[tuple[Node, int | None, KVManager]] = deque(
@@ -373,7 +373,7 @@ def _tree(kvs: Sequence[KVManager]) -> list[dict[str, Any]]:
 
 
 def _largest(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most `MAX_TREE_NODES` of them, the largest, and none without its parent."""
+    """The largest nodes, at most `MAX_TREE_NODES`, each with its parent."""
     if len(nodes) <= MAX_TREE_NODES:
         return nodes
     kept: set[int | None] = {None}

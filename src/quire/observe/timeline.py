@@ -1,8 +1,8 @@
-"""The engine's steps as a timeline for people: `--profile DIR`.
+"""A timeline of the engine's steps: `--profile DIR`.
 
-What the scheduler did, what the device did and how each request fared, in Chrome's trace event format, which Perfetto
-(https://ui.perfetto.dev) draws; docs/profiling.md tells how to read it. Times are microseconds of `time.monotonic`.
-The format: "Trace Event Format", linked from https://github.com/catapult-project/catapult/tree/main/tracing.
+It has the work of the scheduler and the device and the phases of each request, in Chrome's trace event format, for
+Perfetto (https://ui.perfetto.dev); docs/profiling.md explains it. Times are microseconds of `time.monotonic`. The
+format: "Trace Event Format", linked from https://github.com/catapult-project/catapult/tree/main/tracing.
 """
 
 from __future__ import annotations
@@ -33,45 +33,45 @@ from quire.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 SCHEDULER, DEVICE = 1, 2
-"""The lanes, threads in terms of the format."""
+"""Lanes; the format calls them threads."""
 
 MAX_SPANS = 16
-"""Spans of a step that are written out. A step of 256 requests takes about 2 KiB with these, and 14 KiB with all."""
+"""Maximum spans listed for a step. A step of 256 requests takes about 2 KiB with these, and 14 KiB with all."""
 
 MAX_REQUESTS = 512
-"""Requests that are drawn at once; others are counted."""
+"""Maximum requests drawn at once; further ones are counted."""
 
 FLUSH_BYTES = 64 * 1024
 FLUSH_SECONDS = 1.0
-"""Events wait in memory until they are so many, or so old, or no request runs."""
+"""Events are kept in memory up to this size or age, or until no request runs."""
 
 MAX_BYTES = 512 * 2**20
-"""Where a file ends: Perfetto holds a whole one in the browser's memory."""
+"""Maximum size of a file: Perfetto loads all of it into the browser's memory."""
 
 FIRST_PROFILED_STEP, PROFILED_STEPS = 10, 20
-"""Steps whose kernels are profiled: few, for each is thousands of events, and not the first, which compile things."""
+"""Steps whose kernels are profiled: few, since each has thousands of events; and not the first, which compile."""
 
 BETWEEN_STEPS = "ended between steps"
-"""The reason of a request of whose end no commit tells: it was aborted, or the caller found a stop string."""
+"""The reason for a request whose end no commit reports: it was aborted, or the caller found a stop string."""
 
 SHOWN_PROFILING = 0.001
-"""Seconds of the host that profiling must take in a step to be drawn itself."""
+"""Profiling itself is drawn in a step if it takes at least this many seconds."""
 
 
 class TraceFile:
-    """A JSON array of events, streamed to a file that is complete after every flush.
+    """A JSON array of events, streamed to a file that is valid after every flush.
 
-    The format lets the closing bracket be missing, but some readers insist on it (Perfetto's issue 926). So each flush
-    writes over the bracket of the one before: a process that is killed loses its last second and nothing else.
+    The format allows the closing bracket to be missing, but some readers need it (Perfetto's issue 926). So each flush
+    overwrites the bracket of the last one; a killed process loses only the last second.
 
     Args:
-        folder: where; it is made if it is not there.
+        folder: created if it does not exist.
 
     Attributes:
         path: the file, `quire-<pid>-<n>.json`, with the first n that is free.
 
     Raises:
-        ConfigError: no file can be made there.
+        ConfigError: no file can be created there.
     """
 
     def __init__(self, folder: str) -> None:
@@ -93,7 +93,7 @@ class TraceFile:
             for lane, name in ((SCHEDULER, "scheduler"), (DEVICE, "device")):
                 self.lane(lane, name)
             self.flush()
-        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        except (OSError, ValueError) as error:  # ValueError: an invalid file name
             raise ConfigError(
                 f"profile={folder!r}: no timeline can be written there ({error}); give a folder that can be written"
             ) from error
@@ -101,25 +101,25 @@ class TraceFile:
     # -- events --------------------------------------------------------------------------------------------
 
     def lane(self, lane: int, name: str) -> None:
-        """What a lane is called."""
+        """Name a lane."""
         self._add("thread_name", "M", lane, 0, args={"name": name})
         self._add("thread_sort_index", "M", lane, 0, args={"sort_index": lane})
 
     def slice(self, lane: int, name: str, begin: float, end: float, **args: Any) -> None:
-        """Something that took from `begin` to `end`, in seconds. Slices of a lane must not overlap."""
+        """A slice from `begin` to `end`, in seconds. Slices of a lane must not overlap."""
         start = int(begin * 1e6)
         self._add(name, "X", lane, start, dur=int(end * 1e6) - start, args=args)
 
     def instant(self, lane: int, name: str, now: float) -> None:
-        """Something that took no time."""
+        """An event without a duration."""
         self._add(name, "i", lane, int(now * 1e6), s="t")
 
     def arrow_from(self, lane: int, name: str, id: int, begin: float) -> None:
-        """An arrow leaves the slice that begins at `begin`, which must be in the file already."""
+        """The start of an arrow, at the slice that begins at `begin`, which must be in the file already."""
         self._add(name, "s", lane, int(begin * 1e6), cat="flow", id=id)
 
     def arrow_to(self, lane: int, name: str, id: int, begin: float) -> None:
-        """The arrow of this name and id arrives at the slice that begins at `begin`."""
+        """The end of the arrow with this name and id, at the slice that begins at `begin`."""
         self._add(name, "f", lane, int(begin * 1e6), cat="flow", id=id, bp="e")
 
     def begin(self, id: int, name: str, begin: float, **args: Any) -> None:
@@ -143,16 +143,16 @@ class TraceFile:
     # -- the file ------------------------------------------------------------------------------------------
 
     def flush_if_due(self, now: float) -> None:
-        """Write what has gathered, if it is much or old. Raises OSError, as `flush` does."""
+        """Flush if there are many events or old ones. Raises OSError, as `flush` does."""
         if len(self._buffer) >= FLUSH_BYTES or now >= self._next_flush:
             self.flush()
             self._next_flush = now + FLUSH_SECONDS
 
     def flush(self) -> None:
-        """Write what has gathered.
+        """Write the events in memory.
 
         Raises:
-            OSError: it cannot be written, the file was deleted, or it is full; what was there before is kept.
+            OSError: they cannot be written, the file was deleted, or it is full; earlier events are kept.
         """
         events, self._buffer = bytes(self._buffer), bytearray()
         if not events:
@@ -168,18 +168,18 @@ class TraceFile:
         self._end += len(events)
 
     def _write(self, data: bytes) -> bool:
-        """Put `data` after the events; False if not all of it found a place."""
+        """Write `data` after the events; False if not all of it was written."""
         self._file.seek(self._end)
         return self._file.write(data) == len(data)
 
     def close(self) -> None:
-        """Write the rest. Raises OSError, as `flush` does; the file is closed in any case."""
+        """Write the rest, and close the file. Raises OSError, as `flush` does."""
         with self._file:
             self.flush()
 
 
 def _create(folder: Path) -> io.FileIO:
-    """A new file in the folder, unbuffered, so that each write is one system call."""
+    """Create a new file in the folder, unbuffered, so that each write is one system call."""
     number = 0
     while True:
         try:
@@ -189,8 +189,8 @@ def _create(folder: Path) -> io.FileIO:
 
 
 class KernelProfile:
-    """Torch's profile of a few steps: operators of the host and, on a GPU, its kernels. It is written once, beside the
-    timeline and not into it: its clock is another one. What goes wrong is logged, and nothing is profiled then.
+    """Torch's profile of a few steps: operators on the host and, with a GPU, its kernels. It is written once, to its
+    own file, since it has another clock. Errors are logged, and end the profile.
 
     Attributes:
         path: its file, `<timeline>.kernels.json`.
@@ -203,7 +203,7 @@ class KernelProfile:
         self._steps_left = FIRST_PROFILED_STEP + PROFILED_STEPS + 1  # the last one only ends it
 
     def step(self) -> None:
-        """A step is about to run: the profile begins, goes on, or ends and is written."""
+        """Called before each step: begins, continues, or ends and writes the profile."""
         if not self._steps_left:
             return
         self._steps_left -= 1
@@ -217,7 +217,7 @@ class KernelProfile:
             self.close()
 
     def close(self) -> None:
-        """End; if some steps were profiled but not all, they are written now."""
+        """End the profile; if only some of the steps were profiled, they are written now."""
         profiler, self._profiler, self._steps_left = self._profiler, None, 0
         if profiler is not None:
             with self._logged():
@@ -235,13 +235,13 @@ class KernelProfile:
         return profiler
 
     def _check_thread(self) -> None:
-        """The profiler belongs to the thread that started it; torch 2.13 crashes where another one writes its file."""
+        """The profiler belongs to the thread that started it; torch 2.13 crashes if another one writes the file."""
         if threading.get_ident() != self._thread:
             raise RuntimeError("the engine was closed by another thread before enough steps had run")
 
     def _write(self, profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(self.path))
-        if not self.path.exists():  # the profiler only prints that
+        if not self.path.exists():  # the profiler only prints such errors
             raise FileNotFoundError(errno.ENOENT, "cannot be written", str(self.path))
         logger.info("the device's kernels in a few steps: %s", self.path)
 
@@ -258,7 +258,7 @@ P = ParamSpec("P")
 
 
 def _harmless(moment: Callable[Concatenate[Timeline, P], None]) -> Callable[Concatenate[Timeline, P], None]:
-    """Nothing that goes wrong reaches the engine: it is logged, and the timeline ends there."""
+    """Keep errors from the engine: they are logged, and end the timeline."""
 
     @functools.wraps(moment)
     def guarded(self: Timeline, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -272,16 +272,16 @@ def _harmless(moment: Callable[Concatenate[Timeline, P], None]) -> Callable[Conc
 
 
 class Timeline:
-    """Draws what the engine does: a `StepObserver` that never raises.
+    """Draws the engine's work. A `StepObserver` that never raises.
 
     Args:
-        trace: where to.
-        scheduler: what it knows of requests and blocks is drawn too.
-        kernels: what profiles the device's kernels; None: nothing does.
+        trace: the file.
+        scheduler: its requests and blocks are drawn, too.
+        kernels: profiles the device's kernels; None: they are not profiled.
 
     Attributes:
         path: the file.
-        on: False once it is closed, or could not go on.
+        on: False once it is closed, or has failed.
     """
 
     def __init__(self, trace: TraceFile, scheduler: Scheduler | Lockstep, kernels: KernelProfile | None = None) -> None:
@@ -298,7 +298,7 @@ class Timeline:
         self._waited = 0.0  # when the host had the last result
         self._device_end = 0.0
 
-    # -- what the engine tells -----------------------------------------------------------------------------
+    # -- events of the engine -----------------------------------------------------------------------------
 
     @_harmless
     def planned(self, plan: StepPlan, begin: float, seconds: float) -> None:
@@ -308,21 +308,21 @@ class Timeline:
         for info in plan.started:
             if info.request not in self._requests:
                 self._start(info.request)
-        for number in plan.ended:  # those of which no commit has told
+        for number in plan.ended:  # whose end no commit has reported
             self._end(number, BETWEEN_STEPS)
         if self._kernels is not None:
             self._profile_kernels(self._kernels)
 
     @_harmless
     def submitted(self, plan: StepPlan, begin: float, seconds: float) -> None:
-        """The executor has taken the step, which took it from `begin` for `seconds`."""
+        """The executor took the step, which took `seconds` from `begin`."""
         self._submitted[plan.number] = begin
         self._trace.slice(SCHEDULER, "submit", begin, begin + seconds, step=plan.number)
         self._trace.arrow_from(SCHEDULER, "step", plan.number, begin)
 
     @_harmless
     def waited(self, plan: StepPlan, begin: float, seconds: float) -> None:
-        """The host has the step's result, and waited for it from `begin` for `seconds`."""
+        """The host waited for the step's result for `seconds` from `begin`."""
         self._waited = begin + seconds
         self._trace.slice(SCHEDULER, "wait", begin, self._waited, step=plan.number)
 
@@ -339,7 +339,7 @@ class Timeline:
                 self._begin_decode(self._requests[update.request])
         self._count(plan, begin, now)
         if not self._scheduler.running:
-            self._trace.flush()  # nothing may come for a long time
+            self._trace.flush()  # there may be nothing more for a long time
         else:
             self._trace.flush_if_due(now)
 
@@ -362,7 +362,7 @@ class Timeline:
 
     @_harmless
     def close(self) -> None:
-        """Write what is left. Nothing is drawn after this."""
+        """Write the rest. Nothing is drawn after this."""
         self.on = False
         for number, request in list(self._requests.items()):
             if request.status is Status.FINISHED:
@@ -372,7 +372,7 @@ class Timeline:
         self._trace.close()
 
     def give_up(self, error: Exception) -> None:
-        """Say why it cannot go on, and let go of everything."""
+        """Log why it cannot continue, and release everything."""
         known = isinstance(error, OSError)
         logger.warning("the timeline %s ends here: %s", self.path, error, exc_info=not known)
         self.on = False
@@ -385,9 +385,9 @@ class Timeline:
     # -- steps ---------------------------------------------------------------------------------------------
 
     def _draw_step(self, plan: StepPlan, result: StepResult) -> float:
-        """The device's slice, and the arrow to it; when it began."""
-        # The device's clock is brought to the host's with some error, which may grow. But a step was over when the host
-        # had its result, and did not begin before it was submitted, nor before the step ahead of it was over.
+        """Draw the device's slice and the arrow to it; returns when it began."""
+        # Device times are converted to the host's clock with an error that may grow. But a step has ended when the host
+        # has its result, and begins neither before it was submitted nor before the previous step has ended.
         begin = min(result.began, self._waited - result.seconds)
         begin = max(begin, self._submitted.pop(plan.number), self._device_end)
         self._device_end = begin + result.seconds
@@ -413,7 +413,7 @@ class Timeline:
             trace.counter("step", now, tokens=0)
 
     def _profile_kernels(self, kernels: KernelProfile) -> None:
-        """Beginning and writing the profile take up to seconds: they are drawn, lest they look like the engine's."""
+        """Starting and writing the profile may take seconds: draw that, since it would look like the engine's time."""
         begin = time.monotonic()
         kernels.step()
         end = time.monotonic()
@@ -423,7 +423,7 @@ class Timeline:
     # -- requests ------------------------------------------------------------------------------------------
 
     def _start(self, number: int) -> None:
-        """A request has left the queue."""
+        """Draw a request that has left the queue."""
         request = self._scheduler.requests[number]
         stats, trace = request.stats, self._trace
         admitted = stats.admitted or stats.arrived
@@ -447,7 +447,7 @@ class Timeline:
         self._trace.begin(request.id, f"decode {request.id}", first_token)
 
     def _end(self, number: int, reason: str) -> None:
-        """A request is over; one that is not drawn is ignored."""
+        """Draw the end of a request; ignored for one that is not drawn."""
         request = self._requests.pop(number, None)
         if request is None:
             return
@@ -465,7 +465,7 @@ class Timeline:
 
 
 def _step_args(plan: StepPlan, chunks: list[Span]) -> dict[str, Any]:
-    """What a click on the step shows. Prompt chunks come before decodes: they are fewer, and say more."""
+    """Details of a step, shown at a click. Prompt chunks come before decodes, since they are fewer and tell more."""
     started = {info.request for info in plan.started}
     decodes = (span for span in plan.spans if len(span.tokens) <= span.num_sampled)
     shown = [*chunks[:MAX_SPANS], *islice(decodes, max(0, MAX_SPANS - len(chunks)))]
@@ -474,7 +474,7 @@ def _step_args(plan: StepPlan, chunks: list[Span]) -> dict[str, Any]:
         "tokens": plan.num_tokens,
         "started requests": len(started),
         "ended requests": len(plan.ended),
-        # A request's first span begins after what the prefix cache had of it.
+        # A request's first span begins after its cached prefix.
         "cached tokens": sum(span.start for span in plan.spans if span.request in started) if started else 0,
         "spans": [
             f"request {span.request}: {_count_of(len(span.tokens), 'token')} from position {span.start}"
@@ -488,7 +488,7 @@ def _step_args(plan: StepPlan, chunks: list[Span]) -> dict[str, Any]:
 
 
 def _draft_args(result: StepResult) -> dict[str, Any]:
-    """The same of the drafts that the step verified; nothing where it had none."""
+    """The same for the drafts that the step verified; empty if there were none."""
     verified = [span for span in result.spans if span.num_drafted]
     if not verified and not result.drafting:
         return {}

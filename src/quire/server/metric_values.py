@@ -1,9 +1,9 @@
 """Counters, gauges and histograms of several processes, each in a small file of doubles that the others can read.
 
 All series are known beforehand (label values come from closed sets), so a file is one fixed array: counting is an
-addition in mapped memory, reading all processes is adding arrays up, and what a dead process counted is still there.
-`prometheus_client`'s own multi-process mode does the same with names in the files; it is steered by an environment
-variable at import and costs several times as much a count.
+addition in mapped memory, the values of all processes are the sum of the arrays, and those of dead processes remain.
+`prometheus_client`'s own multi-process mode does the same with names in the files; it is configured by an environment
+variable at import, and counting takes several times as long.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Family:
     """One metric.
 
     Attributes:
-        name: without the `_total` that a counter gets.
-        labels: name of each label, and every value it can have; the last one stands for all others.
-        buckets: upper bounds, growing; they make it a histogram.
+        name: without the `_total` of counters.
+        labels: the values of each label; the last one stands for all others.
+        buckets: upper bounds of a histogram, ascending; empty for a counter or gauge.
         sparse: series that are zero are left out.
     """
 
@@ -59,12 +59,12 @@ class Family:
 
     @property
     def size(self) -> int:
-        """Cells it takes: one a series; for a histogram one a bucket, one for what is beyond them, and the sum."""
+        """Number of cells: one per series; for a histogram, one per bucket, one for larger values, and the sum."""
         return len(self.buckets) + 2 if self.buckets else len(self.series)
 
 
 class Layout:
-    """Where each series lies in the array of cells."""
+    """The place of each series in the array of cells."""
 
     def __init__(self, *families: Family) -> None:
         self.families = {family.name: family for family in families}
@@ -78,7 +78,7 @@ class Layout:
             self.size += family.size
 
     def cell(self, name: str, values: Sequence[str]) -> int:
-        """The cell of a series; a value that is not in its label's set counts as the last one of the set."""
+        """The cell of a series; a label value that is not in its set counts as the last one of the set."""
         found = self.cells.get((name, *values))
         if found is not None:
             return found
@@ -86,7 +86,7 @@ class Layout:
         return self.cells[name, *(v if v in known else known[-1] for v, known in zip(values, sets, strict=True))]
 
     def families_of(self, cells: Sequence[float], labels_of: Callable[[str], Mapping[str, str]]) -> Iterator[Metric]:
-        """The metrics that an array of cells stands for; `labels_of` gives a metric's constant labels."""
+        """The metrics of an array of cells; `labels_of` returns a metric's constant labels."""
         for name, family in self.families.items():
             first, constant = self.offsets[name], labels_of(name)
             own = cells[first : first + family.size]
@@ -115,7 +115,7 @@ class Histogram:
         self._bounds, self._cells = bounds, cells
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Take in `value`, `count` times. NaN, infinity and what is below zero count as zero."""
+        """Observe a value `count` times. NaN, infinity and negative values count as zero."""
         if not 0 <= value < math.inf:
             value = 0.0
         self._cells[bisect_left(self._bounds, value)] += count
@@ -123,7 +123,7 @@ class Histogram:
 
 
 class Values:
-    """This process's cells; in memory, or in a file of `folder` that is made for this user alone."""
+    """This process's cells: in memory, or in a file in `folder` that only this user can read."""
 
     def __init__(self, layout: Layout, folder: Path | None, worker: int) -> None:
         self._layout = layout
@@ -137,7 +137,7 @@ class Values:
         self.cells = memoryview(self._memory).cast("d")
         self.cells[_PID] = os.getpid()
         for family in layout.families.values():
-            if family.kind == "gauge":  # left by an earlier process of this number
+            if family.kind == "gauge":  # from an earlier process with this number
                 for index in range(family.size):
                     self.cells[layout.offsets[family.name] + index] = 0.0
         self._histograms = {
@@ -165,7 +165,7 @@ def _map_file(path: Path, size: int) -> mmap.mmap:
     try:
         present = os.fstat(descriptor).st_size
         missing = bytes(max(0, size - present))
-        if os.pwrite(descriptor, missing, present) < len(missing):  # a hole would kill us later, on a full disk
+        if os.pwrite(descriptor, missing, present) < len(missing):  # a hole would kill it later, on a full disk
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return mmap.mmap(descriptor, size)
     finally:
@@ -173,7 +173,7 @@ def _map_file(path: Path, size: int) -> mmap.mmap:
 
 
 def read_all(layout: Layout, folder: Path | None, own: Values) -> tuple[list[float], list[int]]:
-    """The sum over all processes (gauges: over those that live), and the ids of those that live."""
+    """The sums over all processes (of gauges, over those that are alive), and the ids of those that are alive."""
     arrays = [array("d", own.cells)]
     for path in sorted(folder.glob(f"{PREFIX}*.values")) if folder else []:
         if path != own.path and (cells := _read(path, layout.size)):
@@ -209,7 +209,7 @@ def exposition(families: Iterable[Metric]) -> tuple[bytes, str]:
 
 
 def _read(path: Path, size: int) -> array[float] | None:
-    """A process's cells; None for a file that is just being made, or gone."""
+    """A process's cells; None for a file that is just being created, or is gone."""
     with contextlib.suppress(OSError):
         content = path.read_bytes()
         if len(content) == 8 * size:
@@ -231,6 +231,6 @@ def _lives(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it lives, and is not ours
+    except OSError:  # it is another user's
         return True
     return True

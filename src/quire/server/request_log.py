@@ -1,7 +1,7 @@
-"""A request's id, and what its line in the log is made of: gathered on its way in, written at its end.
+"""A request's id, and the summary for its line in the log, which is filled in while the request is handled.
 
-The id is the client's own `x-request-id`, if it sends a valid one, or made here. The answer's header, its body and the
-log carry the same. It is a label: what the engine knows a request by is made elsewhere, and two requests may share one.
+The id is the client's `x-request-id` if that is valid, or a new one; it is in the response's header and body and in the
+log. It is only a label: the engine uses numbers of its own, and two requests may have the same id.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from quire.server.errors import ApiError
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:;,=+/@~-]{0,127}")
-"""Ids that are taken from clients: visible in a log, and harmless in a URL's path, a header, a terminal and HTML."""
+"""Valid ids from clients: visible in a log, and harmless in a URL's path, a header, a terminal and HTML."""
 MAX_LOGGED = 256
-"""Characters of a path, a model's name or a `user` that go into the log."""
+"""Maximum characters of a path, a model's name or a `user` in the log."""
 _PREFIXES = {
     "/v1/completions": "cmpl",
     "/v1/chat/completions": "chatcmpl",
@@ -31,12 +31,12 @@ _SUMMARY = "quire.summary"
 
 
 def make_id(path: str = "") -> str:
-    """A new id, with the prefix that OpenAI's answers of this route have."""
+    """A new id, with the prefix of OpenAI's responses of this route."""
     return f"{_PREFIXES.get(path, 'req')}-{secrets.token_hex(12)}"
 
 
 def begin(scope: MutableMapping[str, Any]) -> RequestSummary:
-    """Give a request of ASGI its id and its summary."""
+    """Create the id and the summary of an ASGI request."""
     path = scope["path"]
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
     own = given[0].decode("latin-1") if len(given) == 1 else ""
@@ -46,7 +46,7 @@ def begin(scope: MutableMapping[str, Any]) -> RequestSummary:
 
 
 def summary_of(scope: Mapping[str, Any]) -> RequestSummary:
-    """What is known of this request so far, to be added to."""
+    """The summary of this request."""
     summary = scope.get(_SUMMARY)
     if not isinstance(summary, RequestSummary):
         raise TypeError("a request was not begun")
@@ -54,13 +54,13 @@ def summary_of(scope: Mapping[str, Any]) -> RequestSummary:
 
 
 def note_call(scope: Mapping[str, Any], model: str | None, user: str | None) -> None:
-    """The body has been read: what it says of itself."""
+    """Note the model and the user that the body names."""
     summary = summary_of(scope)
     summary.model, summary.user = (model or "")[:MAX_LOGGED], (user or "")[:MAX_LOGGED]
 
 
 def note_error(scope: Mapping[str, Any], error: ApiError) -> bool:
-    """The request is answered with this error; False where nothing began that it could be noted for."""
+    """Note the error with which the request is answered; False if the request has no summary."""
     summary = scope.get(_SUMMARY)
     if isinstance(summary, RequestSummary):
         summary.end("error" if error.status == 500 else f"refused {error.status}", error.message)
@@ -68,5 +68,5 @@ def note_error(scope: Mapping[str, Any], error: ApiError) -> bool:
 
 
 def log_unread(request_id: str, error: ApiError) -> None:
-    """The line of what was refused before it was a request."""
+    """Log what was refused before it was a request."""
     log_request(logger, RequestSummary(request_id=request_id, reason=f"refused {error.status}", error=error.message))

@@ -1,4 +1,4 @@
-"""Traces of requests for an OpenTelemetry collector (OTLP over HTTP): what the log says in a line, as spans.
+"""Traces of requests for an OpenTelemetry collector (OTLP over HTTP): the content of their lines in the log, as spans.
 
 Each request is a span, with children for queueing, prefill, decode, and fetched KV. With a `traceparent` header it is
 part of the caller's trace (W3C Trace Context), so a router's and its server's spans form one trace. Needs
@@ -40,13 +40,13 @@ class Traces:
         self._tracer = self._provider.get_tracer("quire")
 
     def begin(self, scope: MutableMapping[str, Any]) -> None:
-        """An ASGI request begins."""
+        """Begin the span of an ASGI request."""
         carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _HEADERS}
         name = f"{scope['method']} {scope['path'][:256]}"
         scope[_SPAN] = self._tracer.start_span(name, _PROPAGATOR.extract(carrier), SpanKind.SERVER)
 
     def end(self, scope: Mapping[str, Any], summary: RequestSummary) -> None:
-        """It has ended."""
+        """End the request's span."""
         span: Span = scope[_SPAN]
         end = time.time_ns()
         span.set_attributes({name: value for name, value in _attributes(summary).items() if value not in ("", None)})

@@ -307,7 +307,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class _WayOut:
-    """The transport as seen by a request's cycle: closing goes through the protocol."""
+    """The transport that a request's cycle gets: its `close` is the protocol's."""
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -318,8 +318,8 @@ class _WayOut:
 
 
 class _WholeWayOut(_WayOut):
-    """The same for HTTP/1.0, which knows no chunks (RFC 9112, 6.1) and no 100 (RFC 9110, 15.2): the chunks that uvicorn
-    cuts a stream into are joined again. The end of the connection is the end of the answer.
+    """The same for HTTP/1.0, which has neither chunks (RFC 9112, 6.1) nor status 100 (RFC 9110, 15.2): the chunks that
+    uvicorn makes are joined again. The end of the connection is the end of the response.
     """
 
     __slots__ = ("_chunked",)
@@ -347,7 +347,7 @@ _CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 
 
 def _joined(data: bytes) -> bytes:
-    """What whole chunks hold."""
+    """The content of whole chunks."""
     parts = []
     while data:
         size, _, rest = data.partition(b"\r\n")
