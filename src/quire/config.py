@@ -448,7 +448,7 @@ class EngineConfig:
 
     @property
     def redundant_experts(self) -> int | None:
-        """See `load_model`."""
+        """See `models.sharing.Sharing`."""
         shared = self.tensor_parallel_size * self.data_parallel_size > 1
         return self.num_redundant_experts if self.enable_expert_parallel and shared else None
 

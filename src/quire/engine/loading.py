@@ -16,6 +16,7 @@ from quire.models.checkpoint import Checkpoint, content_hash, resolve
 from quire.models.fields import Fields
 from quire.models.model import Model
 from quire.models.registry import load_model
+from quire.models.sharing import Sharing
 from quire.ops import choose_kernels
 from quire.ops.cpu.group import SharedGroup
 from quire.parallel.group import Group, OneRank
@@ -61,7 +62,7 @@ def join(
     bytes: int,
     bell: int = -1,
 ) -> tuple[Group, Group | None]:
-    """A rank's place among all ranks, and among those that share its layers, see `Model`.
+    """A rank's place among all ranks, and among those that share its layers, see `Sharing`.
 
     Args:
         memory, stage_memory: of these two groups, see `SharedGroup`; the second only with several ranks of both kinds.
@@ -96,7 +97,7 @@ def load(
     open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
     proposer: Proposer | None = None,
 ) -> tuple[Model, Speculation | None]:
-    """The model, or this rank's part of it, and its drafter; `stage`: see `Model`.
+    """The model, or this rank's part of it, and its drafter; `group` and `stage`: see `Sharing.ranks` and `of_layers`.
 
     Raises:
         ConfigError, CheckpointError: and what derives from them.
@@ -112,10 +113,7 @@ def load(
         config.quantization_group_size,
         open_checkpoint,
         mtp=spec is not None and spec.method == "mtp",
-        ranks=group,
-        redundant_experts=config.redundant_experts,
-        stage=stage,
-        stages=config.pipeline_parallel_size,
+        sharing=Sharing(group, stage, config.pipeline_parallel_size, config.redundant_experts),
         max_model_len=config.max_model_len,
     )
     linear = bool(model.config.recurrent_layers) or model.config.layer.index is not None

@@ -68,7 +68,7 @@ class Ranks:
 
     Attributes:
         threads: the first rank's. num_here: ranks of this machine. host_memory: see `Machine`.
-        group: the first rank's group. stage: its group of ranks that share its layers, see `Model`.
+        group: the first rank's group. stage: its group of ranks that share its layers, see `Sharing`.
         prepared: each rank's last message about moving experts.
         computed: results of the other replicas' plans.
 

@@ -14,6 +14,7 @@ from quire.layers.rotary import RotaryEmbedding
 from quire.models.config import PER_LAYER_TABLE, DecoderConfig
 from quire.models.layer_groups import LayerGroup
 from quire.models.mtp import MultiTokenPrediction
+from quire.models.sharing import Sharing
 from quire.models.weights import EXPERT, Weights
 from quire.ops import KVCache, KVShape, Quantization, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype
@@ -140,14 +141,11 @@ class Model(ModelSizes):
     Args:
         config: the parsed config.json.
         weights: the checkpoint's.
-        ranks: the group of all ranks; None for a single one.
-        stage: the group of ranks that share this rank's layers; None for all.
-        stages: number of pipeline stages. If it is 1, and `stage` is not all ranks, each `stage` is a replica, and
-            replicas share only the experts.
+        sharing: how ranks share it.
 
     Attributes:
         kernels: the implementation that computes it.
-        ranks, stage, stages: see above.
+        ranks, stage, stages: see `Sharing`.
         replicas: number of groups of ranks with the same layers.
         rank_groups: the groups that this rank belongs to, the smallest first.
         embedding: the embedding table.
@@ -165,21 +163,14 @@ class Model(ModelSizes):
     architecture: str = ""
     notes: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Weights,
-        ranks: Group | None = None,
-        stage: Group | None = None,
-        stages: int = 1,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, weights: Weights, sharing: Sharing) -> None:
         expands = config.layer.expands and may_expand(weights.kernels)
         super().__init__(config, weights.dtype, weights.quantization, expands)
-        self.kernels, self.ranks = weights.kernels, ranks or OneRank()
-        self.stage, self.stages = stage or self.ranks, stages
-        self.replicas = self.ranks.size // self.stage.size // stages
+        self.kernels = weights.kernels
+        self.ranks, self.stage, self.stages = sharing.ranks, sharing.stage, sharing.stages
+        self.replicas = self.ranks.size // self.stage.size // self.stages
         self.rank_groups = (self.ranks,) if self.stage is self.ranks else (self.stage, self.ranks)
-        own = layers_of(self.ranks.rank // self.stage.size % stages, stages, config.num_layers)
+        own = layers_of(self.ranks.rank // self.stage.size % self.stages, self.stages, config.num_layers)
         if self.stages > 1:
             self.num_layers = len(own)
             self.groups = tuple(group.within(own) for group in self.groups)

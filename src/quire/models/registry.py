@@ -20,12 +20,12 @@ from quire.models.layout import TABLE, WITHOUT_HEAD, LaidOutCheckpoint
 from quire.models.model import Model
 from quire.models.mxfp4 import Mxfp4Checkpoint, is_mxfp4
 from quire.models.quantized_folder import choose_quantization, read_record
+from quire.models.sharing import Sharing
 from quire.models.weights import Progress, Spill, Weights
 from quire.ops import Kernels, Quantization, choose_kernels
 from quire.ops.memory import give_back
 from quire.ops.quantized import Scheme
 from quire.ops.threads import usable_threads
-from quire.parallel.group import Group
 
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "quire.models.deepseek_v2",
@@ -90,11 +90,8 @@ def load_model(
     group: int | None = None,
     open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
     mtp: bool = False,
-    ranks: Group | None = None,
+    sharing: Sharing | None = None,
     one_kv_group: bool = False,
-    redundant_experts: int | None = None,
-    stage: Group | None = None,
-    stages: int = 1,
     max_model_len: int | None = None,
 ) -> Model:
     """Load a checkpoint's model.
@@ -108,10 +105,8 @@ def load_model(
         group: for int4, the number of inputs that share a scale; None: the default.
         open_checkpoint: opens the folder.
         mtp: also load the multi-token prediction layer.
-        ranks: the group of all ranks; None for a single one.
+        sharing: how ranks share it; None for a single one.
         one_kv_group: see `DecoderConfig`.
-        redundant_experts: expert parallelism with this many additional slots per layer; None: ranks share each expert.
-        stage, stages: see `Model`.
         max_model_len: the configured longest context, if any.
 
     Raises:
@@ -121,10 +116,9 @@ def load_model(
     checkpoint = open_checkpoint(Path(path))
     record = read_record(checkpoint.folder)
     how = choose_quantization(checkpoint.folder, record, quantization, group)
-    stored = record is not None
-    kernels = kernels or choose_kernels()
-    sharing = ranks, one_kv_group, redundant_experts, stage, stages, max_model_len
-    model = build_model(checkpoint, dtype, progress, kernels, how, stored, mtp, *sharing)[0]
+    kernels, stored = kernels or choose_kernels(), record is not None
+    options = stored, mtp, sharing, one_kv_group, max_model_len
+    model = build_model(checkpoint, dtype, progress, kernels, how, *options)[0]
     give_back()
     return model
 
@@ -137,11 +131,8 @@ def build_model(
     quantization: Quantization | None,
     stored: bool = False,
     mtp: bool = False,
-    ranks: Group | None = None,
+    sharing: Sharing | None = None,
     one_kv_group: bool = False,
-    redundant_experts: int | None = None,
-    stage: Group | None = None,
-    stages: int = 1,
     max_model_len: int | None = None,
     spill: Spill | None = None,
 ) -> tuple[Model, Weights]:
@@ -160,15 +151,27 @@ def build_model(
     shapes, tied, skipped = config.tensor_shapes(), config.tie_word_embeddings, config.skipped()
     if skipped and not mtp:
         notes.append(_mtp_note(checkpoint, skipped))
-    slots = 0
-    if redundant_experts is not None and config.routing is not None:
-        slots = config.routing.num_experts + redundant_experts
-    # Stages of a pipeline share the head, replicas share the experts.
-    have_head, have_experts = (stage or ranks, ranks) if stages == 1 else (ranks, stage)
-    stand = progress, quantization, stored, skipped, have_head, slots, have_experts, config.norm_offset, spill
-    weights = Weights(checkpoint, shapes, compute_dtype, kernels, tied, *stand)
+    sharing, slots = sharing or Sharing(), 0
+    if sharing.redundant_experts is not None and config.routing is not None:
+        slots = config.routing.num_experts + sharing.redundant_experts
+    weights = Weights(
+        checkpoint,
+        shapes,
+        compute_dtype,
+        kernels,
+        tied,
+        progress,
+        quantization,
+        stored,
+        skipped,
+        group=sharing.head,
+        expert_slots=slots,
+        expert_group=sharing.experts,
+        norm_offset=config.norm_offset,
+        spill=spill,
+    )
     with kernels.threads(usable_threads()):
-        model = Model(config, weights, ranks, stage, stages)
+        model = Model(config, weights, sharing)
     weights.check_all_taken()
     model.architecture = _architecture(checkpoint.config)
     model.weight_bytes -= weights.bytes_saved()
