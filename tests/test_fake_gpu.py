@@ -277,6 +277,21 @@ def test_a_rank_has_its_own_part_of_the_weights_on_its_gpu_and_no_more(
     assert [sizes for sizes in kept.values() if sizes[0] != sizes[1]] == []
 
 
+@pytest.mark.parametrize(("tied", "ranks"), [(True, 1), (False, 1), (True, 2)])
+def test_the_plan_counts_the_embedding_table_which_lies_on_the_gpu_too(
+    tied: bool,
+    ranks: int,
+    gpu: FakeGpu,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    folder = save_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, tie_word_embeddings=tied, vocab_size=2000)
+    model, _, config = loaded(gpu, folder, OneRank(ranks - 1, ranks))
+    plan = planned(config, model, gpu, Measured(60 * 2**30, 2**20))
+    storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors_of(model) if tensor.device == GPU}
+    there = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+    assert 0.95 * there < plan.weights < 1.05 * there
+
+
 def tensors_of(thing: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     """All that an object of this program holds."""
     seen = set() if seen is None else seen

@@ -29,14 +29,14 @@ class PerLayerInputs:
     """
 
     def __init__(self, table: Embedding, projection: Linear, norm: RMSNorm) -> None:
-        self._table, self._projection, self._norm = table, projection, norm
+        self.table, self._projection, self._norm = table, projection, norm
         self.width = len(norm.weight)
         norm.weight.mul_(math.sqrt(0.5))
 
     def __call__(self, ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """ids: [tokens]; embedded: [tokens, hidden], from the first table. Returns [tokens, layers, width]."""
         projected = self._norm(self._projection(embedded).view(-1, self.width))
-        return self._table(ids).view(len(ids), -1, self.width).add_(projected.view(len(ids), -1, self.width))
+        return self.table(ids).view(len(ids), -1, self.width).add_(projected.view(len(ids), -1, self.width))
 
 
 def scale_of_table(width: int) -> float:

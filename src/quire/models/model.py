@@ -230,6 +230,17 @@ class Model(ModelSizes):
         return self.ranks.shared_bytes + (parts * self.stage.shared_bytes if parts > 1 else 0)
 
     @property
+    def table_bytes(self) -> int:
+        """Size of the embedding tables in a GPU's memory besides `weight_bytes`. On a CPU they are mapped files."""
+        if self.kernels.device.type == "cpu":
+            return 0
+        tables = [self.embedding.weight, *([self._per_layer_inputs.table.weight] if self._per_layer_inputs else [])]
+        size = sum(table.nbytes for table in tables)
+        if self.config.tie_word_embeddings and self.quantization is None:  # the head is a part of the table
+            size -= self.head.product.out_features * self.embedding.hidden_size * self.embedding.weight.itemsize
+        return size
+
+    @property
     def expert_loads(self) -> dict[int, torch.Tensor]:
         """By layer number, the number of tokens that each expert has processed: [experts] int64."""
         own = {index: layer.load for index, layer in self.expert_layers.items()}

@@ -50,7 +50,7 @@ class MemoryPlan:
     """The use of the memory. Sizes are in bytes.
 
     Attributes:
-        weights: packed weights, including a draft model's.
+        weights: packed weights, including a draft model's, and on a GPU the tables of embeddings.
         quantization: a description of their quantization, for people; None if there is none.
         activations: the largest step's intermediate results.
         groups: the pool of each KV group, the one that keeps most first.
@@ -191,7 +191,7 @@ def plan_memory(
         raise _too_long(pools, trained, sizes(trained)[0] - 1, longest, config.block_size)
     _check_whole_prompts(config, longest, requests if model.causal else 0)
     return MemoryPlan(
-        weights=model.weight_bytes + (speculation.weight_bytes if speculation else 0),
+        weights=model.weight_bytes + model.table_bytes + (speculation.weight_bytes if speculation else 0),
         activations=activations,
         groups=pools.plans(num_blocks, longest),
         block_size=config.block_size,

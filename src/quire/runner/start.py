@@ -287,10 +287,10 @@ def _measured_activations(
     try:
         return device.peak(lambda: _run_largest(runner, config, model, report, drafts))
     except torch.OutOfMemoryError as error:
-        total = device.memory()[1]
+        weights, total = model.weight_bytes + model.table_bytes, device.memory()[1]
         raise MemoryPlanError(
             f"a step of max_num_batched_tokens={config.max_num_batched_tokens} does not fit beside the weights "
-            f"({format_size(model.weight_bytes)}) into the GPU's {format_size(total)}; lower max_num_batched_tokens "
+            f"({format_size(weights)}) into the GPU's {format_size(total)}; lower max_num_batched_tokens "
             f"to {config.max_num_batched_tokens // 4} or less, or quantize the weights"
         ) from error
 
