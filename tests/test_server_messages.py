@@ -56,6 +56,12 @@ def test_a_message_is_what_the_chat_route_answers(server, client):
     assert usage.input_tokens + usage.cache_read_input_tokens == chat["usage"]["prompt_tokens"]
 
 
+def test_a_stream_ends_as_ever_where_a_client_asks_for_usage_in_openais_words(client):
+    with client.messages.stream(**ASKED | {"extra_body": {"stream_options": {"include_usage": True}}}) as stream:
+        kinds = [event.type for event in stream]
+    assert kinds[-2:] == ["message_delta", "message_stop"]
+
+
 def test_a_stream_has_the_events_of_the_reference_and_the_same_text(client):
     whole = client.messages.create(**ASKED)
     with client.messages.stream(**ASKED) as stream:

@@ -426,7 +426,7 @@ def test_usage_comes_behind_all_choices(chat: bool) -> None:
     maker = responder(chat, stream=True, stream_options={"include_usage": True})
     chunks = run(maker, [output], [(0, 0, "abc", 0)])
     assert all(chunk["usage"] is None for chunk in chunks)
-    last = loads(maker.usage_chunk([output]))
+    [last] = map(loads, maker.closing([output]))
     assert last["choices"] == [] and last["id"] == "id-1"
     assert last["usage"] == loads(maker.full([output]))["usage"]
     (ChatCompletionChunk if chat else Completion).model_validate(last)

@@ -42,7 +42,7 @@ from quire.server.errors import ApiError, api_error, generation_error, invalid
 from quire.server.limits import Limits
 from quire.server.protocol import ChatCall, CompletionCall, DetokenizeCall, GenerationCall, TokenizeCall
 from quire.server.request_log import note_call, summary_of
-from quire.server.responses import ChatResponder, CompletionResponder
+from quire.server.responses import ChatResponder, CompletionResponder, Responder
 from quire.server.streaming import AnswerWriter, CutOffError, merged, supervised, unless
 from quire.server.transport import SMALL_BODY_BYTES, Bodies, read_body
 from quire.text.reply_syntax import ReplyForm
@@ -373,9 +373,7 @@ class Generation:
             body = await asyncio.to_thread(responder.full, ordered) if many else responder.full(ordered)
             await writer.whole(body, headers)
             return
-        if call.include_usage:
-            chunks.append(responder.usage_chunk(ordered))
-        await writer.end(chunks)
+        await writer.end([*chunks, *responder.closing(ordered)])
 
     async def _count(self, call: ChatCall) -> int:
         """Tokens of a chat's prompt, which is not run."""
@@ -397,7 +395,7 @@ class Generation:
             replica=replica,
         )
 
-    def _responder(self, call: Call) -> CompletionResponder | ChatResponder:
+    def _responder(self, call: Call) -> Responder:
         info, tokenizer = self._context.client.info, self._context.client.tokenizer
         fingerprint = info.fingerprint if info is not None else ""
         token_text = tokenizer.token_text if tokenizer is not None else _no_text

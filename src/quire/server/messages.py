@@ -15,6 +15,7 @@ from quire.server.blocks import Block, Blocks, News
 from quire.server.errors import ANTHROPIC
 from quire.server.generation import Generation
 from quire.server.protocol import ChatCall
+from quire.server.responses import Responder
 from quire.server.streaming import AnswerWriter, NamedEventWriter
 from quire.text.reply_syntax import ReplyForm
 
@@ -40,7 +41,7 @@ class Messages(Generation):
             del call.chat_template_kwargs[_VARIABLE]
             return await super()._tokenize(call, max_tokens)
 
-    def _responder(self, call: Any) -> Any:
+    def _responder(self, call: Any) -> Responder:
         return MessagesResponder(call, self._id, self._context.model_names[0])
 
 
@@ -51,8 +52,8 @@ class CountTokens(Messages):
         await writer.whole(_encode({"input_tokens": await self._count(call)}), {})
 
 
-class MessagesResponder:
-    """Builds the response or the events of one call, which has one choice."""
+class MessagesResponder(Responder):
+    """Builds the response or the events of one call, which has one choice. The event `message_delta` has the usage."""
 
     def __init__(self, call: ChatCall, response_id: str, model: str) -> None:
         self._params: SamplingParams = call.params
@@ -61,7 +62,6 @@ class MessagesResponder:
         self._begun = False
 
     def full(self, outputs: list[RequestOutput]) -> bytes:
-        """The whole answer."""
         [choice] = outputs[0].outputs
         self._blocks.take(choice)
         content = [_content(block, whole=True) for block in self._blocks.blocks]
@@ -74,8 +74,7 @@ class MessagesResponder:
             }
         )
 
-    def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
-        """The events of what is new."""
+    def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]:
         [choice] = output.outputs
         made: list[bytes] = []
         if not self._begun:
@@ -93,10 +92,6 @@ class MessagesResponder:
             made.append(_event("message_delta", delta=self._stop(output, choice), usage=usage))
             made.append(_event("message_stop"))
         return made
-
-    def usage_chunk(self, outputs: list[RequestOutput]) -> bytes:
-        """Nothing, since `message_delta` has the usage."""
-        return b""
 
     def _stop(self, output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
         reason, sequence = "end_turn", None

@@ -23,6 +23,7 @@ from quire.server.errors import ApiError, api_error
 from quire.server.generation import Generation, Parse, Shared, logger
 from quire.server.openai_responses_protocol import Item, ResponseCall
 from quire.server.response_store import ResponseStore, Stored
+from quire.server.responses import Responder
 from quire.server.streaming import AnswerWriter, CutOffError, NamedEventWriter
 
 _encode = msgspec.json.Encoder().encode
@@ -125,7 +126,7 @@ class Responses(Generation):
             status = "failed" if error is not None else "cancelled"
             self._store.end(self._stored, self._made.body(status, error=error), self._made.items())
 
-    def _responder(self, call: Any) -> Any:
+    def _responder(self, call: Any) -> Responder:
         if self._made is None:
             raise RuntimeError("a response that was not begun")
         return ResponsesResponder(self._made, self._store, self._stored)
@@ -244,21 +245,19 @@ class ResponseObject:
         return made
 
 
-class ResponsesResponder:
-    """Builds the response and its events, and stores it."""
+class ResponsesResponder(Responder):
+    """Builds the response and its events, the last of which has the usage, and stores it."""
 
     def __init__(self, made: ResponseObject, store: ResponseStore, stored: Stored | None) -> None:
         self._made, self._store, self._stored = made, store, stored
         self._begun = False
 
     def full(self, outputs: list[RequestOutput]) -> bytes:
-        """The whole response."""
         [choice] = outputs[0].outputs
         self._made.blocks.take(choice)
         return self._ended(outputs[0], choice)[1]
 
-    def chunks(self, index: int, output: RequestOutput) -> list[bytes]:
-        """The events of what is new."""
+    def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]:
         [choice] = output.outputs
         event, told = self._made.event, []
         if not self._begun:
@@ -274,10 +273,6 @@ class ResponsesResponder:
             kind = "response.completed" if status == "completed" else "response.incomplete"
             told.append(event(kind, response=msgspec.Raw(body)))
         return told
-
-    def usage_chunk(self, outputs: list[RequestOutput]) -> bytes:
-        """Nothing, since the last event has the usage."""
-        return b""
 
     def _ended(self, output: RequestOutput, choice: CompletionOutput) -> tuple[str, bytes]:
         """The response at its end: its status, and its JSON."""

@@ -28,6 +28,7 @@ from quire.models.pooling import PoolingConfig
 from quire.server.errors import ApiError, invalid
 from quire.server.generation import Generation
 from quire.server.pooling_protocol import EmbeddingCall, ScoreCall
+from quire.server.responses import Responder
 
 _encode = msgspec.json.Encoder().encode
 
@@ -103,19 +104,18 @@ class Pooling(Generation):
             chat = await self._shared.pool.render(messages, max_tokens=max_tokens)
         return chat.text, chat.token_ids, None
 
-    def _responder(self, call: Any) -> Any:
+    def _responder(self, call: Any) -> Responder:
         return _Responder(call, self._config, self._id, self._context.model_names[0])
 
 
-class _Responder:
-    """Builds the response of a call."""
+class _Responder(Responder):
+    """Builds the response of a call, which is never streamed."""
 
     def __init__(self, call: EmbeddingCall | ScoreCall, config: PoolingConfig, response_id: str, model: str) -> None:
         self._call, self._config = call, config
         self._head = {"id": response_id, "created": int(time.time()), "model": model}
 
-    def full(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """The response for outputs that ended without errors, one per prompt."""
+    def full(self, outputs: list[RequestOutput]) -> bytes:
         count = sum(len(output.prompt_token_ids) for output in outputs)
         self._head["usage"] = {"prompt_tokens": count, "total_tokens": count}
         pooled = [output.pooled or [] for output in outputs]

@@ -35,8 +35,28 @@ class _Sent:
         self.offset = 0  # of the next token in the returned text
 
 
-class Responder(ABC, Generic[CallT]):
-    """Builds the response of one call.
+class Responder(ABC):
+    """Builds the response of one call: a document, or the chunks of a stream."""
+
+    @abstractmethod
+    def full(self, outputs: list[RequestOutput]) -> bytes:
+        """The whole response.
+
+        Args:
+            outputs: one per prompt, in order, finished and without errors.
+        """
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]:
+        """What is new of a prompt's output since the last call for it; nothing if responses are never streamed."""
+        return []
+
+    def closing(self, outputs: list[RequestOutput]) -> list[bytes]:
+        """Chunks after the last ones of all prompts."""
+        return []
+
+
+class OpenAIResponder(Responder, Generic[CallT]):
+    """Builds responses in the format of OpenAI's completions and chats.
 
     Args:
         response_id: its id. created: Unix time in whole seconds. model: the model's name.
@@ -76,11 +96,6 @@ class Responder(ABC, Generic[CallT]):
         self._sent: dict[int, _Sent] = {}
 
     def full(self, outputs: list[RequestOutput]) -> bytes:
-        """The whole response.
-
-        Args:
-            outputs: one per prompt, in order, finished and without errors.
-        """
         choices = [
             self._choice(self._index(number, choice), output, choice)
             for number, output in enumerate(outputs)
@@ -89,9 +104,8 @@ class Responder(ABC, Generic[CallT]):
         return _encode({**self._fields, **self._extras(outputs[0]), "choices": choices, "usage": usage(outputs)})
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]:
-        """What is new of a prompt's output since the last call for it: chunks of one choice each.
-
-        A choice's last chunk holds its `finish_reason`. A choice that failed gets none: its stream ends with an error.
+        """Chunks of one choice each. A choice's last chunk has its `finish_reason`; a choice that failed gets none,
+        since its stream ends with an error.
         """
         scored = output.prompt_logprobs
         if scored is not None and len(scored) < len(output.prompt_token_ids) and not output.finished:
@@ -106,9 +120,11 @@ class Responder(ABC, Generic[CallT]):
                 self._add_chunks(made, index, sent, output, choice)
         return made
 
-    def usage_chunk(self, outputs: list[RequestOutput]) -> bytes:
-        """The last chunk with `include_usage`, which has no choices."""
-        return b'%b,"choices":[],"usage":%b}' % (self._head, _encode(usage(outputs)))
+    def closing(self, outputs: list[RequestOutput]) -> list[bytes]:
+        """With `include_usage`, a chunk that has no choices, but the usage."""
+        if not self._call.include_usage:
+            return []
+        return [b'%b,"choices":[],"usage":%b}' % (self._head, _encode(usage(outputs)))]
 
     def _index(self, prompt_index: int, choice: CompletionOutput) -> int:
         return prompt_index * self._call.params.n + choice.index
@@ -145,7 +161,7 @@ class Responder(ABC, Generic[CallT]):
         """Append the chunks with what is new in a choice, and count it as sent."""
 
 
-class CompletionResponder(Responder[CompletionCall]):
+class CompletionResponder(OpenAIResponder[CompletionCall]):
     """Responses of POST /v1/completions."""
 
     kind = chunk_kind = "text_completion"
@@ -217,7 +233,7 @@ class CompletionResponder(Responder[CompletionCall]):
                 lists.add(token, entry)
 
 
-class ChatResponder(Responder[ChatCall]):
+class ChatResponder(OpenAIResponder[ChatCall]):
     """Responses of POST /v1/chat/completions."""
 
     kind = "chat.completion"

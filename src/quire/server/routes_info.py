@@ -65,56 +65,47 @@ def open_router(context: AppContext) -> APIRouter:
     router = APIRouter()
     _add_health(router, context)
     _add_documents(router)
+    router.include_router(_report_router(context))
 
     @router.get("/version", summary="The version of Quire", tags=["server"])
     async def version() -> Response:
         return json_reply({"version": __version__})
 
     @router.get(
-        "/server_info",
-        summary="Every option, its value, and where it came from",
-        tags=["server"],
-        dependencies=[Depends(_check_operator)],  # it has paths of folders
-    )
-    async def server_info() -> Response:
-        return json_reply(_server_info(context))
-
-    @router.get(
-        "/load",
-        summary="What a router must know: how fast prompts are computed, and how much there is to do",
-        tags=["server"],
-        dependencies=[Depends(_check_operator)],  # it tells of everybody's requests
-    )
-    async def load() -> Response:
-        return json_reply(await _load(context), headers=_NOT_CACHED)
-
-    @router.get(
-        "/load/prompts",
-        summary="What a router must know of the cache: which prompts that it sent came and went, since an event",
-        tags=["server"],
-        dependencies=[Depends(_check_operator)],  # it tells of everybody's requests
-    )
-    async def prompts(since: SinceEvents = "-1") -> Response:
-        document = msgspec.json.encode({"engines": await _prompts(context.client, [*map(int, since.split(","))])})
-        return Response(document, media_type="application/json", headers=_NOT_CACHED)
-
-    @router.get(
-        "/load/requests/{request_id:path}",
-        summary="Where the time of a response went, a document a choice; none: it is not remembered",
-        tags=["server"],
-        dependencies=[Depends(_check_operator)],
-    )
-    async def life(request_id: Annotated[str, PathParameter(description="The response's id.")]) -> Response:
-        return json_reply(await context.client.life(request_id), headers=_NOT_CACHED)
-
-    @router.get(
         METRICS_PATH,
         summary="Metrics for Prometheus",
         tags=["server"],
-        dependencies=[Depends(_check_scraper)],  # they tell of everybody's requests
+        dependencies=[Depends(_check_scraper)],  # they include everybody's requests
     )
     async def metrics() -> Response:
         return await _metrics(context)
+
+    return router
+
+
+def _report_router(context: AppContext) -> APIRouter:
+    """What the server reports about itself. Only for the operator, since it has paths and everybody's requests."""
+    router = APIRouter(tags=["server"], dependencies=[Depends(_check_operator)])
+
+    @router.get("/server_info", summary="Every option, its value, and where it came from")
+    async def server_info() -> Response:
+        return json_reply(_server_info(context))
+
+    @router.get("/load", summary="For routers: how fast prompts are computed, and how much there is to do")
+    async def load() -> Response:
+        return json_reply(await _load(context), headers=_NOT_CACHED)
+
+    @router.get("/load/prompts", summary="For routers: which of their prompts were cached and evicted since an event")
+    async def prompts(since: SinceEvents = "-1") -> Response:
+        document = {"engines": await _prompts(context.client, [*map(int, since.split(","))])}
+        return json_reply(document, headers=_NOT_CACHED)
+
+    @router.get(
+        "/load/requests/{request_id:path}",
+        summary="How the time of a response was spent: a document for each choice, none if it is not remembered",
+    )
+    async def life(request_id: Annotated[str, PathParameter(description="The response's id.")]) -> Response:
+        return json_reply(await context.client.life(request_id), headers=_NOT_CACHED)
 
     return router
 
