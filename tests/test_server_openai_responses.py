@@ -109,6 +109,22 @@ def test_a_response_goes_on_from_another_as_from_all_that_was_said(client):
     assert [item.content for item in client.responses.input_items.list(third.id).data] == ["more"]
 
 
+def test_the_input_of_a_stored_response_is_listed_page_by_page(client):
+    words = [f"word {number}" for number in range(25)]
+    asked = [{"role": "user", "content": word} for word in words]
+    made = client.responses.create(model="demo", max_output_tokens=2, input=asked)
+    items = client.responses.input_items
+    assert [item.content for item in items.list(made.id)] == words[::-1]  # the client asks for page after page
+    assert [item.content for item in items.list(made.id, order="asc", limit=3)] == words
+    page = items.list(made.id, order="asc", limit=10)
+    assert (len(page.data), page.has_more, page.data[0].content) == (10, True, "word 0")
+    last = items.list(made.id, order="asc", limit=10, after=items.list(made.id, limit=1).data[0].id)
+    assert not last.data and not last.has_more
+    for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "nothing"}):
+        with pytest.raises(openai.BadRequestError):
+            items.list(made.id, **wrong)
+
+
 def test_stored_responses_are_their_tenants_alone(server, client):
     kept = client.responses.create(**ASKED)
     unkept = client.responses.create(**ASKED, store=False)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -60,12 +60,35 @@ def add_routes(router: APIRouter, shared: Shared) -> None:
     async def end(response_id: _Id, request: Request) -> Response:
         return json_reply(await cancel(shared, store, response_id, tenant_of(request.scope).owner))
 
-    @router.get("/v1/responses/{response_id}/input_items", summary="What a stored response was asked with")
-    async def input_items(response_id: _Id, request: Request) -> Response:
-        items = msgspec.json.decode(store.find(response_id, tenant_of(request.scope).owner).input)
-        named = [{"id": f"item_{index}", "type": "message", **item} for index, item in enumerate(items)]
-        first, last = (named[at]["id"] if named else None for at in (0, -1))
-        return json_reply({"object": "list", "data": named, "first_id": first, "last_id": last, "has_more": False})
+    @router.get("/v1/responses/{response_id}/input_items", summary="The input of a stored response, page by page")
+    async def input_items(
+        response_id: _Id,
+        request: Request,
+        order: Annotated[Literal["asc", "desc"], Query(description="desc: the last item first.")] = "desc",
+        limit: Annotated[int, Query(ge=1, le=100, description="Most items of a page.")] = 20,
+        after: Annotated[str | None, Query(description="The id of the item before the page.")] = None,
+    ) -> Response:
+        found = store.find(response_id, tenant_of(request.scope).owner)
+        return json_reply(_page(msgspec.json.decode(found.input), order, limit, after))
+
+
+def _page(items: list[dict[str, Any]], order: str, limit: int, after: str | None) -> dict[str, Any]:
+    """A page of a response's input, in OpenAI's format.
+
+    Raises:
+        ApiError: 400: there is no item `after`.
+    """
+    named = [{"id": f"item_{index}", "type": "message", **item} for index, item in enumerate(items)]
+    if order == "desc":
+        named.reverse()
+    ids = [item["id"] for item in named]
+    if after is not None and after not in ids:
+        raise invalid(f"after is {shorten(after)}, which is not the id of an item", "after")
+    start = 0 if after is None else ids.index(after) + 1
+    page = named[start : start + limit]
+    first, last = (page[at]["id"] if page else None for at in (0, -1))
+    more = start + limit < len(named)
+    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}
 
 
 def _items(store: ResponseStore, owner: str, response_id: str) -> bytes:
