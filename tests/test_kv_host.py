@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from quire.kv.host import CHECK_BYTES, HostTier, Slots
 from quire.kv.prefault import Prefaulter
 from quire.ops import memory as ops_memory
 from quire.ops.kv_cache import zeros
+from quire.runner import start
 from quire.runner.start import _slot_counts
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import save_checkpoint
@@ -336,9 +337,12 @@ def test_memory_for_a_gpu_is_pinned_as_large_as_it_is_while_it_is_used(runtime: 
     tier = HostTier([Slots(5, 4096)], bytes(32), pinned=True)
     [memory] = tier.memory
     assert runtime.pinned == {memory.data_ptr(): 5 * (4096 + CHECK_BYTES)} and tier.fd == -1
-    tier.save([torch.full((2, 4096), 7, dtype=torch.uint8)], [Move(1, 3, b"block")])
+    saved = tier.save([torch.full((2, 4096), 7, dtype=torch.uint8)], [Move(1, 3, b"block")])
+    assert not tier.checks[3], "a GPU may not have copied it yet"
+    saved()
+    assert tier.checks[3]
     assert memory[3].tolist() == [7] * 4096 and not memory[:3].any()
-    del tier
+    del tier, saved
     assert runtime.pinned
     del memory
     assert not runtime.pinned
@@ -353,8 +357,33 @@ def test_ranks_with_gpus_pin_the_same_memory(runtime: Runtime) -> None:
     tiers = [HostTier([Slots(5, 4096)], bytes(32), pinned=True, fd=fd) for _ in range(2)]
     os.close(fd)
     assert len(runtime.pinned) == 2 and all(tier.fd >= 0 for tier in tiers)
-    tiers[0].save([torch.full((2, 4096), 7, dtype=torch.uint8)], [Move(1, 3, b"block")])
+    tiers[0].save([torch.full((2, 4096), 7, dtype=torch.uint8)], [Move(1, 3, b"block")])()
     pool = torch.zeros(2, 4096, dtype=torch.uint8)
     assert tiers[1].load([pool], [Move(1, 3, b"block")]) == [] and pool[1].tolist() == [7] * 4096
     tiers.clear()
     assert not runtime.pinned
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_blocks_that_a_gpu_saves_are_checked_when_their_step_has_run(
+    tmp_path: Path, overlap: bool, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = DelayedDevice()
+
+    def pinned(slots: Sequence[Slots], key: bytes, on_gpu: bool, *more: Any) -> HostTier:
+        return HostTier(slots, key, True, *more)
+
+    def checked(self: HostTier, *given: Any) -> None:
+        assert not device.is_active, "while a step is launched, nothing waits for what it saves"
+        add_check(self, *given)
+
+    add_check = HostTier._add_check
+    monkeypatch.setattr(HostTier, "_add_check", checked)
+    monkeypatch.setattr(start, "HostTier", pinned)
+    model = {"model": str(save_checkpoint(tmp_path, "qwen3")), "threads": 1, "async_scheduling": overlap}
+    with on_device(device, SpanKernels()):
+        expected = run(make(model, num_kv_blocks=200, max_num_batched_tokens=64), prompts())
+        engine = make(model, num_kv_blocks=24, host_kv_memory="16MiB", max_num_batched_tokens=64)
+        assert run(engine, prompts()) == expected
+    assert engine.stats.preemptions and hosted(engine)["loaded"] and not hosted(engine)["bad"]
+    engine.close()

@@ -6,11 +6,12 @@ of a block (`layout.py`).
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -168,17 +169,31 @@ class HostTier:
         offset, size = self.place(slot)
         return self._flat[offset : offset + size]
 
-    def save(self, pools: Sequence[Tensor], moves: Sequence[Move]) -> None:
-        """Copy blocks from the groups' pools, each [num_blocks, bytes of this rank's share] uint8 on any device."""
+    def save(self, pools: Sequence[Tensor], moves: Sequence[Move]) -> Callable[[], None]:
+        """Copy blocks from the groups' pools, each [num_blocks, bytes of this rank's share] uint8 on any device.
+
+        A GPU is only told to. Returns a function that adds the blocks' checks, once the copies are there.
+        """
+        later: list[Callable[[], None]] = []
         for group, pieces in self._pieces(pools, moves).items():
             slots, begin = self.groups[group], self._begins[group]
             for block, slot, name, _ in (move for move in moves if move.group == group):
                 for number, saves, own, kept in pieces:
                     if saves:
                         for there, here in zip(kept, own, strict=True):
-                            there[slot - begin].copy_(here[block])
+                            there[slot - begin].copy_(here[block], non_blocking=self.pinned)
                         saved = _at(kept, slot - begin) if self.pinned else _at(own, block)
-                        self.checks.add(slot, slots.head, number, self._hash(name, slots.split, number, saved))
+                        add = functools.partial(self._add_check, slot, name, slots, number, saved)
+                        later.append(add) if self.pinned else add()
+
+        def add_checks() -> None:
+            for add in later:
+                add()
+
+        return add_checks
+
+    def _add_check(self, slot: int, name: bytes, slots: Slots, number: int, saved: Sequence[Tensor]) -> None:
+        self.checks.add(slot, slots.head, number, self._hash(name, slots.split, number, saved))
 
     def load(self, pools: Sequence[Tensor], moves: Sequence[Move]) -> list[int]:
         """Copy blocks into the pools. Returns the slots whose copies differ from what was saved."""

@@ -14,7 +14,7 @@ import math
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -167,7 +167,7 @@ class ModelRunner:
                     group.resume(plan.number)
                 self._forget()
             self._settle()
-            bad_loads, loading = self._move_blocks(plan)
+            bad_loads, loading, saved = self._move_blocks(plan)
             bad_loads = self._bad_for_any(plan, bad_loads)
             self._take_in(plan)
             failed = self._failed
@@ -180,7 +180,7 @@ class ModelRunner:
             if not spans:
                 self.model.without_rows()
             step = LaunchedStep(plan, self._compute(spans, drafts) if spans else [], begin, drafted, self.device.mark())
-            step.bad_loads, step.loading = bad_loads, loading
+            step.bad_loads, step.loading, step.saved = bad_loads, loading, saved
             if drafter is not None:
                 self._unsettled.append(step)
                 if not self.device.asynchronous:
@@ -211,17 +211,22 @@ class ModelRunner:
                 self._failed.update(span.request for span, result in pairs if result.error is not None)
                 self._drafter.settle(part.outcome(results))
 
-    def _move_blocks(self, plan: StepPlan) -> tuple[list[int], float]:
+    def _move_blocks(self, plan: StepPlan) -> tuple[list[int], float, Callable[[], None]]:
         """Save blocks, before anything is overwritten, and load others.
 
-        Returns the slots whose loads are bad on this rank, and the seconds that loads took.
+        Returns the slots whose loads are bad on this rank, the seconds that loads took, and what is to be called when
+        the step has run. Until it is committed, nobody reads what it saves.
         """
         if self.host is None:
-            return [], 0.0
+            return [], 0.0, _nothing
         pools = [each.memory for each in self.kv]
-        self.host.save(pools, plan.saves)
+        saved = self.host.save(pools, plan.saves)
+        if plan.saves and self.model.ranks.size > 1:  # only the first rank waits for its steps
+            self.device.mark().wait()
+            saved()
+            saved = _nothing
         begin = time.monotonic()
-        return self.host.load(pools, plan.loads), time.monotonic() - begin
+        return self.host.load(pools, plan.loads), time.monotonic() - begin, saved
 
     def _bad_for_any(self, plan: StepPlan, bad_loads: list[int]) -> list[int]:
         """The slots whose loads are bad on any rank of the plan."""
@@ -371,6 +376,7 @@ class LaunchedStep:
         parts: the parts in which it was computed.
         settled: the end of the step; with a drafter that was told immediately, the end of that.
         bad_loads, loading: see `StepResult`.
+        saved: called once it has run, see `HostTier.save`.
     """
 
     def __init__(self, plan: StepPlan, parts: list[Part], begin: Mark, drafted: Mark, end: Mark) -> None:
@@ -378,6 +384,7 @@ class LaunchedStep:
         self.settled = end
         self.bad_loads: list[int] = []
         self.loading = 0.0
+        self.saved: Callable[[], None] = _nothing
         self._results: list[list[SpanResult]] | None = None
 
     @property
@@ -405,6 +412,7 @@ class LaunchedStep:
     def wait(self) -> StepResult:
         """The result; waits for the device."""
         self.settled.wait()
+        self.saved()
         results = self.results()
         began, drafted, computed = self._begin.time(), self._drafted.time(), self._end.time()
         ended = computed if self.settled is self._end else self.settled.time()
@@ -514,6 +522,10 @@ class Part:
             return [SpanResult([]) for _ in self.spans]
         pairs = zip(self.row_starts, self.row_starts[1:], strict=False)
         return [SpanResult([], error=None if bool(finite[a:b].all()) else NOT_FINITE) for a, b in pairs]
+
+
+def _nothing() -> None:
+    """There is nothing to do."""
 
 
 def _take_scores(result: SpanResult, entries: list[TokenLogprobs]) -> None:

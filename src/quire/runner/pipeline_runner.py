@@ -129,7 +129,7 @@ class PipelineRunner(ModelRunner):
         """Make the plan's step, with its drafts."""
         begin, spans = self.device.mark(), plan.spans
         drafts: Mapping[int, Drafts] = {}
-        bad_loads, loading = self._move_blocks(plan)
+        bad_loads, loading, _ = self._move_blocks(plan)
         bad_loads = self._bad_for_any(plan, bad_loads)
         self._take_in(plan)
         if plan.expert_loads:
