@@ -110,6 +110,7 @@ def drafting(method: str, **more: Any) -> dict[str, Any]:
         pytest.param("deepseek_v3", {"first_k_dense_replace": 0}, id="latent attention", marks=pytest.mark.slow),
         pytest.param("lfm2", {}, id="short convolutions", marks=pytest.mark.slow),
         pytest.param("qwen3_next", {}, id="states", marks=pytest.mark.slow),
+        pytest.param("lfm2", {"cuda_graphs": "off"}, id="without graphs", marks=pytest.mark.slow),
         pytest.param("qwen3", drafting("ngram", prompt_lookup_min=1), id="n-grams", marks=pytest.mark.slow),
         pytest.param("qwen3", drafting("draft_model"), id="a draft model", marks=pytest.mark.slow),
         pytest.param("qwen3", drafting("draft_model", tree_width=2), id="trees", marks=pytest.mark.slow),
@@ -119,7 +120,7 @@ def test_no_kernel_is_compiled_while_requests_wait(
     family: str, options: dict[str, Any], launched: set[Form], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TritonKernels, "warm_up", lambda kernels, vocab: sampling.warm_up(vocab, "cpu"))  # as on a GPU
-    sizes = {name: value for name, value in options.items() if name != "speculative_config"}
+    sizes = {name: value for name, value in options.items() if name not in ("speculative_config", "cuda_graphs")}
     options = {name: value for name, value in options.items() if name not in sizes}
     layers = {} if family in ("lfm2", "qwen3_next") else {"num_hidden_layers": 1}  # those have layers of two kinds
     folder = str(save_checkpoint(tmp_path, family, dtype=torch.float16, **layers, **sizes))

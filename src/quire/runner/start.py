@@ -298,8 +298,9 @@ def _measured_activations(
 def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model, report: OnLoad, drafts: int = 0) -> None:
     """Run a step with the most tokens and requests, all sampled with all filters.
 
-    Then run decodes of all requests, or of fewer with `drafts` each, a single decode, and single prompts from short to
-    long with log-probabilities, so that no user waits while kernels are compiled.
+    Then run decodes of all requests, or of fewer with `drafts` each, a single decode, with recurrent layers those of
+    some numbers of requests between, and single prompts from short to long with log-probabilities, so that no user
+    waits while kernels are compiled.
     """
     requests = min(config.max_num_seqs, config.max_num_batched_tokens)
     each, rest = divmod(config.max_num_batched_tokens, requests)
@@ -308,7 +309,11 @@ def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model, report
     lengths = [min(each + (number < rest), longest) for number in range(requests)]
     plans = [_prompts(0, 0, lengths, params)]
     tokens = [FROM_PREVIOUS, *[DRAFT] * drafts]
-    for count in (max(1, requests // len(tokens)), 1):  # no more rows of logits than without drafts
+    most = max(1, requests // len(tokens))  # no more rows of logits than without drafts
+    counts = {1, most}
+    if model.config.recurrent_layers:  # whose kernels are compiled for a power of two of spans
+        counts |= {1 << bit for bit in range((most - 1).bit_length())}
+    for count in sorted(counts, reverse=True):
         starts = [length + (len(plans) - 1) * len(tokens) for length in lengths[:count]]  # with drafts, at most
         if max(starts) + drafts < longest:
             spans = [
@@ -316,8 +321,8 @@ def _run_largest(runner: ModelRunner, config: EngineConfig, model: Model, report
                 for number, start in enumerate(starts)
             ]
             plans.append(StepPlan(len(plans), spans))
-    most = min(longest, config.max_num_batched_tokens)
-    for length in sorted({most, *(length for length in ALONE if length < most)}):
+    whole = min(longest, config.max_num_batched_tokens)
+    for length in sorted({whole, *(length for length in ALONE if length < whole)}):
         first = requests + len(plans)
         plan = _prompts(len(plans), first, [length], SamplingParams(temperature=1.0, seed=0, prompt_logprobs=0))
         plan.ended = list(range(first))
