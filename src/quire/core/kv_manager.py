@@ -327,7 +327,7 @@ class KVManager:
         now: float,
         most: float | None,
     ) -> Fetch | SlotFetch | Lookup | None:
-        """Begin to fetch a waiting request's blocks, to the host tier or from there into the pool (see `fetch`). If it
+        """Begin to fetch a waiting request's blocks, to the host tier or from there into the pool (see `_fetch`). If it
         is not known who has them, the directory is asked first.
 
         Returns None if that is not worth it, or if the pool has no room for all that the request needs to begin, since
@@ -344,38 +344,29 @@ class KVManager:
         fetch = sources.begin_read(chain, now)
         fetch = fetch or sources.begin_pull(chain, now)
         fetch = fetch or sources.begin_prefill(request, chain, now)
-        fetch = fetch or self.fetch(request, chain, needed, step, most)
+        fetch = fetch or self._fetch(request, chain, needed, step, most)
         if fetch is not None and not isinstance(fetch, Lookup) and fetch.request is None:
             fetch.request = request
             request.num_fetches += 1
         return fetch
 
-    def fetch(
-        self, request: Request, chain: Chain, needed: Sequence[int], step: int, most: float | None = None
+    def _fetch(
+        self, request: Request, chain: Chain, needed: Sequence[int], step: int, most: float | None
     ) -> Fetch | None:
         """Begin to load a waiting request's blocks, as far as the tier has them, in step `step`.
 
-        Returns None if that is not worth it, or if the pool has no room. At most a quarter of the pool, and at most
-        `most` blocks, are loaded at once; further blocks are left to another fetch.
+        Returns None if that is not worth it, or if the pool has no room.
 
         Args:
             needed: blocks of each group that it needs to begin, including those of the fetch, and those promised to
                 others.
+            most: see `_loadable`.
         """
         tier, first = self.fetches.tier, chain.first
         end = chain.reach(tier.__contains__)
-        wanted = chain.missing(end)
-        parts = self._at_once(wanted)
-        reached = end if len(parts) == len(wanted) else 1 + max((part.place for part in parts), default=-1)
-        if not self.sources.worth(HOST, parts, chain, reached):
+        parts, reached, brings = self._loadable(chain, end, most)
+        if not parts:
             return None
-        if most is not None and self.sources.size(parts) - most >= LEAST_FETCH:  # a smaller rest would be computed
-            sizes = accumulate(self.fetches.sizes[part.group] for part in parts)
-            parts = parts[: max(1, sum(size <= most for size in sizes))]
-        brings = reached - first
-        if len(parts) < len(wanted):  # a request can begin there only if no other group's parts are needed
-            reached = 1 + max(part.place for part in parts)
-            brings = reached - first if len(self.groups) == 1 and not self._windowed else 0
         handle, found = Handle(STEP, step), list(chain.found(end))
         for _, number, block in found:
             self.groups[number].retain(block)
@@ -395,18 +386,36 @@ class KVManager:
             self._hand_over(number, block, handle)
         moved, others = Counter(part.group for part in parts), self.fetches.promised
         fetch = Fetch(
-            self.cache.find(request.hashes[first - 1]) if first else None,
-            request.scope,
-            request.hashes[first:reached],
-            request.block_keys(first, reached, self.block_size),
-            moves,
-            [part.place - first for part in parts],
-            self.sources.size(parts),
-            brings,
-            [max(0, own - moved[number] - others[number]) for number, own in enumerate(lacking)],
+            parent=self.cache.find(request.hashes[first - 1]) if first else None,
+            scope=request.scope,
+            hashes=request.hashes[first:reached],
+            keys=request.block_keys(first, reached, self.block_size),
+            moves=moves,
+            places=[part.place - first for part in parts],
+            size=self.sources.size(parts),
+            brings=brings,
+            promised=[max(0, own - moved[number] - others[number]) for number, own in enumerate(lacking)],
         )
         self.fetches.begin(fetch)
         return fetch
+
+    def _loadable(self, chain: Chain, end: int, most: float | None) -> tuple[list[Part], int, int]:
+        """What one fetch may load of a chain's first `end` blocks: parts, the block after the last one, and how many
+        blocks further a request can begin then. No parts if loading is not worth it.
+
+        At most a quarter of the pool, and at most `most` blocks, are loaded at once; the rest is left to another fetch.
+        """
+        wanted = chain.missing(end)
+        parts = self._at_once(wanted)
+        if not self.sources.worth(HOST, parts, chain, end if len(parts) == len(wanted) else _after(parts)):
+            return [], chain.first, 0
+        if most is not None and self.sources.size(parts) - most >= LEAST_FETCH:  # a smaller rest would be computed
+            sizes = accumulate(self.fetches.sizes[part.group] for part in parts)
+            parts = parts[: max(1, sum(size <= most for size in sizes))]
+        if len(parts) == len(wanted):
+            return parts, end, end - chain.first
+        reached = _after(parts)  # a request can begin there only if no other group's parts are needed
+        return parts, reached, reached - chain.first if len(self.groups) == 1 and not self._windowed else 0
 
     def save(self, name: bytes) -> bool:
         """Have a block saved, by its name; False: it is not here, or in the tier, or there is no slot for it."""
@@ -578,3 +587,8 @@ class KVManager:
             table[index] = NULL_BLOCK
         request.num_passed[number] = max(passed, request.num_passed[number])
         self._give_back(request, number, blocks)
+
+
+def _after(parts: Sequence[Part]) -> int:
+    """The block after the last one of these parts."""
+    return 1 + max((part.place for part in parts), default=-1)
