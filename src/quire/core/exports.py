@@ -8,6 +8,7 @@ request computes them. So a chain can be read while its prompt is still being co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.core.orders import Gone, Have
@@ -18,23 +19,25 @@ if TYPE_CHECKING:
     from quire.core.sources import Sources
 
 
+@dataclass(slots=True)
 class Export:
     """A chain of blocks that another engine wants.
 
     Attributes:
         hashes: the blocks' names.
         computing: whether a request computes the missing ones.
-        told: number of blocks announced to the other engine.
+        slots: of the blocks announced to the other engine.
         released: number of those that it has read.
     """
 
-    def __init__(self, hashes: Sequence[bytes], computing: bool) -> None:
-        self.hashes, self.computing = hashes, computing
-        self.slots: list[int] = []
-        self.released = 0
+    hashes: Sequence[bytes]
+    computing: bool
+    slots: list[int] = field(default_factory=list)
+    released: int = 0
 
     @property
     def told(self) -> int:
+        """Number of blocks announced to the other engine."""
         return len(self.slots)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.core.chain import Chain, Part
@@ -35,18 +36,20 @@ REPLICAS = 2
 """A block that this many other nodes have is not saved in this node's tier, too."""
 
 
+@dataclass(slots=True)
 class Lookup:
     """A question to the directory.
 
     Attributes:
         names: of the blocks' parts (`block_hash.part_name`). needed: for each, whether later ones are useless without.
-        late: requests no longer wait for the answer.
+        deadline: when requests no longer wait for the answer. late: it has passed.
     """
 
-    late = False
-
-    def __init__(self, number: int, names: list[bytes], needed: list[bool], deadline: float) -> None:
-        self.number, self.names, self.needed, self.deadline = number, names, needed, deadline
+    number: int
+    names: list[bytes]
+    needed: list[bool]
+    deadline: float
+    late: bool = False
 
     @property
     def event(self) -> Event:

@@ -18,7 +18,9 @@ class Interrupts:
     """Delays SIGINT during what must not be interrupted. Belongs to one thread, as what it guards does."""
 
     def __init__(self) -> None:
-        self._handler: Callable[[int, FrameType | None], Any] | None = None  # the thread whose signals are delayed
+        self._handler: Callable[[int, FrameType | None], Any] | None = (
+            None  # what SIGINT calls otherwise; None while not held
+        )
         self._num_held = 0
         self._open = False
 

@@ -37,7 +37,7 @@ class ThreadGuard:
 
     def __init__(self, what: str, instead: str) -> None:
         self._what, self._instead = what, instead
-        self._lock = threading.RLock()  # for such a handler
+        self._lock = threading.RLock()  # not Lock: a signal's handler may call `entered` in the middle of it
         self._inside: tuple[threading.Thread, str] | None = None
 
     @property
