@@ -79,7 +79,7 @@ class StoreAgent(Agent):
     """
 
     def __init__(
-        self, store: BlockStore, where: str, tier: HostTier, mailbox: Mailbox, puts: bool = True, reads: bool = True
+        self, store: BlockStore, where: str, tier: HostTier, mailbox: Mailbox, puts: bool, reads: bool
     ) -> None:
         super().__init__(store.close, "KV store", "KV blocks are computed meanwhile", mailbox)
         self._store, self._where, self._tier = store, where, tier

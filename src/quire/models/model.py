@@ -301,7 +301,7 @@ class Model(ModelSizes):
         residual: torch.Tensor,
         batches: Sequence[RaggedBatch],
         caches: Sequence[KVCache],
-        aux: AuxHiddenStates | None = None,
+        aux: AuxHiddenStates | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Run a step through this rank's layers, see `forward`: (x, residual) [tokens, hidden] before and after."""
         tables = [rotary.tables(batches[0].positions) for rotary in self._rotaries]

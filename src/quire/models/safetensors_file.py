@@ -133,26 +133,24 @@ def header_room(names: Iterable[str]) -> int:
 
 def write_file(
     file: Path,
-    tensors: Mapping[str, torch.Tensor],
+    described: Mapping[str, torch.Tensor],
     progress: Callable[[int, int], None],
-    make: Callable[[str], torch.Tensor] | None = None,
+    make: Callable[[str], torch.Tensor],
 ) -> None:
     """Write a new file.
 
     Args:
-        tensors: by name, contiguous, of any type that is read.
+        described: by name, the types and shapes of the tensors; they may be on the device "meta".
         progress: called with (bytes written, total bytes).
-        make: makes the tensor of a name just before it is written; then `tensors` only gives types and shapes, and may
-            be on the device "meta".
+        make: makes the tensor of a name, contiguous, just before it is written.
 
     Raises:
         OSError: the file exists, or cannot be written.
     """
-    ordered = sorted(tensors, key=lambda name: not is_aligned(tensors[name]))
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    with Writer(file, header_room(tensors), lambda written: progress(written, total)) as writer:
-        for name in ordered:
-            writer.add(name, make(name) if make else tensors[name])
+    total = sum(tensor.nbytes for tensor in described.values())
+    with Writer(file, header_room(described), lambda written: progress(written, total)) as writer:
+        for name in sorted(described, key=lambda name: not is_aligned(described[name])):
+            writer.add(name, make(name))
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

@@ -72,7 +72,7 @@ class Guard:
         ranks: number of ranks of the model. With several, drafts must be the same on all, so an error fails the step.
     """
 
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks: int) -> None:
         self._alone = ranks == 1
         self._failures: set[str] = set()  # calls that have failed
 
@@ -106,7 +106,7 @@ class Drafter:
 
     waits = True
 
-    def __init__(self, proposer: Proposer, context: DraftContext, rejection: bool = False) -> None:
+    def __init__(self, proposer: Proposer, context: DraftContext, rejection: bool) -> None:
         self._proposer, self._context, self._rejection = proposer, context, rejection
         self._texts: dict[int, _Text] = {}
         self._ask = Guard(context.ranks)

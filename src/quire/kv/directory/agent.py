@@ -43,7 +43,6 @@ class DirectoryAgent(Agent):
         name: this node's name, a new one after each start of the engine.
         address: where it listens for readers of its blocks; "" if it has nothing for others.
         mailbox: gets `Located`, and `Nodes` when they have changed.
-        lease: seconds of silence after which a node is gone.
 
     Attributes:
         ready: the directory answers.
@@ -54,12 +53,10 @@ class DirectoryAgent(Agent):
         ConfigError: the directory can never be used as it is configured.
     """
 
-    def __init__(
-        self, directory: Directory, name: str, address: str, mailbox: Mailbox, lease: float = LEASE_SECONDS
-    ) -> None:
+    def __init__(self, directory: Directory, name: str, address: str, mailbox: Mailbox) -> None:
         meanwhile = "KV blocks of nodes that are known are read on, and others are computed"
         super().__init__(directory.close, "KV directory", meanwhile, mailbox)
-        self._directory, self._lease = directory, lease
+        self._directory = directory
         self._node = Node(name, secrets.token_hex(8), address)
         self._held: set[bytes] = set()
         self._changed: dict[bytes, bool] = {}  # not published yet: whether this node has the block
@@ -119,12 +116,12 @@ class DirectoryAgent(Agent):
 
     def _join(self) -> None:
         """Renew the lease; if the directory has lost this node, publish everything again."""
-        if self._node.address and not self._directory.join(self._node, self._lease):
+        if self._node.address and not self._directory.join(self._node, LEASE_SECONDS):
             self._node = self._node._replace(epoch=secrets.token_hex(8))
-            self._directory.join(self._node, self._lease)
+            self._directory.join(self._node, LEASE_SECONDS)
             self._tell_all()
         self._know({node.name: node for node in self._directory.nodes() if node.name != self._node.name})
-        self._renew = time.monotonic() + self._lease / 3
+        self._renew = time.monotonic() + LEASE_SECONDS / 3
         self._found()
 
     def _know(self, nodes: dict[str, Node]) -> None:

@@ -19,13 +19,13 @@ def installed() -> list[str]:
     return [name for name in TRANSPORTS if name not in LIBRARIES or find_spec(LIBRARIES[name])]
 
 
-def open_transport(name: str, region: Region, token: bytes, host: str = "127.0.0.1", port: int = 0) -> Transport:
+def open_transport(name: str, region: Region, token: bytes, host: str = "127.0.0.1") -> Transport:
     """Open a transport by name, importing its library.
 
     Args:
         token: the cluster key, which "socket" needs.
-        host: this machine's address for other engines; "socket" listens there, and "mooncake" announces it.
-        port: where "socket" listens; 0 is any free one. Others choose their own.
+        host: this machine's address for other engines: "socket" listens there, on any free port; "mooncake" tells it
+            the others.
 
     Raises:
         ConfigError: the name is unknown, or the transport is not installed or cannot start.
@@ -38,7 +38,7 @@ def open_transport(name: str, region: Region, token: bytes, host: str = "127.0.0
     if name == "socket":
         from quire.kv.transport.socket import SocketTransport
 
-        return SocketTransport(region, token, host, port)
+        return SocketTransport(region, token, host)
     if name == "mooncake":
         from quire.kv.transport.mooncake import MooncakeTransport
 
