@@ -386,6 +386,38 @@ def refusal(status: int, code: object) -> tuple[int, object]:
     return status, {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": code}}
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+def test_prompts_are_counted_by_a_server_of_their_model(loop: Loop, path: str) -> None:
+    servers = {name: FakeServer(loop, name=name) for name in ("a", "b", "c")}
+    with RouterThread([*servers.values()]) as router:
+        for name, server in servers.items():
+            answer = router.http.post(path, json={"model": name, "prompt": "x"})
+            assert answer.json() == {"path": path, "server": server.port}
+        assert router.http.post(path, json={"prompt": "x"}).status_code == 200
+        refused = router.http.post(path, json={"model": "d", "prompt": "x"})
+        assert refused.status_code == 404 and "a, b, c" in refused.json()["error"]["message"]
+    for server in servers.values():
+        server.stop()
+
+
+def test_the_prompt_of_a_continued_response_is_counted_where_that_is_stored(loop: Loop) -> None:
+    path, unknown = "/v1/responses/input_tokens", {"error": {"code": "previous_response_not_found"}}
+    servers = [FakeServer(loop, answers={path: (400, unknown)}) for _ in range(3)]
+    with RouterThread(servers) as router:
+        asked = {"input": "x", "previous_response_id": "resp_1"}
+        assert router.http.post(path, json=asked).status_code == 400
+        assert [len(server.requests) for server in servers] == [1, 1, 1]
+        servers[1].answers[path] = (200, {"input_tokens": 3})
+        assert router.http.post(path, json=asked).json() == {"input_tokens": 3}
+        for server in servers:
+            server.answers[path] = (400, {"error": {"code": "invalid_type"}})
+            server.requests.clear()
+        assert router.http.post(path, json={"input": 3}).status_code == 400
+        assert sum(len(server.requests) for server in servers) == 1
+    for server in servers:
+        server.stop()
+
+
 RESPONSE = (200, {"id": "resp_2", "usage": {"input_tokens": 3}})
 NOT_STORED = refusal(400, "previous_response_not_found")
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire import __version__
 from quire.router.metrics import ROUTES
-from quire.router.relay import RESUMABLE_PATHS, Relay, nobody
+from quire.router.relay import RESUMABLE_PATHS, Relay, nobody, parsed, unknown_model
 from quire.router.servers import Server
 from quire.router.site import Site
 from quire.router.status import life_of, status_document
@@ -45,7 +45,7 @@ TEXT_PATHS = (
     "/rerank",
 )
 PASSED_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens")
-"""Any server can answer these."""
+"""Any server of the model can answer these."""
 ANSWER_SECONDS = 60.0
 RESPONSES, MODELS = "/v1/responses/", "/v1/models/"
 DRAIN, UNDRAIN, JOIN, ABORT = "/admin/drain/", "/admin/undrain/", "/admin/join", "/abort/"
@@ -146,19 +146,22 @@ class RouterApp:
         await Relay(self._site, scope).run(receive, send)
 
     async def _passed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a small request on to any server."""
+        """Pass a small request on to a server of its model; if it continues a response, to one that has stored it."""
         site = self._site
         request = Request(scope, receive)
         check_media_type(request.headers)
         with site.bodies.holding(tenant_of(scope).owner) as fits:
             body = await read_body(request, site.config.max_body_bytes, fits)
-        servers = site.servers
-        while not (able := [one for one in servers.by_name.values() if one.is_up]):
+        prompt, servers = await parsed(body), site.servers
+        while not (able := servers.able(prompt.model)):
             if not servers.has_new:
-                raise nobody()
+                raise nobody() if servers.has_model(prompt.model) else unknown_model(servers.by_name.values())
             await servers.wait_for_change(0.25)
-        server = min(able, key=lambda one: one.running)
-        await _send_json(send, *await self._asked(server, scope, body))
+        for server in sorted(able, key=lambda one: one.running):
+            status, answer = await self._asked(server, scope, body)
+            if not (prompt.follows and status in (400, 404)):
+                break
+        await _send_json(send, status, answer)
 
     async def _abort(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Abort a request on whichever server runs it: clients choose ids, so the router keeps no list of them."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -132,9 +133,7 @@ class Relay:
             check_media_type(request.headers)
             body = await read_body(request, config.max_body_bytes, fits)
             self._key = self._site.key_for(scope)
-            # A large body is parsed in a thread, so that it does not delay the tokens of other requests.
-            large = len(body) > SMALL_BODY_BYTES
-            prompt = await asyncio.to_thread(read_prompt, body, self._key) if large else read_prompt(body, self._key)
+            prompt = await parsed(body, self._key)
         if prompt.streams and not prompt.seeded:
             self._seed = {"seed": secrets.randbits(SEED_BITS)}  # so that it says the same wherever it goes on
         note_call(scope, prompt.model, None)
@@ -178,7 +177,7 @@ class Relay:
                 return None
             if not servers.has_new:
                 if not servers.has_model(prompt.model):
-                    raise _unknown_model(servers.by_name.values())
+                    raise unknown_model(servers.by_name.values())
                 if not self._patience_end or time.monotonic() >= self._patience_end:
                     raise nobody()
             self._tried.clear()  # servers that died may be back
@@ -387,6 +386,13 @@ class Relay:
                 await self._send({"type": "http.response.body", "body": data})
 
 
+async def parsed(body: bytes, scope: bytes = b"") -> Prompt:
+    """See `read_prompt`. A large body is parsed in a thread, so that it does not delay the tokens of other requests."""
+    if len(body) <= SMALL_BODY_BYTES:
+        return read_prompt(body, scope)
+    return await asyncio.to_thread(read_prompt, body, scope)
+
+
 def _is_stream(answer: Answer) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in answer.headers)
 
@@ -432,7 +438,8 @@ def nobody() -> ApiError:
     return ApiError(503, message, code="no_server", headers={"retry-after": str(RETRY_RESTARTING)})
 
 
-def _unknown_model(servers: Any) -> ApiError:
+def unknown_model(servers: Iterable[Server]) -> ApiError:
+    """The error if no server has the model, not even one that is down."""
     names = sorted({name for one in servers for name in one.models})
     message = f"there is no model of that name; the servers serve: {', '.join(names)}"
     return ApiError(404, message, param="model", code="model_not_found")

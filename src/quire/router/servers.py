@@ -266,14 +266,7 @@ class Servers:
             avoid: servers that have been tried.
             goes_on: its stream has begun on another server, so only a Quire server can resume it.
         """
-        able = [
-            one
-            for one in self.by_name.values()
-            if one.is_up
-            and one.name not in avoid
-            and (prompt.model is None or prompt.model in one.models)
-            and (one.is_quire or not goes_on)
-        ]
+        able = [one for one in self.able(prompt.model) if one.name not in avoid and (one.is_quire or not goes_on)]
         plain = [one for one in able if one.role == "serve"] or able  # a prefill server can serve if no other is left
         prefill = [] if prompt.moved or plain is able else [one for one in able if one.role == "prefill"]
         tokens = self.tokens_of(prompt.size)
@@ -324,6 +317,10 @@ class Servers:
         """Learn that a prompt of this many bytes had this many tokens."""
         if tokens >= 8:
             self.bytes_per_token += 0.05 * (min(64.0, max(0.25, size / tokens)) - self.bytes_per_token)
+
+    def able(self, model: str | None) -> list[Server]:
+        """The servers that accept requests for this model; None: for any."""
+        return [one for one in self.by_name.values() if one.is_up and (model is None or model in one.models)]
 
     def has_model(self, model: str | None) -> bool:
         """Whether any server, even one that is down, serves this model; True while no server's models are known."""
