@@ -455,6 +455,8 @@ def test_cors_is_off_unless_an_origin_is_named(site: Site) -> None:
         assert granted.headers["access-control-allow-origin"] == "https://page.example"
         answer = open_site.http.get("/v1/models", headers=origin | bearer(KEYS[0]))
         assert answer.headers["access-control-allow-origin"] == "https://page.example"
+        shown = {name.strip() for name in answer.headers["access-control-expose-headers"].split(",")}
+        assert {"x-quire-ignored", "x-quire-clamped", "x-quire-loosened", "retry-after"} <= shown
         assert open_site.http.get("/v1/models", headers=origin).status_code == 401
         other = open_site.http.options("/v1/completions", headers=asked | {"origin": "https://other.example"})
         assert "access-control-allow-origin" not in other.headers

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXPOSED_HEADERS = ("x-request-id", "x-quire-ignored", "x-quire-clamped", "retry-after")
+EXPOSED_HEADERS = ("x-request-id", "x-quire-ignored", "x-quire-clamped", "x-quire-loosened", "retry-after")
 """Response headers that pages of other origins may read."""
 
 UNVERSIONED = frozenset({"chat", "completions", "embeddings", "messages", "models", "responses"})
