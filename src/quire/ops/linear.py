@@ -82,12 +82,19 @@ class PackedWeight:
 
 @functools.cache
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN's packed product (private torch API) exists here and takes this data type."""
+    """Whether oneDNN's packed product (private torch API) exists here, takes this data type, and sums in fp32.
+
+    On ARM it sums fp16 in fp16, and torch's own product does not.
+    """
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
+    half = 1 + torch.arange(512) / 1024
+    x = torch.cat([half, half.flip(0)]).to(dtype).expand(2, -1)  # whose sums are exact in fp32
+    weight = torch.cat([torch.ones(32, 512), -torch.ones(32, 512)], dim=1).to(dtype)
+    bias = torch.ones(32, dtype=dtype)
     try:
-        weight = torch.ops.mkldnn._reorder_linear_weight(torch.ones(32, 32, dtype=dtype), None)
-        out = torch.ops.mkldnn._linear_pointwise(torch.ones(2, 32, dtype=dtype), weight, None, "none", [], "")
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        out = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")
     except (AttributeError, RuntimeError, TypeError):
         return False
-    return bool((out == 32).all())
+    return bool((out == 1).all())
