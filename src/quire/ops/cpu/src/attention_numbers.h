@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "simd.h"
+#include "dots.h"
 
 namespace quire {
 
@@ -354,10 +354,10 @@ struct PairLanes {
 #endif
     INLINE void interleave(vector first, vector second, vector* to) {
         const u16x32 even = (u16x32)first, odd = (u16x32)second;
-        constexpr u16x32 low = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-        to[0] = (vector)__builtin_shuffle(even, odd, low);
-        to[1] = (vector)__builtin_shuffle(even, odd, low + 16);
+        to[0] = (vector)shuffle<0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,  //
+                                8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47>(even, odd);
+        to[1] = (vector)shuffle<16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,  //
+                                24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63>(even, odd);
     }
     INLINE void store_weights(lane* to, f32x16 weights) {
         const u16x16 narrow = to_bf16(weights);
@@ -367,9 +367,9 @@ struct PairLanes {
         interleave(wide((const bf16*)(rows[0] + at)), wide((const bf16*)(rows[1] + at)), to);
     }
     INLINE void store_side_by_side(lane* to, const f32x16* numbers) {
-        constexpr u16x32 in_turns = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-        const u16x32 pairs = __builtin_shuffle((u16x32)join(numbers[0], numbers[1]), in_turns);
+        const u16x32 both = (u16x32)join(numbers[0], numbers[1]);
+        const u16x32 pairs = shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,  //
+                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(both, both);
         std::memcpy(to, &pairs, sizeof pairs);
     }
 };

@@ -28,11 +28,7 @@ struct Trees {
 };
 
 template <class S>
-constexpr bool is_code = false;
-template <>
-constexpr bool is_code<int8> = true;
-template <>
-constexpr bool is_code<fp8> = true;
+constexpr bool is_code = std::is_same_v<S, int8> || std::is_same_v<S, fp8>;
 
 // Keys and values of a tile, in lanes of `L`.
 template <class L>

@@ -11,6 +11,7 @@
 #include "linear.h"
 #include "team.h"
 #include "linear_amx.h"
+#include "linear_dense.h"
 #include "linear_mxfp4.h"
 #include "linear_quantized.h"
 
@@ -26,72 +27,6 @@ constexpr int MAX_ROWS = 3;
 #else
 constexpr int MAX_ROWS = 2;
 #endif
-
-// -- a panel times some rows: sums[row][half] are the panel's 32 outputs -----------------------------------------
-//
-// Activations are read as words of 32 bits (a number in fp32, a pair of bf16, a quad of int8), those of all rows of a
-// block side by side: word `step` of row `r` is x[step * ROWS + r].
-
-template <int ROWS>
-using Sums = f32x16[ROWS][2];
-
-// What is read after a panel, asked for while that one is multiplied: where several blocks of rows take turns at a
-// panel, only the first one waits for memory, and memory would wait for the others.
-struct Later {
-    const char* at;
-    int64_t step;  // bytes for each 128 of the panel
-
-    void fetch() {
-        __builtin_prefetch(at, 0, 2);
-        at += step;
-    }
-};
-
-template <int ROWS>
-INLINE void times_pairs(const char* w, const uint32_t* x, int64_t in, Later later, Sums<ROWS>& sums) {
-    for (int64_t j = 0; j < in; j += 2, w += 128, x += ROWS) {
-        fetch(w), later.fetch();
-        const u32x16 w0 = load_as<u32x16>(w), w1 = load_as<u32x16>(w + 64);
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) {
-            const u32x16 pair = splat_word(x + r);
-            sums[r][0] = dot2(sums[r][0], w0, pair);
-            sums[r][1] = dot2(sums[r][1], w1, pair);
-        }
-    }
-}
-
-// As `times_pairs`, for activations in fp32: the same products in the same order.
-template <int ROWS>
-INLINE void times_widened_pairs(const char* w, const uint32_t* x, int64_t in, Later later, Sums<ROWS>& sums) {
-    for (int64_t j = 0; j < in; j += 2, w += 128) {
-        fetch(w), later.fetch();
-        const u32x16 w0 = load_as<u32x16>(w), w1 = load_as<u32x16>(w + 64);
-        for (int odd = 0; odd < 2; odd++, x += ROWS) {
-            const f32x16 v0 = bits_of<f32x16>(odd ? w0 & 0xffff0000u : w0 << 16);
-            const f32x16 v1 = bits_of<f32x16>(odd ? w1 & 0xffff0000u : w1 << 16);
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++) {
-                const f32x16 value = splat(load_as<float>(x + r));
-                sums[r][0] = fma(v0, value, sums[r][0]);
-                sums[r][1] = fma(v1, value, sums[r][1]);
-            }
-        }
-    }
-}
-
-template <class T, int ROWS>
-INLINE void times_single(const T* w, const uint32_t* x, int64_t in, Sums<ROWS>& sums) {
-    for (int64_t j = 0; j < in; j++, w += PANEL, x += ROWS) {
-        const f32x16 w0 = load(w), w1 = load(w + LANES);
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) {
-            const f32x16 value = splat(load_as<float>(x + r));
-            sums[r][0] = fma(w0, value, sums[r][0]);
-            sums[r][1] = fma(w1, value, sums[r][1]);
-        }
-    }
-}
 
 // -- all of a product ---------------------------------------------------------------------------------------------
 

@@ -68,9 +68,9 @@ INLINE f32x16 mxfp4_numbers(u32x16 codes) {
 #endif
 
 // Activations in fp32: word `step` of row `r` is x[step * ROWS + r].
-template <int ROWS, class LATER>
-INLINE void times_mxfp4(const Weight& w, int64_t panel, const char* data, const uint32_t* x, LATER later,
-                        f32x16 (&sums)[ROWS][2]) {
+template <int ROWS>
+INLINE void times_mxfp4(const Weight& w, int64_t panel, const char* data, const uint32_t* x, Later later,
+                        Sums<ROWS>& sums) {
     const uint8_t* scales = (const uint8_t*)w.scales + panel * (w.in / MXFP4_GROUP) * PANEL;
     for (int64_t group = 0; group < w.in / MXFP4_GROUP; group++, scales += PANEL) {
         const f32x16 s0 = bits_of<f32x16>(mxfp4_scales(scales) << 23);
@@ -146,9 +146,9 @@ INLINE u32x16 mxfp4_pairs(u32x16 codes, int step, u32x16 less) {
 
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 // As `times_mxfp4`, for activations in pairs of bf16.
-template <int ROWS, class LATER>
-INLINE void times_mxfp4_pairs(const Weight& w, int64_t panel, const char* data, const uint32_t* x, LATER later,
-                              f32x16 (&sums)[ROWS][2]) {
+template <int ROWS>
+INLINE void times_mxfp4_pairs(const Weight& w, int64_t panel, const char* data, const uint32_t* x, Later later,
+                              Sums<ROWS>& sums) {
     const uint8_t* scales = (const uint8_t*)w.scales + panel * (w.in / MXFP4_GROUP) * PANEL;
     for (int64_t group = 0; group < w.in / MXFP4_GROUP; group++, scales += PANEL) {
         u32x16 less[2];
@@ -187,8 +187,8 @@ INLINE void times_mxfp4_pairs(const Weight& w, int64_t panel, const char* data, 
     }
 }
 #else
-template <int ROWS, class LATER>
-INLINE void times_mxfp4_pairs(const Weight&, int64_t, const char*, const uint32_t*, LATER, f32x16 (&)[ROWS][2]) {}
+template <int ROWS>
+INLINE void times_mxfp4_pairs(const Weight&, int64_t, const char*, const uint32_t*, Later, Sums<ROWS>&) {}
 #endif
 
 }  // namespace quire

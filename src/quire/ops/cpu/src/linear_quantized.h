@@ -16,9 +16,9 @@ constexpr float TINY = 1e-36f;  // a block whose numbers are all below this coun
 // with minus 128 or 8 times that of the activations' codes: `starts` [group][row]. Where the machine's bytes are signed,
 // nothing is added to those of int8. `scales` [BLOCK of inputs][row] are
 // the activations'. Integers of a group (int8: block) are summed exactly, and then added in ascending order.
-template <int ROWS, class LATER>
+template <int ROWS>
 INLINE void times_int8(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* scales,
-                       const int32_t* starts, LATER later, f32x16 (&sums)[ROWS][2]) {
+                       const int32_t* starts, Later later, Sums<ROWS>& sums) {
     const int64_t blocks = blocks_a_row(w);
     for (int64_t b = 0; b < blocks; b++) {
         i32x16 acc[ROWS][2];
@@ -48,9 +48,9 @@ INLINE void times_int8(const Weight& w, int64_t panel, const char* data, const u
     for (int r = 0; r < ROWS; r++) sums[r][0] *= s0, sums[r][1] *= s1;
 }
 
-template <int ROWS, class LATER>
+template <int ROWS>
 INLINE void times_int4(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* scales,
-                       const int32_t* starts, LATER later, f32x16 (&sums)[ROWS][2]) {
+                       const int32_t* starts, Later later, Sums<ROWS>& sums) {
     const int64_t groups = w.in / w.group, groups_a_block = BLOCK / w.group;
     const f16* group_scales = (const f16*)w.scales + panel * groups * PANEL;
     for (int64_t g = 0; g < groups; scales += ROWS) {

@@ -7,12 +7,10 @@
 #include <vector>
 
 #include "convolution.h"
+#include "state_tiles.h"
 #include "team.h"
 
 namespace quire {
-
-constexpr int64_t TILE = 16;  // `TILE` of states.py
-static_assert(TILE == LANES);
 
 struct Mamba {  // as in mamba.py
     Inputs inputs;
@@ -37,9 +35,6 @@ constexpr int ROWS = 2, COLUMNS = 2, FOLDED = 2;
 #endif
 constexpr int64_t AHEAD = 1024;  // numbers of a state that are asked for ahead
 constexpr int64_t UNIT = 256;  // channels of a row that one item convolves
-
-INLINE f32x16 silu(f32x16 x) { return x / (1.0f + exp(-x)); }
-INLINE int64_t padded(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 
 // Parts of a block that there is.
 struct Block {
@@ -137,12 +132,6 @@ void score(const Mamba& net, const Tile& tile, int64_t group, float* packed) {
 }
 
 // -- states -------------------------------------------------------------------------------------------------------
-
-template <bool WHOLE>
-INLINE f32x16 some(const float* p, int64_t left) {
-    if constexpr (WHOLE) return load(p);
-    return left > 0 ? load_some(p, left) : f32x16{};
-}
 
 // What a state says to R queries, V vectors of it: out[r][c] = sum_a q[r][a] * state[a][c].
 template <int R, int V, bool WHOLE>

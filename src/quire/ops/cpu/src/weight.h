@@ -1,7 +1,7 @@
 // A packed weight: panels of 32 outputs, as quire.ops.cpu.linear makes them.
 #pragma once
 
-#include "simd.h"
+#include "dots.h"
 
 namespace quire {
 
@@ -47,5 +47,22 @@ INLINE void fetch(const char* p) {
     __builtin_prefetch(p + AHEAD);
     __builtin_prefetch(p + AHEAD + 64);
 }
+
+// What is read after a panel, asked for while that one is multiplied: where several blocks of rows take turns at a
+// panel, only the first one waits for memory, and memory would wait for the others.
+struct Later {
+    const char* at;
+    int64_t step;  // bytes for each 128 of the panel
+
+    void fetch() {
+        __builtin_prefetch(at, 0, 2);
+        at += step;
+    }
+};
+
+// A panel's 32 outputs of some rows. Rows of activations are read as words of 32 bits (a number in fp32, a pair of bf16, a
+// quad of int8), those of all rows of a block side by side: word `step` of row `r` is x[step * ROWS + r].
+template <int ROWS>
+using Sums = f32x16[ROWS][2];
 
 }  // namespace quire
