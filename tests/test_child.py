@@ -18,6 +18,13 @@ class Start(msgspec.Struct):
     text: str
 
 
+@pytest.mark.parametrize(
+    ("code", "text"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "killed by SIGKILL"), (-40, "killed by signal 40")]
+)
+def test_the_end_of_a_process_is_told_by_its_exit_code_or_signal(code: int, text: str) -> None:
+    assert child.fate(code) == text
+
+
 @pytest.mark.parametrize("spawn", [child.spawn_quietly, child.spawn_beside])
 @pytest.mark.parametrize("size", [1, 1 << 20], ids=["within the pipe's buffer", "more than that"])
 def test_one_that_dies_before_it_is_told_anything_is_seen_by_who_waits(

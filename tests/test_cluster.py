@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import os
 import signal
@@ -21,12 +22,15 @@ from rich.console import Console
 from quire.cli import up
 from quire.cluster import place
 from quire.cluster.folder import ClusterFolder, end, folder_of
-from quire.cluster.keeper import Keeper, Kept
+from quire.cluster.keeper import Keeper, Kept, is_healthy
 from quire.cluster.place import Here
 from quire.cluster.screen import make_screen
 from quire.cluster.spec import Member, members, read_cluster
 from quire.errors import ClusterError, ConfigError
+from quire.server.app import create_app
+from tests.certificates import make_certificate, needs_openssl
 from tests.http_tools import free_port
+from tests.server_fakes import AppThread, app_context
 
 ROOT = Path(__file__).parent.parent
 HOSTS = dict.fromkeys(("prefill-0", "decode-0", "decode-1", "server-0"), "127.0.0.1")
@@ -44,6 +48,19 @@ def options_of(member: Member) -> dict[str, Any]:
     options = yaml.safe_load(member.files[f"{member.name}.yaml"])
     assert isinstance(options, dict)
     return options
+
+
+@needs_openssl
+def test_a_router_with_a_certificate_is_asked_for_its_health_by_https(tmp_path: Path) -> None:
+    path = written(tmp_path, SMALL + "router: {port: 8000, ssl_certfile: cert.pem}\n")
+    [router] = [one for one in members(read_cluster(path), redis=False, key="k", hosts=HOSTS) if one.kind == "router"]
+    assert router.url == "https://127.0.0.1:8000"
+    context = app_context()
+    with AppThread(lambda: create_app(context), certificate=make_certificate(tmp_path).loaded) as site:
+        assert asyncio.run(is_healthy(dataclasses.replace(router, port=site.port)))
+        context.client.draining = True
+        assert not asyncio.run(is_healthy(dataclasses.replace(router, port=site.port)))
+    assert not asyncio.run(is_healthy(dataclasses.replace(router, port=site.port)))
 
 
 # -- the file --------------------------------------------------------------------------------------------------

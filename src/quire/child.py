@@ -107,6 +107,16 @@ def _message(start: msgspec.Struct) -> bytes:
     return b"%d\n%b" % (os.getpid(), msgspec.json.encode(start))
 
 
+def fate(code: int) -> str:
+    """How a process with this exit code ended, such as "exit code 1" or "killed by SIGKILL"."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"killed by signal {-code}"
+
+
 def cpu_seconds(pid: int) -> float:
     """The CPU time that a process has used; NaN if it is gone, or if the system does not report it."""
     try:

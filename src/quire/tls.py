@@ -115,6 +115,13 @@ def client_context(cacert: str | None = None) -> ssl.SSLContext:
         raise ConfigError(f"cacert={cacert} is not a file of certificates (PEM)") from error
 
 
+def unverified_context() -> ssl.SSLContext:
+    """A context for health checks of servers on this machine, whose certificates are not for its address."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
 def why_untrusted(error: BaseException) -> str | None:
     """What is wrong with a server's certificate, if that caused this error of a connection; otherwise None."""
     found: BaseException | None = error

@@ -12,7 +12,6 @@ import argparse
 import http.client
 import json
 import socket
-import ssl
 import time
 from typing import Any
 
@@ -21,6 +20,7 @@ from quire.cli.terminal import visible
 from quire.errors import ConfigError, RemoteError
 from quire.server.http_options import HttpOptions, check_place
 from quire.server.processes import host_and_port, scheme_of
+from quire.tls import unverified_context
 
 PLACE = "host", "port", "uds", "ssl_certfile"
 """Options that determine where a server listens, and its protocol."""
@@ -123,11 +123,7 @@ def _connected(place: HttpOptions, seconds: float) -> socket.socket:
         connection.connect(place.uds)
         return connection
     connection = socket.create_connection((LOOPBACK.get(place.host, place.host), place.port), seconds)
-    if place.ssl_certfile is None:
-        return connection
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context.wrap_socket(connection)
+    return connection if place.ssl_certfile is None else unverified_context().wrap_socket(connection)
 
 
 def _said(body: bytes) -> str | None:

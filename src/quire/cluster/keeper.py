@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from quire import child
 from quire.cluster.place import Place, Running
 from quire.cluster.spec import Member
 from quire.errors import ClusterError
 from quire.server.processes import RestartBudget, host_and_port
+from quire.tls import unverified_context
 
 LOOK_SECONDS = 0.25
 """How often a member that is not ready is checked."""
@@ -134,7 +136,7 @@ class Keeper:
             elif kept.state == "ready":
                 self._enter(kept, "unhealthy")
             await asyncio.sleep(LOOK_SECONDS if kept.state != "ready" else 4 * LOOK_SECONDS)
-        kept.why = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        kept.why = child.fate(code)
         return code
 
     async def _end_all(self) -> None:
@@ -164,7 +166,8 @@ async def is_healthy(member: Member) -> bool:
     """Whether a member is healthy: `/health` answers 200, or Redis accepts a connection."""
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
-            reader, writer = await asyncio.open_connection(member.host, member.port)
+            tls = unverified_context() if member.scheme == "https" else None
+            reader, writer = await asyncio.open_connection(member.host, member.port, ssl=tls)
             with contextlib.closing(writer):
                 if member.kind == "redis":
                     writer.write(b"PING\r\n")

@@ -317,13 +317,7 @@ class Child:
         """How it ended, for messages to clients, too: without paths and addresses."""
         if self.blame is not None:
             return self.blame
-        code = self.exit_code or 0
-        if code >= 0:
-            return f"exit code {code}"
-        try:
-            return f"killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"killed by signal {-code}"
+        return child.fate(self.exit_code or 0)
 
     def kill(self, blame: str | None = None) -> None:
         """Kill it and its process group."""
