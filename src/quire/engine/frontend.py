@@ -173,6 +173,29 @@ class Frontend:
         Raises:
             RequestError: one of its kinds, for whatever is wrong with the prompt or its parameters.
         """
+        self._check_supported(params, reply)
+        params = self._with_defaults(params)
+        if not self._causal and (params.max_tokens != 0 or params.prompt_logprobs is not None):
+            raise EmbeddingModelError(EMBEDS_ALONE)
+        params.check_against(self.vocab_size)
+        self._check_ids(token_ids)
+        room = self.max_model_len - len(token_ids)
+        asked = params.max_tokens
+        least = max(params.min_tokens, 0 if asked == 0 else 1)
+        if least > room:
+            size, completion = len(token_ids), least if asked is None else asked
+            raise PromptTooLongError(  # the first sentence is OpenAI's, which clients look for
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                f"{size + completion} tokens ({size} in the prompt, {completion} in the completion); "
+                f"shorten the prompt, {'lower min_tokens, ' if params.min_tokens > 1 else ''}or raise max_model_len",
+                param="prompt",
+            )
+        max_tokens = room if asked is None else min(asked, room)
+        clamped_from = asked if asked is not None and asked > room else None
+        return Prepared(text, token_ids, params, max_tokens, bad_words, clamped_from, reply=reply)
+
+    def _check_supported(self, params: SamplingParams, reply: ReplyForm | None) -> None:
+        """Check that the checkpoint, and the chat template, have what parameters need."""
         named = [name for name in ("bad_words", "stop", "structured_outputs") if getattr(params, name)]
         if self.tokenizer is None and named:
             raise SamplingParamsError(
@@ -190,10 +213,9 @@ class Frontend:
                 f"{'this is not a chat' if reply is None else 'the chat template shows no reasoning'}; leave it out",
                 param="thinking_token_budget",
             )
-        params = self._with_defaults(params)
-        if not self._causal and (params.max_tokens != 0 or params.prompt_logprobs is not None):
-            raise EmbeddingModelError(EMBEDS_ALONE)
-        params.check_against(self.vocab_size)
+
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        """Check that a prompt is not empty, and that its tokens are in the vocabulary."""
         if not token_ids:
             raise EmptyPromptError("the prompt is empty; give at least one token", param="prompt")
         worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
@@ -201,20 +223,6 @@ class Frontend:
             shown = worst if abs(worst) < 2**63 else "a huge number"
             text = f"the prompt has the token id {shown}; allowed are 0 to {self.vocab_size - 1}"
             raise TokenOutOfRangeError(text, param="prompt")
-        room = self.max_model_len - len(token_ids)
-        asked = params.max_tokens
-        least = max(params.min_tokens, 0 if asked == 0 else 1)
-        if least > room:
-            size, completion = len(token_ids), least if asked is None else asked
-            raise PromptTooLongError(  # the first sentence is OpenAI's, which clients look for
-                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
-                f"{size + completion} tokens ({size} in the prompt, {completion} in the completion); "
-                f"shorten the prompt, {'lower min_tokens, ' if params.min_tokens > 1 else ''}or raise max_model_len",
-                param="prompt",
-            )
-        max_tokens = room if asked is None else min(asked, room)
-        clamped_from = asked if asked is not None and asked > room else None
-        return Prepared(text, token_ids, params, max_tokens, bad_words, clamped_from, reply=reply)
 
     def pooled(self, prompt: Prepared, pooling: PoolingParams) -> Prepared:
         """Check a prompt to be pooled.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, UnknownArchitectureError
+from quire.layers.decoder import LayerConfig
 from quire.layers.experts import ExpertsConfig
 from quire.models.checkpoint import Checkpoint, choose_dtype
 from quire.models.config import DecoderConfig
@@ -219,6 +220,23 @@ def check_ranks(
             f"tensor_parallel_size={size} does not divide the model's {heads} attention heads ({kv_heads} of keys and "
             f"values){recurrent}; allowed: {', '.join(map(str, allowed))}"
         )
+    _check_stages(config, layers, stages)
+    if redundant_experts is not None:
+        _check_slots(layer.experts, size * replicas, redundant_experts)
+    values = layer.latent.v_head_dim if layer.latent else max(each.head_dim for each in layers)
+    experts, turns = layer.experts, layer.experts.routing.top_k if layer.experts else 0
+    dense = max(each.intermediate_size for each in layers)
+    inner = dense if experts is None else experts.routing.top_k * experts.intermediate_size
+    # In an exchange, ranks have equal parts of the room, for two matrices, or for rows and their destinations.
+    passed_on = 2 * layer.hidden_size if stages > 1 else layer.hidden_size + 3 * turns if replicas > 1 else 0
+    exchanged = size * stages * replicas * passed_on
+    states = net.width if net else 0
+    widest = max(layer.hidden_size, heads * values, states, dense, inner, exchanged)
+    return widest, max(config.vocab_size, turns * layer.hidden_size)
+
+
+def _check_stages(config: DecoderConfig, layers: Sequence[LayerConfig], stages: int) -> None:
+    """Check that stages of a pipeline can share the layers."""
     if stages > 1 and any(each.index and each.index.shared for each in layers):
         raise ConfigError(
             f"pipeline_parallel_size={stages}: some layers attend to what the one before them chose, which stages do "
@@ -233,18 +251,6 @@ def check_ranks(
         raise ConfigError(
             f"pipeline_parallel_size={stages} is more than the model's {config.num_layers} layers; lower it"
         )
-    if redundant_experts is not None:
-        _check_slots(layer.experts, size * replicas, redundant_experts)
-    values = layer.latent.v_head_dim if layer.latent else max(each.head_dim for each in layers)
-    experts, turns = layer.experts, layer.experts.routing.top_k if layer.experts else 0
-    dense = max(each.intermediate_size for each in layers)
-    inner = dense if experts is None else experts.routing.top_k * experts.intermediate_size
-    # In an exchange, ranks have equal parts of the room, for two matrices, or for rows and their destinations.
-    passed_on = 2 * layer.hidden_size if stages > 1 else layer.hidden_size + 3 * turns if replicas > 1 else 0
-    exchanged = size * stages * replicas * passed_on
-    states = net.width if net else 0
-    widest = max(layer.hidden_size, heads * values, states, dense, inner, exchanged)
-    return widest, max(config.vocab_size, turns * layer.hidden_size)
 
 
 def _check_slots(experts: ExpertsConfig | None, ranks: int, redundant: int) -> None:
