@@ -206,6 +206,10 @@ def fit(switches: dict[str, Any], model: str) -> None:
         switches["kv_role"] = "decode"
 
 
+class Interrupted(KeyboardInterrupt):
+    """A mishap's Ctrl-C, which is told apart from the user's."""
+
+
 @dataclass
 class Ask:
     """One request: its prompt, how it is sampled, the step at which it comes, and the one at which it is aborted."""
@@ -366,10 +370,11 @@ class Fuzz:
             several = len([each for each in scheduler.in_steps() if each.status is not Status.FINISHED]) > 1
             if mishap == "interrupt" or (several and not scheduler.trials.on):
                 self.seen[mishap] += 1
-                raise KeyboardInterrupt if mishap == "interrupt" else ValueError("bad luck")
+                raise Interrupted if mishap == "interrupt" else ValueError("bad luck")
             return wait(step)
 
         with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.suppress(Interrupted))  # from a thread it may come a step later
             if mishap == "clear":
                 for kv in scheduler.kvs:
                     kv.cache.clear()
@@ -380,7 +385,6 @@ class Fuzz:
                 stack.enter_context(contextlib.suppress(MemoryError))
             elif mishap in ("fail", "interrupt"):
                 stack.enter_context(mock.patch.object(LaunchedStep, "wait", failing))
-                stack.enter_context(contextlib.suppress(KeyboardInterrupt))
             return llm.step()
         return []
 
