@@ -20,6 +20,7 @@ from benchmarks.replay import ReplayProposer
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
+from quire.core.tier import HOST
 from quire.engine.engine import Engine
 from quire.models.random_checkpoint import model_config
 from quire.runner.proposer import Proposer
@@ -134,12 +135,17 @@ def _compare(job: Job, name: str, setting: Setting) -> None:
     texts = {tuple(token for token, _, _ in outcome) for outcome in alone.values()}
     job.check(f"{title}: prompts that give the same tokens as another", len(alone) - len(texts), 0)
     cached, preempted = 0, 0
+    blocks = {"stored": 0, "loaded": 0, "bad": 0}
     for switches in PRODUCT[:2] if job.rehearse else PRODUCT:
         job.check_time()
         with _engine(job, setting, **_options(switches)) as made:
             job.check(f"{title}: requests that differ with {_words(switches)}", _differing(made, alone), 0)
             cached, preempted = cached + made.stats.cached_tokens, preempted + made.stats.preemptions
+            found = made.stats.kv_tiers.get(HOST, {})
+            blocks = {event: count + found.get(event, 0) for event, count in blocks.items()}
     job.check(f"{title}: neither cached nor preempted anything", int(not cached) + int(not preempted), 0)
+    job.check(f"{title}: no block was stored in the host tier", int(not blocks["stored"]), 0)
+    job.check(f"{title}: blocks that came back from it as others, of {blocks['loaded']}", blocks["bad"], 0)
 
 
 def _alone(job: Job, setting: Setting) -> dict[int, Outcome]:
@@ -161,7 +167,9 @@ def _differing(made: Engine, alone: Mapping[int, Outcome]) -> int:
 
 def _options(switches: Switches) -> dict[str, Any]:
     size = switches.block_size
+    tier = {"host_kv_memory": "256MiB"} if switches.small_pool and switches.prefix_cache != "off" else {}
     return {
+        **tier,
         "block_size": size,
         "prefix_cache": switches.prefix_cache,
         "num_kv_blocks": 320 // size + 2 if switches.small_pool else 400,
@@ -175,7 +183,7 @@ def _options(switches: Switches) -> dict[str, Any]:
 
 def _words(switches: Switches) -> str:
     parts = [f"blocks of {switches.block_size}", f"cache {switches.prefix_cache}", f"chunks of {switches.chunk}"]
-    parts += ["a small pool"] if switches.small_pool else []
+    parts += ["a small pool above a host tier"] if switches.small_pool else []
     return ", ".join([*parts, f"overlap {'on' if switches.overlap else 'off'}", f"graphs {switches.graphs}"])
 
 

@@ -75,16 +75,16 @@ class Bench:
     texts: dict[int, list[int]] = field(default_factory=dict)
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def add(self, prompt: int | Sequence[int], output: int, speculate: bool = True, temperature: float = 0.0) -> int:
+    def add(self, prompt: int | Sequence[int], output: int, **more: Any) -> int:
         """Queue a request for `output` tokens, whatever ends a text; returns its number.
 
         Args:
             prompt: token ids, or how many random ones.
-            speculate: draft for it, where the engine drafts.
+            more: sampling parameters; greedy unless they say otherwise.
         """
         number = len(self.tokens)
         ids = self.random_tokens(prompt) if isinstance(prompt, int) else list(prompt)
-        params = SamplingParams(temperature=temperature, seed=0, ignore_eos=True, speculate=speculate).resolved()
+        params = SamplingParams(**{"temperature": 0.0, "seed": 0, "ignore_eos": True, **more}).resolved()
         self.tokens[number], self.texts[number] = 0, []
         self.engine.add(Request(number, ids, params, max_tokens=output, arrived=time.monotonic()))
         return number

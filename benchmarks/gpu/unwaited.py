@@ -18,6 +18,16 @@ STEPS = 24
 """Before the watch begins: what compiles and records waits for the device, and may."""
 
 
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "logprobs": 3},
+    {"temperature": 0.7, "repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+    {"temperature": 0.7, "logit_bias": {5: 1.0}, "allowed_token_ids": (4, 5, 6), "min_tokens": 4},
+    {"temperature": 0.0, "prompt_logprobs": 2},
+)
+"""What requests ask for: each has operations of its own, beside the model's."""
+
+
 class Watched:
     """Stands before an executor: a launch that waits for the GPU raises."""
 
@@ -37,7 +47,7 @@ class Watched:
 
 
 def run(job: Job) -> None:
-    """Prompts that arrive beside decodes, with seeds and without, in sizes that are recorded before."""
+    """Prompts that arrive beside decodes, with all that requests may ask for, in sizes that are recorded before."""
     wide: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "cuda_graphs": "eager"}
     with bench(job, "qwen3-tiny", strict=True, async_scheduling=True, prefix_cache="off", **wide) as under:
         for temperature in (0.0, 0.8):
@@ -47,9 +57,10 @@ def run(job: Job) -> None:
             under.meter.inner = Watched(under.meter.inner)
         waited, what = 0, "none"
         try:
-            for temperature in (0.0, 0.8, 0.7):
-                under.add(50, STEPS, temperature=temperature)
-                under.run(lambda: max(under.tokens[number] for number in under.tokens) >= 2 * STEPS)
+            for kind in KINDS:
+                under.add(50, STEPS, **kind)
+                for _ in range(3):
+                    under.step()
             under.run()
         except (KeyboardInterrupt, OutOfTime):
             raise

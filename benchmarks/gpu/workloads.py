@@ -396,7 +396,7 @@ def _streams(
     drafts: bool = False,
 ) -> tuple[float, list[list[int]]]:
     """Tokens a second of decode steps, from when all requests decode until the first one ends; and all texts."""
-    mine = [under.add(prompt, output, drafts) for prompt in prompts]
+    mine = [under.add(prompt, output, speculate=drafts) for prompt in prompts]
     under.run(lambda: min(under.tokens[number] for number in mine) >= WARM_STEPS)
     under.meter.clear()
     before, begin = sum(under.tokens[number] for number in mine), time.perf_counter()
