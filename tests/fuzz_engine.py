@@ -142,6 +142,7 @@ WITH_EXPERTS = ("experts", "latent", "sparse", "mxfp4", *RECURRENT)
 WITHOUT_TREES = ("sparse",)
 NO_DRAFTERS = ("mxfp4", "shared keys", *RECURRENT)
 WITHOUT_STAGES = ("shared keys",)
+FOR_TWO_RANKS = ("delta",)  # two key heads
 
 POOLS = (0, 0, 0, 2, 30)
 """Blocks beyond those that the longest request needs."""
@@ -200,6 +201,8 @@ def fit(switches: dict[str, Any], model: str) -> None:
         left_out += ["disk_kv_memory"]
     if model in WITHOUT_STAGES:
         left_out += ["pipeline_parallel_size"]
+    if model in FOR_TWO_RANKS and switches.get("tensor_parallel_size") == 4:
+        switches["tensor_parallel_size"] = 2
     for name in left_out:
         switches.pop(name, None)
     if "kv_directory" in switches:
