@@ -32,6 +32,7 @@ from msgspec.structs import replace
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.core.cost import Costs
+from quire.core.lockstep import Lockstep
 from quire.core.pooling import PoolingParams
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
@@ -367,10 +368,12 @@ class Fuzz:
     def _step(self, llm: LLM, mishap: str) -> list[RequestOutput]:
         """The next step, and what goes wrong in it; what changed."""
         scheduler, host, wait = llm._engine.scheduler, llm._engine.tiers.host, LaunchedStep.wait
+        schedulers = scheduler.schedulers if isinstance(scheduler, Lockstep) else [scheduler]
 
         def failing(step: LaunchedStep) -> Any:
             """Who is alone in a step would be taken for the one that makes it fail."""
-            several = len([each for each in scheduler.in_steps() if each.status is not Status.FINISHED]) > 1
+            computed = [request for each in schedulers for request in each.in_steps()]
+            several = sum(request.status is not Status.FINISHED for request in computed) > 1
             if mishap == "interrupt" or (several and not scheduler.trials.on):
                 self.seen[mishap] += 1
                 raise Interrupted if mishap == "interrupt" else ValueError("bad luck")
