@@ -20,6 +20,7 @@ import yaml
 from quire import LLM, SamplingParams
 from tests.http_tools import free_port, wait_until
 from tests.test_cluster import ROOT, gone
+from tests.warm import WarmProcess
 
 PROMPTS = [f"def number_{index}(a, b):\n    return" for index in range(8)]
 LONG = "\n".join(f"def f{index}(a, b):\n    return a + {index} * b\n" for index in range(24))
@@ -39,13 +40,17 @@ class Cluster:
         self.file = folder / "cluster.yaml"
         self.file.write_text(yaml.safe_dump(content | changed))
         self.environment = {**os.environ, "XDG_CACHE_HOME": str(folder), **(environment or {})}
-        self.log = (folder / "up.log").open("w+")
-        command = [sys.executable, "-P", "-m", "quire.cli.main", "up", str(self.file)]
-        self.process = subprocess.Popen(command, stderr=self.log, env=self.environment)
+        self._lines: list[str] = []
+        self.process = WarmProcess("quire.cli.main", "up", str(self.file), environment=self.environment)
+        threading.Thread(target=self._read, daemon=True).start()
         self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=20)
 
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            self._lines.append(line.decode())
+
     def said(self) -> str:
-        return Path(self.log.name).read_text()
+        return "".join(self._lines)
 
     def pid(self, member: str) -> int:
         """Of the process that `quire up` has started for a member; 0: there is none."""
@@ -102,7 +107,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     finally:
         cluster.process.kill()
         cluster.process.wait()
-        cluster.log.close()
 
 
 @pytest.fixture(scope="module")
@@ -174,5 +178,4 @@ def test_ray_finds_machines_for_the_servers(tmp_path: Path, expected: dict[str, 
     finally:
         cluster.process.kill()
         cluster.process.wait()
-        cluster.log.close()
         machines.shutdown()

@@ -13,6 +13,7 @@ import gc
 import importlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,22 +25,25 @@ from typing import Any, NoReturn, cast
 
 from tests.forks import Fork, Inherited
 
-COMMAND = "quire.cli.main"
-MODULES = (COMMAND, "quire.ipc.engine_process", "quire.server.http_process", "quire.engine.rank")
+COMMAND, MEMBER = "quire.cli.main", "quire.cluster.member"
+MODULES = (COMMAND, MEMBER, "quire.ipc.engine_process", "quire.server.http_process", "quire.engine.rank")
 START_EXECUTED = subprocess._fork_exec  # type: ignore[attr-defined]
 
 
 class WarmProcess(Fork):
     """`python -m MODULE ARGUMENTS`, without standard input or output.
 
+    Args:
+        environment: its; by default that of this process.
+
     Attributes:
         stderr: what it writes there.
     """
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         reading, writing = os.pipe()
         self.stderr = open(reading, "rb")  # noqa: SIM115  # its reader closes it
-        super().__init__(_begin, module, arguments, Inherited(writing), dict(os.environ))
+        super().__init__(_begin, module, arguments, Inherited(writing), dict(environment or os.environ))
         os.close(writing)
 
 
@@ -59,7 +63,7 @@ def _start(
 ) -> int:
     """What `subprocess` calls to start a process: it is a fork of this one, where that is known to do."""
     words = [os.fsdecode(word) for word in command]
-    if words[0] != sys.executable or "-m" not in words or words[words.index("-m") + 1] not in MODULES:
+    if not _known(words):
         return cast(int, START_EXECUTED(command, executables, close_fds, kept, folder, environment, *more))
     if child := os.fork():
         return child
@@ -71,6 +75,17 @@ def _start(
         _be(words, told or os.environ.copy(), (stdin, stdout, stderr), set(kept) - {failure})
     finally:
         os._exit(1)
+
+
+def _execute(file: str, command: list[str]) -> None:
+    """`os.execvp`, where a process becomes another one."""
+    if not _known(command):
+        os.execv(shutil.which(file) or file, command)
+    _be(command, os.environ.copy(), (-1, -1, -1), ())
+
+
+def _known(command: Sequence[str]) -> bool:
+    return command[0] == sys.executable and "-m" in command and command[command.index("-m") + 1] in MODULES
 
 
 def _be(command: list[str], environment: Mapping[str, str], standard: Sequence[int], kept: Any) -> NoReturn:
@@ -103,6 +118,7 @@ def _be(command: list[str], environment: Mapping[str, str], standard: Sequence[i
     sys.argv = command[module:]
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    os.execvp = _execute  # type: ignore[assignment]
     # An engine, whose kernels have threads, is not what a process should be a fork of.
     start = _start if command[module] == COMMAND else START_EXECUTED
     subprocess._fork_exec = start  # type: ignore[attr-defined]
