@@ -394,8 +394,7 @@ def live(browser: Chromium, server: StandIn, **size: Any) -> Page:
     return opened(browser, server, "/#live", until="document.querySelectorAll('#requests tbody tr').length > 3", **size)
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1400, False)])
 def test_every_picture_of_the_live_view_is_drawn(browser: Chromium, server: StandIn, width: int, dark: bool) -> None:
     page = live(browser, server, width=width, height=900, dark=dark)
     for name in CANVASES:

@@ -333,8 +333,15 @@ def test_self_tuning_drafts_what_pays_and_changes_nothing(plain):
 
 
 @pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
-@pytest.mark.parametrize("choice", ["right, then wrong", "trees"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "overlap"),
+    [
+        ("right, then wrong", False),
+        ("trees", True),
+        pytest.param("right, then wrong", True, marks=pytest.mark.slow),
+        pytest.param("trees", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_device_that_works_by_itself_verifies_drafts_too(plain, choice, overlap):
     folder, _, _ = plain
     with on_device(DelayedDevice(), SpanKernels()):

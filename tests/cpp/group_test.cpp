@@ -108,7 +108,7 @@ void gathers() {
     for (const int size : {2, 3, 5})
         on_all(size, [&](Group* group, int rank) {
             std::mt19937 shapes(size), own(rank);
-            for (int round = 0; round < 1500; round++) {
+            for (int round = 0; round < 500; round++) {
                 const int64_t rows = 1 + shapes() % 20, width = size + shapes() % 200;
                 const Share share{rank * width / size, (rank + 1) * width / size - rank * width / size, width};
                 std::vector<int> part(rows * share.own);
@@ -129,7 +129,7 @@ void exchanges() {
     for (const int size : {2, 3, 5})
         on_all(size, [&](Group* group, int rank) {
             std::mt19937 luck(size);
-            for (int round = 0; round < 1000; round++) {
+            for (int round = 0; round < 400; round++) {
                 std::vector<std::vector<char>> all;
                 for (int other = 0; other < size; other++)
                     all.emplace_back(luck() % 3 ? luck() % (MATRIX / size) : 0, (char)(round + other));
