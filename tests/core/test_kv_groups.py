@@ -84,6 +84,16 @@ def test_each_group_need_have_no_more_than_its_own_window():
     assert matched(scheduler, [*PROMPT, 2]) == 0
 
 
+def test_a_block_is_found_by_its_name_as_long_as_its_own_group_has_it():
+    scheduler, _ = cached((None, 9))
+    cache, node = scheduler.kv.cache, path(scheduler)[-1]
+    names = [part_name(node.hash, number) for number in range(2)]
+    assert [cache.part(name) for name in names] == [(node, 0), (node, 1)]
+    assert cache.part(part_name(node.hash, 2)) is None
+    cache.evict(1, 100)
+    assert [cache.part(name) for name in names] == [(node, 0), None]
+
+
 def test_what_a_group_without_a_window_loses_ends_all_that_follows():
     scheduler, _ = cached()
     evict_parts(scheduler, 0, [5])

@@ -52,6 +52,21 @@ def test_the_least_recently_used_block_gives_way_and_none_that_is_read_or_on_its
     assert tier.take(named(7)) is None, "that one is on its way"
 
 
+def test_a_block_that_is_not_worth_keeping_gives_way_first_unless_it_is_read():
+    tier = Tier(1, 3)
+    filled(tier, 9)
+    slots = [tier.take(named(number), 1) for number in (1, 2, 3)]
+    for slot in slots:
+        tier.filled(slot)
+    tier.cool(slots[2])
+    tier.pin(slots[1])
+    tier.cool(slots[1])
+    assert tier.idle_slots == [0, slots[2], slots[0]]
+    tier.unpin(slots[1])
+    assert tier.idle_slots == [0, slots[2], slots[0], slots[1]]
+    assert tier.take(named(4), 1) == slots[2] and kept(tier) == {9, 1, 2}
+
+
 def test_a_groups_room_is_its_slots_that_are_free_and_those_that_can_give_way():
     tier = Tier(2, 3)
     assert [tier.group(slot) for slot in range(5)] == [0, 0, 1, 1, 1]
