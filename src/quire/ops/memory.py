@@ -166,7 +166,9 @@ def collapse(tensor: torch.Tensor) -> None:
     size = (tensor.data_ptr() + tensor.nbytes - first) // HUGE_PAGE * HUGE_PAGE
     if size > 0:
         _madvise(first, size, _ADVISE_HUGE_PAGES)
-        _madvise(first, size, _COLLAPSE)
+        if _madvise(first, size, _COLLAPSE) == errno.ENOMEM:  # it ended at the first page that Linux had no room for
+            for page in range(first, first + size, HUGE_PAGE):
+                _madvise(page, HUGE_PAGE, _COLLAPSE)
 
 
 def populate(tensor: torch.Tensor) -> None:
@@ -190,8 +192,12 @@ def give_back() -> None:
         trim(ctypes.c_size_t(0))
 
 
-def _madvise(address: int, size: int, advice: int) -> None:
-    """Advice to Linux, which may not know it: then nothing changes. Elsewhere the numbers mean something else."""
-    function = getattr(ctypes.CDLL(None), "madvise", None)
-    if function is not None and sys.platform == "linux":
-        function(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(advice))
+def _madvise(address: int, size: int, advice: int) -> int:
+    """Advice to Linux, which may not know it: then nothing changes. Elsewhere the numbers mean something else.
+
+    Returns the error's number, 0 if there is none.
+    """
+    function = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None) if sys.platform == "linux" else None
+    if function is None or function(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(advice)) == 0:
+        return 0
+    return ctypes.get_errno()

@@ -146,36 +146,33 @@ def plan(
     A token of a tree, whose keys are its own, shares a tile with no other. The longest come first, so that the threads
     end together.
     """
-    starts, context = np.array(row_starts), np.array(context_lens)
-    lengths = np.diff(starts)
     groups = -(-heads // ROW_TILE)
     group = -(-heads // groups)  # heads of a row tile; the last may have fewer
-    alone = np.zeros(len(lengths), bool) if trees is None else trees.spans
-    tile_tokens = np.where(alone, 1, max(1, ROW_TILE // group))  # [spans]
-    tiles = -(-lengths // tile_tokens)
-    span = np.repeat(np.arange(len(lengths)), tiles)
-    offset = (np.arange(len(span)) - (np.cumsum(tiles) - tiles)[span]) * tile_tokens[span]
-    position = (context - lengths)[span] + offset
-    if trees is not None:
-        position = np.where(alone[span], trees.positions[starts[span] + offset], position)
-    tokens = np.minimum(tile_tokens[span], lengths[span] - offset)
-    head = np.arange(groups) * group
-    columns = [span, starts[span] + offset, tokens, position]
-    row_tiles = np.stack([*(np.repeat(c, groups) for c in columns), np.tile(head, len(span))], axis=1)
-    count = np.minimum(group, heads - row_tiles[:, 4])  # heads
-    rows, splits = row_tiles[:, 2] * count, -(-(row_tiles[:, 3] + row_tiles[:, 2]) // SPLIT)
-    share = np.maximum(1, (rows * splits).sum() // (ITEMS_A_THREAD * threads * rows))  # splits of an item
-    parts = -(-splits // share)
-    kept = np.where(parts > 1, rows * splits, 0)  # states of rows that lie in memory
-    left = np.cumsum(kept) - kept
-    merges = np.column_stack([row_tiles[:, [1, 2, 4]], count, splits, left])[parts > 1]
-    tile = np.repeat(np.arange(len(parts)), parts)
-    first = (np.arange(len(tile)) - (np.cumsum(parts) - parts)[tile]) * share[tile]
-    number = np.minimum(share[tile], splits[tile] - first)
-    at = np.where(parts[tile] > 1, left[tile] + first * rows[tile], -1)
-    items = np.column_stack([row_tiles[tile], count[tile], first, number, at])
-    order = np.argsort(-rows[tile] * number, kind="stable")
-    return np.ascontiguousarray(items[order]), np.ascontiguousarray(merges), int(kept.sum())
+    tiles: list[tuple[int, ...]] = []  # numpy would take longer, but for hundreds of spans
+    for span, (start, end, context) in enumerate(zip(row_starts, row_starts[1:], context_lens, strict=False)):
+        alone = trees is not None and bool(trees.spans[span])
+        at_once = 1 if alone else max(1, ROW_TILE // group)
+        for row in range(start, end, at_once):
+            tokens = min(at_once, end - row)
+            position = int(trees.positions[row]) if trees is not None and alone else context - (end - row)
+            splits = -(-(position + tokens) // SPLIT)
+            for head in range(0, heads, group):
+                tiles.append((span, row, tokens, position, head, min(group, heads - head), splits))
+    fair = sum(tokens * count * splits for _, _, tokens, _, _, count, splits in tiles) // (ITEMS_A_THREAD * threads)
+    items: list[tuple[int, ...]] = []
+    merges: list[tuple[int, ...]] = []
+    left = 0  # states of rows that lie in memory
+    for span, row, tokens, position, head, count, splits in tiles:
+        rows = tokens * count
+        share = max(1, fair // rows)  # splits of an item
+        for first in range(0, splits, share):
+            at = left + first * rows if splits > share else -1
+            items.append((span, row, tokens, position, head, count, first, min(share, splits - first), at))
+        if splits > share:
+            merges.append((row, tokens, head, count, splits, left))
+            left += rows * splits
+    items.sort(key=lambda item: -item[2] * item[5] * item[7])
+    return np.array(items, np.int64), np.array(merges, np.int64).reshape(-1, 6), left
 
 
 def store_latent(
