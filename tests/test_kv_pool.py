@@ -359,10 +359,11 @@ def test_a_node_that_lies_is_found_out_banned_and_told_of(
     assert host is not None
     save = host.save
 
-    def lie(memory: Any, moves: Sequence[Any]) -> None:
-        save(memory, moves)
+    def lie(memory: Any, moves: Sequence[Any]) -> Callable[[], None]:
+        add_checks = save(memory, moves)
         for move in moves:
             host.block(move.slot)[5] ^= 1
+        return add_checks
 
     monkeypatch.setattr(host, "save", lie)
     computed_by(liar)
