@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ Message = Mapping[str, Any]
 """One message of a chat: `role` and `content`, and what else the model's template reads."""
 
 
-class LocalEngine:
+class LocalEngine(ABC):
     """An engine in this process with its frontend, and their properties."""
 
     def __init__(self, model: str, preset: str | None, on_load: OnLoad | None, options: Mapping[str, Any]) -> None:
@@ -127,11 +128,13 @@ class LocalEngine:
             )
         return chat
 
+    @abstractmethod
     def _add(self, request: Request) -> None:
-        raise NotImplementedError
+        """Queue a request in the engine."""
 
+    @abstractmethod
     def _abort(self, request: int, reason: str) -> list[RequestUpdate]:
-        raise NotImplementedError
+        """End a request, for this reason; what changed."""
 
     @property
     def _is_fork(self) -> bool:

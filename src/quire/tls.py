@@ -43,7 +43,7 @@ class ServerCertificate:
         self._seen = stamps
         certfile, keyfile = self._files
         try:
-            _loaded(certfile, keyfile)  # a first try, since loading invalid files would spoil the context in use
+            _loaded(certfile, keyfile)  # a first try, since invalid files would corrupt the context in use
             self.context.load_cert_chain(certfile, keyfile, "")
         except (ConfigError, OSError) as error:
             text = f"the certificate has changed, but cannot be used; the old one stays in use: {error}"

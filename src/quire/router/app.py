@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire import __version__
 from quire.router.metrics import ROUTES
-from quire.router.relay import RESUMABLE_PATHS, Relay, nobody, parsed, unknown_model
+from quire.router.relay import RESUMABLE_PATHS, Relay, no_server, parsed, unknown_model
 from quire.router.servers import Server
 from quire.router.site import Site
 from quire.router.status import life_of, status_document
@@ -155,7 +155,7 @@ class RouterApp:
         prompt, servers = await parsed(body), site.servers
         while not (able := servers.able(prompt.model)):
             if not servers.has_new:
-                raise nobody() if servers.has_model(prompt.model) else unknown_model(servers.by_name.values())
+                raise no_server() if servers.has_model(prompt.model) else unknown_model(servers.by_name.values())
             await servers.wait_for_change(0.25)
         for server in sorted(able, key=lambda one: one.running):
             status, answer = await self._asked(server, scope, body)
@@ -179,7 +179,7 @@ class RouterApp:
             if server.is_up and status == 404:
                 status, answer = await self._asked(server, scope, b"")
         if not answer:
-            raise nobody()
+            raise no_server()
         await _send_json(send, status, answer)
 
     async def _asked(self, server: Server, scope: Scope, body: bytes) -> tuple[int, bytes]:

@@ -179,7 +179,7 @@ class Relay:
                 if not servers.has_model(prompt.model):
                     raise unknown_model(servers.by_name.values())
                 if not self._patience_end or time.monotonic() >= self._patience_end:
-                    raise nobody()
+                    raise no_server()
             self._tried.clear()  # servers that died may be back
             await servers.wait_for_change(0.25)
             if self._left:
@@ -432,7 +432,7 @@ def _before_loss(data: bytes) -> tuple[bytes, str | None]:
     return data, None
 
 
-def nobody() -> ApiError:
+def no_server() -> ApiError:
     """The error when no server is up."""
     message = "no server can take requests now; try again"
     return ApiError(503, message, code="no_server", headers={"retry-after": str(RETRY_RESTARTING)})
