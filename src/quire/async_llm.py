@@ -58,7 +58,9 @@ class AsyncLLM(LocalEngine):
             target=_drive, args=(self._engine, self._commands, weakref.ref(self)), name="quire-engine", daemon=True
         )
         self._thread.start()
-        # Before the program's end, too: a thread that is broken off inside a kernel aborts the process.
+        # Before the program's end, too: a thread that is broken off inside a kernel aborts the process. The second of
+        # these runs first then; the other is for a thread that had the last reference itself: nobody waited for it.
+        weakref.finalize(self._thread, _wait_for, weakref.ref(self._thread))
         self._stop = weakref.finalize(self, unless_forked(_stop), self._commands, self._thread)
 
     async def __aenter__(self) -> Self:
@@ -200,6 +202,12 @@ def _take_commands(engine: Engine, commands: Commands) -> bool:
         if command is None:
             return False
         command()
+
+
+def _wait_for(thread: weakref.ref[threading.Thread]) -> None:
+    """Wait for a thread that has been told to end."""
+    if (running := thread()) is not None:
+        running.join()
 
 
 def _stop(commands: Commands, thread: threading.Thread) -> None:
