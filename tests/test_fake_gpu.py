@@ -257,6 +257,12 @@ def test_what_a_cpu_does_in_parts_that_fit_its_cache_takes_a_gpu_few_launches() 
     assert counted.count < 150
 
 
+def test_what_is_computed_in_parts_stays_on_its_device() -> None:
+    x = torch.empty(300, 2048, device="meta")
+    made = elementwise.rms_norm(x, x[0], 1e-6), elementwise.activate(x, "silu"), elementwise.activate(x, "gelu_tanh")
+    assert [one.device.type for one in made] == ["meta"] * 3
+
+
 @pytest.mark.parametrize(("family", "deterministic"), [("qwen3", True), ("qwen3_moe", False), ("deepseek_v3", True)])
 def test_a_rank_has_its_own_part_of_the_weights_on_its_gpu_and_no_more(
     family: str,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -186,3 +188,19 @@ def test_narrow_weights_are_ours() -> None:
     assert isinstance(library.product(torch.empty(1024, 64, dtype=torch.bfloat16), None), DenseProduct)
     assert isinstance(library.product(torch.empty(linear_vendor.WIDE, 8, dtype=torch.bfloat16), None), LibraryProduct)
     assert isinstance(library.product(torch.empty(linear_vendor.WIDE, 8), None), DenseProduct)  # fp32
+
+
+def test_a_library_is_preferred_without_a_word() -> None:
+    """ROCm's stands for cuBLASLt, which torch refuses where there is no CUDA; the warning comes once a process."""
+    call = "from quire.ops.triton.linear_vendor import prefer_quietly as prefer"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import torch; {call}; prefer('ck'); print(torch.backends.cuda.preferred_blas_library())",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.stdout, done.stderr) == ("_BlasBackend.Ck\n", "")

@@ -73,13 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "Python's headers (PYTHON=... names another Python); --rehearse tries the harness on a CPU, with tiny "
                 "shapes"
             )
-        if output(IMPORTS, environment) is None and not (
-            install(Path(scratch) / "site", environment) and output(IMPORTS, environment) is not None
-        ):
-            return _refuse(
-                "packages beside torch and Triton are missing: run `make gpu-bundle`, and copy build/gpu-bundle too "
-                f"(its wheels are for Python 3.12 on x86-64; this is Python {platform.python_version()})"
-            )
+        if output(IMPORTS, environment, quiet=True) is None:
+            install(Path(scratch) / "site", environment)
+            if output(IMPORTS, environment) is None:
+                return _refuse(
+                    "packages beside torch and Triton are missing: run `make gpu-bundle`, and copy build/gpu-bundle "
+                    f"too (its wheels are for Python 3.12 on x86-64; this is Python {platform.python_version()})"
+                )
         if args.rehearse:
             steps = [[section for step in steps for section in step]]
         file = out / NAME
@@ -115,8 +115,8 @@ def _refuse(text: str) -> int:
     return 2
 
 
-def output(program: str, environment: dict[str, str]) -> str | None:
-    """What a program prints; None where it fails, and the last line of what it says is printed."""
+def output(program: str, environment: dict[str, str], quiet: bool = False) -> str | None:
+    """What a program prints; None where it fails, and then the last line of what it says is printed, unless `quiet`."""
     command = [sys.executable, "-c", program]
     try:
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS)
@@ -125,20 +125,20 @@ def output(program: str, environment: dict[str, str]) -> str | None:
         return None
     if done.returncode:
         said = done.stderr.strip() or f"ended with {done.returncode}"
-        print(said.splitlines()[-1], file=sys.stderr)
+        if not quiet:
+            print(said.splitlines()[-1], file=sys.stderr)
         return None
     return done.stdout.strip()
 
 
-def install(site: Path, environment: dict[str, str]) -> bool:
-    """Unpack the bundle into a folder, and have it found there; false where there is none. It needs no pip."""
+def install(site: Path, environment: dict[str, str]) -> None:
+    """Unpack the bundle into a folder, and have it found there; nothing where there is none. It needs no pip."""
     wheels = sorted(BUNDLE.glob("*.whl"))
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as packed:
             packed.extractall(site)
     if wheels:
         environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(site)])
-    return bool(wheels)
 
 
 def sources() -> str:

@@ -42,7 +42,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     if x.numel() <= 2 * PART:
         return _normalized(x, eps, weight.dtype).mul_(weight).to(x.dtype)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for rows in _parts(x):
         torch.mul(_normalized(x[rows], eps, weight.dtype), weight, out=out[rows])
     return out
@@ -82,7 +82,7 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     activated = {"silu": _silu, "gelu_tanh": _gelu_tanh}[activation]
     if x.numel() <= 2 * PART:
         return activated(gate).mul_(up)
-    out = torch.empty(up.shape, dtype=x.dtype)
+    out = torch.empty(up.shape, dtype=x.dtype, device=x.device)
     for rows in _parts(gate):
         torch.mul(activated(gate[rows]), up[rows], out=out[rows])
     return out

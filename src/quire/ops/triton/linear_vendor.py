@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -104,7 +105,7 @@ class Library:
         """The one of this process, told to sum each row in one piece. What a user has set is left as it is."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        torch.backends.cuda.preferred_blas_library("cublaslt")
+        prefer_quietly("cublaslt")
         for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
             setattr(torch.backends.cuda.matmul, name, (False, False))  # nor any split of the inputs
         return cls()
@@ -133,6 +134,22 @@ class Library:
             if found := sorted({str(kind) for (kind, _), holds in self.tried.items() if holds is wanted}):
                 parts.append(f"{', '.join(found)}: {name}")
         return "; ".join(parts)
+
+
+def prefer_quietly(library: str) -> None:
+    """`torch.backends.cuda.preferred_blas_library`, without its warning that this is experimental.
+
+    It goes past Python to standard error, unless one of torch's functions that hand warnings on is being called: `map_`
+    is, and calls back. The environment variable that does the same is read when torch is imported.
+    """
+
+    def prefer(*_: float) -> float:
+        torch.backends.cuda.preferred_blas_library(library)
+        return 0.0
+
+    warnings.filterwarnings("ignore", "torch.backends.cuda.preferred_blas_library is an experimental feature")
+    one = torch.zeros(1)
+    one.map_(one, prefer)
 
 
 class LibraryProduct:
