@@ -191,11 +191,14 @@ def engine(
     with engines_of(job, strict):
         made = Engine(settings, open_checkpoint=weights, proposer=proposer)
     made.executor = meter = Meter(made.executor)
+    gc.collect()
+    gc.freeze()  # as an engine's process does
     try:
         yield made, meter
     finally:
         made.close()
         del made, meter
+        gc.unfreeze()
         gc.collect()
         if job.device == "cuda":
             torch.cuda.empty_cache()

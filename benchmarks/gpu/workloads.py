@@ -265,14 +265,18 @@ def _gaps_until(under: Bench, readers: Sequence[int], done: Callable[[], bool]) 
 
 
 def shared_prefix(job: Job) -> None:
-    """D: prompt tokens a second of requests that share a prefix, against as many that share nothing."""
+    """D: prompt tokens a second of requests that share a prefix, against as many that share nothing.
+
+    Both once before the clock starts: the last step of either may be of a size of its own, whose graph is recorded.
+    """
     size = sizes(job)
     length = size.prefix + size.own
     with bench(job, shape(job, "0.6B"), prefix_cache="radix", max_num_seqs=size.sharers) as under:
-        _prompts(under, [under.random_tokens(length) for _ in range(2)])
-        apart, _ = _prompts(under, [under.random_tokens(length) for _ in range(size.sharers)])
-        head = under.random_tokens(size.prefix)
-        together, fields = _prompts(under, [head + under.random_tokens(size.own) for _ in range(size.sharers)])
+        for _ in range(2):
+            apart, _ = _prompts(under, [under.random_tokens(length) for _ in range(size.sharers)])
+        for _ in range(2):
+            head = under.random_tokens(size.prefix)
+            together, fields = _prompts(under, [head + under.random_tokens(size.own) for _ in range(size.sharers)])
     rates = {"shared_tok_s": size.sharers * length / together, "unshared_tok_s": size.sharers * length / apart}
     setting = f"{size.sharers} x ({size.prefix:,} + {size.own:,})"
     figure(job, "D", "0.6B", setting, apart / together, "times", **fields, **rates)

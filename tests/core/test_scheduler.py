@@ -469,17 +469,32 @@ def test_those_who_are_not_held_pass_by_those_who_are():
 
 
 def test_a_step_looks_up_a_bounded_number_of_prompt_tokens(hashed):
-    scheduler, runner = make_scheduler(
-        num_blocks=9_000, block_size=16, max_model_len=2**18, max_num_seqs=16, long_prefill_token_threshold=4
-    )
+    limits = {"max_num_seqs": 16, "long_prefill_token_threshold": 4, "max_num_partial_prefills": 2}
+    scheduler, runner = make_scheduler(num_blocks=9_000, block_size=16, max_model_len=2**18, **limits)
     common = list(range(2**15))
-    for id in range(12):
-        scheduler.add(make_request(id, [*common, *[id] * 20], max_tokens=1))
+    for id in range(12):  # each begins otherwise than the one before, with which it would share hashes
+        scheduler.add(make_request(id, [id % 2, *common, *[id] * 19], max_tokens=1))
     run_step(scheduler, runner)
     assert 0 < hashed[0] * 16 <= LOOKUP_TOKENS + 2**16
     run_step(scheduler, runner)
     run_step(scheduler, runner)
     assert hashed[0] == 12 * (2**15 // 16 + 1), "the others' turn comes in the next steps"
+
+
+def test_prompts_that_were_hashed_while_they_waited_for_a_prefix_fill_the_next_step(hashed):
+    scheduler, runner = make_scheduler(
+        num_blocks=9_000, block_size=16, max_num_seqs=64, max_num_batched_tokens=2**13, max_model_len=2**13
+    )
+    for id in range(64):
+        scheduler.add(make_request(id, [*range(2**12), *[id] * 256], max_tokens=1))
+    first = scheduler.schedule(0.0)
+    assert lengths(first) == {0: 2**12 + 256}
+    assert scheduler.schedule(0.0) is None, "but it has looked up some more prompts"
+    scheduler.commit(first, runner.run(first), 0.0)
+    plan, _ = run_step(scheduler, runner)
+    assert len(plan.spans) == 32 and plan.num_tokens == 2**13
+    run_all(scheduler, runner)
+    assert hashed[0] == 64 * 16 + 2**12 // 16, "the prefix was hashed once"
 
 
 def test_a_cached_prefix_is_found_in_few_lookups():

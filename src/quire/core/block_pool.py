@@ -50,20 +50,26 @@ class BlockPool:
         """Check that a held block has not been allocated again since."""
         self.stale_handles += self.generations[block] != generation
 
-    def retain(self, block: int) -> bool:
-        """Add a holder; True if the block had none."""
-        count = self.ref_counts[block]
-        self.ref_counts[block] = count + 1
-        return count == 0
+    def retain(self, *blocks: int) -> list[int]:
+        """Add a holder to each of these blocks; returns those that had none."""
+        counts, unheld = self.ref_counts, []
+        for block in blocks:
+            if not counts[block]:
+                unheld.append(block)
+            counts[block] += 1
+        return unheld
 
-    def release(self, block: int) -> bool:
-        """Remove a holder; True if it was the last one."""
-        count = self.ref_counts[block]
-        if count == 0:
-            self.double_releases += 1
-            return False
-        self.ref_counts[block] = count - 1
-        return count == 1
+    def release(self, *blocks: int) -> list[int]:
+        """Remove a holder from each of these blocks; returns those that have none left."""
+        counts, unheld = self.ref_counts, []
+        for block in blocks:
+            if not counts[block]:
+                self.double_releases += 1
+                continue
+            counts[block] -= 1
+            if not counts[block]:
+                unheld.append(block)
+        return unheld
 
     def recycle(self, block: int) -> None:
         """Put a block without holders back on the free list."""

@@ -127,20 +127,19 @@ class KVGroup:
         """Whether it keeps all positions of a request."""
         return self.retention.window is None
 
-    def retain(self, block: int) -> None:
-        """Add a holder to a block."""
-        if self.pool.retain(block):
+    def retain(self, *blocks: int) -> None:
+        """Add a holder to each of these blocks."""
+        for block in self.pool.retain(*blocks):
             self.idle.pop(block, None)
 
-    def release(self, block: int) -> None:
-        """Remove a holder from a block; without holders it stays if it is cached, and is recycled if not."""
-        if not self.pool.release(block):
-            return
-        node = self.cached.get(block)
-        if node is None:
-            self.pool.recycle(block)
-        else:
-            self.idle[block] = node
+    def release(self, *blocks: int) -> None:
+        """Remove a holder from each of these blocks; without holders, cached ones stay and others are recycled."""
+        for block in self.pool.release(*blocks):
+            node = self.cached.get(block)
+            if node is None:
+                self.pool.recycle(block)
+            else:
+                self.idle[block] = node
 
     def uncache(self, block: int) -> None:
         """Remove a block from the prefix cache; it is recycled unless it has a holder."""

@@ -218,20 +218,19 @@ class KVManager:
 
     def lock(self, match: Match) -> None:
         """Hold all blocks of a match, so that nothing evicts them."""
-        for number, block in self._blocks(match):
-            self.groups[number].retain(block)
+        for group, blocks in zip(self.groups, self._blocks(match), strict=True):
+            group.retain(*blocks)
 
     def unlock(self, match: Match) -> None:
         """Undo `lock`."""
-        for number, block in self._blocks(match):
-            self.groups[number].release(block)
+        for group, blocks in zip(self.groups, self._blocks(match), strict=True):
+            group.release(*blocks)
 
-    def _blocks(self, match: Match) -> Iterable[tuple[int, int]]:
-        """The blocks of a match, last ones first, in the order in which they are released."""
-        if match.partial is not None:
-            yield from enumerate(match.partial.blocks)
-        for number, table in enumerate(self._tables(match)):
-            yield from ((number, block) for block in reversed(table) if block != NULL_BLOCK)
+    def _blocks(self, match: Match) -> list[list[int]]:
+        """A match's blocks by group, last ones first, in the order in which they are released."""
+        partial = [[]] * len(self.groups) if match.partial is None else [[block] for block in match.partial.blocks]
+        tables = zip(partial, self._tables(match), strict=True)
+        return [last + [block for block in reversed(table) if block != NULL_BLOCK] for last, table in tables]
 
     def admit(self, request: Request, match: Match) -> None:
         """Start a request's tables with a match that has been locked for it."""
@@ -299,15 +298,15 @@ class KVManager:
         return index * self.block_size < request.num_prompt and (index + 1) % states.interval == 0
 
     def _hash_prompt(self, request: Request) -> None:
-        """Hash a request's full blocks; consecutive requests with the same prompt, such as choices, share the work."""
+        """Hash a request's full blocks, except those with which the last hashed prompt begins, too."""
         count = len(request.tokens) // self.block_size
         if len(request.hashes) < count:
             scope, keys, hashes = self._latest
-            if scope == request.scope and keys == request.keys:
-                request.hashes = hashes[:]
-            else:
-                self._extend_hashes(request, count)
-                self._latest = (request.scope, request.keys[:], request.hashes[:])
+            if scope == request.scope and not request.hashes:
+                most = min(count, len(hashes))
+                request.hashes = hashes[: _common_blocks(keys, request.keys, self.block_size, most)]
+            self._extend_hashes(request, count)
+            self._latest = (request.scope, request.keys[:], request.hashes[:])
 
     def _extend_hashes(self, request: Request, count: int) -> None:
         have = len(request.hashes)
@@ -562,11 +561,11 @@ class KVManager:
         return pool.allocate()
 
     def _give_back(self, request: Request, number: int, blocks: Sequence[int]) -> None:
+        if not request.num_in_flight:
+            self.groups[number].release(*blocks)
+            return
         for block in blocks:
-            if request.num_in_flight:
-                self._hand_over(number, block, Handle(STEP, request.last_step))
-            else:
-                self.groups[number].release(block)
+            self._hand_over(number, block, Handle(STEP, request.last_step))
 
     def _hand_over(self, number: int, block: int, handle: Handle) -> None:
         """Turn an existing reference to the block into the handle's."""
@@ -587,6 +586,18 @@ class KVManager:
             table[index] = NULL_BLOCK
         request.num_passed[number] = max(passed, request.num_passed[number])
         self._give_back(request, number, blocks)
+
+
+def _common_blocks(a: array[int], b: array[int], size: int, most: int) -> int:
+    """With how many of the same blocks of `size` keys both begin, at most `most`; by bisection, no key twice."""
+    same, end = 0, most
+    while same < end:
+        middle = (same + end + 1) // 2
+        if a[same * size : middle * size] == b[same * size : middle * size]:
+            same = middle
+        else:
+            end = middle - 1
+    return same
 
 
 def _after(parts: Sequence[Part]) -> int:

@@ -381,7 +381,7 @@ class Scheduler:
         """Give a waiting request its first chunk; False if it must keep waiting."""
         if self._is_full and not outranked(self.running, request):
             return False
-        step.lookup -= len(request.tokens)
+        step.looks_up(len(request.tokens), len(request.hashes) * self.kv.block_size)
         match = self.kv.match(request)
         request.awaits = self._awaited(request, match, step)
         if request.awaits is not None:

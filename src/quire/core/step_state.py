@@ -11,7 +11,10 @@ from quire.core.request import Request
 
 LOOKUP_TOKENS = 2**17
 """After looking up this many prompt tokens in the prefix cache, a step looks up no further prompt, so that its time
-does not grow with the queue. Hashing this many takes a few tens of milliseconds."""
+does not grow with the queue. Hashing this many takes about ten milliseconds."""
+
+HASHED = 8
+"""So many tokens that were hashed before count as one: their blocks are only found and held."""
 
 
 @dataclass(slots=True)
@@ -54,6 +57,10 @@ class PendingStep:
             self.least -= count
         self.chosen[request] = chosen + count
         self.budget -= count
+
+    def looks_up(self, tokens: int, hashed: int) -> None:
+        """Account for looking up a prompt, of which the first `hashed` tokens have been hashed."""
+        self.lookup -= tokens - hashed + hashed // HASHED
 
     def room(self, context: int, *, last: bool = False) -> int:
         """Tokens that a prompt may take after this many earlier ones.
