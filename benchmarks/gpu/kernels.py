@@ -35,7 +35,8 @@ def run(job: Job, model: str) -> None:
             what = ", deterministic" if deterministic else ""
             for batch, context in cases:
                 _decodes(under, model, batch, context, f"{batch} x {context:,}{what}")
-            _prefill(under, prompt)
+            for _ in range(2):
+                _prefill(under, prompt)
             _profiled(under, model, f"prefill of {prompt:,}{what}", 1, partial(_prefill, under, prompt))
 
 
