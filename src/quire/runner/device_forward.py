@@ -9,10 +9,8 @@ per size as a CUDA graph, and replayed.
 from __future__ import annotations
 
 import functools
-import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -26,10 +24,9 @@ from quire.models.model import Model
 from quire.ops import KVCache, RaggedBatch
 from quire.ops.ragged import DeviceSpans, DeviceTrees
 from quire.runner.device import Device
+from quire.runner.graphs import Graphs
 from quire.runner.host_forward import NO_BRANCHES, Blocks, Forwarded, RowsAhead, forward, tree_end, tree_rows
 from quire.runner.proposer import Branch
-
-logger = logging.getLogger(__name__)
 
 LARGEST_GRAPH = 1024
 LARGEST_SMALL_GRAPH = 2048
@@ -51,15 +48,6 @@ class Size(NamedTuple):
     spans: int
 
 
-@dataclass(slots=True)
-class _Graph:
-    """A recorded step of one size: write `inputs`, call `replay`, and read `made`."""
-
-    inputs: Tensor
-    replay: Callable[[], None]
-    made: Forwarded
-
-
 class DeviceForward:
     """Runs spans through the model, with the block tables of all requests on the device.
 
@@ -67,14 +55,13 @@ class DeviceForward:
         kv: one cache per KV group.
         most_spans: most spans of a step.
         width: number of blocks of the longest context.
-        graphs: "lazy", "eager" or "off"; see `EngineConfig.cuda_graphs`.
-        spare: bytes that must be free to record another graph: for it, and for steps without one.
+        graphs, spare: `mode` and `spare` of `Graphs`.
         aux_layers: see `HostForward`.
         largest: most tokens of a step that is recorded.
         keeps: number of tokens per request in `recent`.
 
     Attributes:
-        graphs: see above.
+        graphs: the recorded steps, and passes of a drafting model.
         recent: [requests, keeps] int64, recent tokens for each row of the tables, by position modulo `keeps`: the last
             known ones, followed by drafts.
         lengths: [requests] int32, number of known tokens. The caller maintains both if spans start at `AT_LAST`, or
@@ -96,9 +83,8 @@ class DeviceForward:
     ) -> None:
         self._model, self._kv, self._device, self._aux_layers = model, kv, device, aux_layers
         self._size = kv[0].block_size
-        self._most_spans, self.graphs, self._spare, self._largest = most_spans, graphs, spare, largest
-        self._recorded: dict[Size, _Graph] = {}
-        self._full = False  # no memory for more graphs
+        self._most_spans, self._largest = most_spans, largest
+        self.graphs = Graphs(device, model.ranks, graphs, spare)
         # Twice the spans, since preempted requests keep their row. Growing the tables means recording graphs again.
         with device.active():
             shape = len(kv), 2 * most_spans, width  # groups, requests, blocks
@@ -131,7 +117,7 @@ class DeviceForward:
         tables = torch.nn.functional.pad(self._tables, (0, 0, 0, more))
         recent = torch.nn.functional.pad(self.recent, (0, 0, 0, more))
         lengths = torch.nn.functional.pad(self.lengths, (0, more))
-        self._recorded, self._full = {}, False
+        self.graphs.clear()
         self._tables, self.recent, self.lengths = tables, recent, lengths  # all or none, whatever fails
 
     def slots(self, row: int, positions: Sequence[int]) -> list[Tensor]:
@@ -149,7 +135,7 @@ class DeviceForward:
         """The spans as one batch per group, without padding; see `__call__`."""
         size = Size(int(row_starts[-1]), len(spans))
         if not branches:
-            return self._batches(self._write(self._inputs(size), size, spans, rows, row_starts), size)
+            return self._batches(self._sent(described(size, spans, rows, row_starts)), size)
         by_span = {index: branches[span.request] for index, span in enumerate(spans) if span.request in branches}
         bases, ends = np.zeros((2, len(spans)), np.int32)
         spans = list(spans)
@@ -157,7 +143,7 @@ class DeviceForward:
             spans[index] = replace(spans[index], start=branch.base + branch.slots[0])
             bases[index], ends[index] = branch.base, tree_end(branch)
         depths, paths = (table.astype(np.int32) for table in tree_rows(by_span, row_starts))
-        inputs = self._write(self._inputs(size), size, spans, rows, row_starts)
+        inputs = self._sent(described(size, spans, rows, row_starts))
         reach, *trees = self._device.upload(ends, bases, depths, paths)
         return self._batches(inputs, size, DeviceTrees(*trees), reach)
 
@@ -180,87 +166,28 @@ class DeviceForward:
         if branches:
             return self._forward(self.batches(spans, rows, row_starts, branches))
         size = padded(int(row_starts[-1]), len(spans), self._most_spans)
-        graph = self._recorded.get(size)
-        if graph is not None:
-            self._write(graph.inputs, size, spans, rows, row_starts)
-            graph.replay()
-            return graph.made
-        inputs = self._write(self._inputs(size), size, spans, rows, row_starts)
-        made = self._run(inputs, size)  # this step itself, which also compiles kernels
-        if self.graphs != "off" and size.tokens <= self._largest and not self._full:
-            self._record(inputs, size)
-        return made
+        return self._step(size, described(size, spans, rows, row_starts))
+
+    def _step(self, size: Size, sent: NDArray[np.int32]) -> Forwarded:
+        def run(inputs: Tensor) -> Forwarded:
+            return self._forward(self._batches(inputs, size))
+
+        return self.graphs(size, sent, run, records=self.records(size))
+
+    def records(self, size: Size) -> bool:
+        """Whether steps of this size are recorded."""
+        return size.tokens <= self._largest
 
     def record(self, sizes: set[Size], report: Callable[[float], None]) -> None:
         """Record these sizes, or as many as fit; `report` is called with the progress."""
         for index, size in enumerate(sorted(sizes, reverse=True)):
-            if self._full:
+            if self.graphs.full:
                 break
             report(index / len(sizes))
-            inputs = self._inputs(size)
-            inputs.zero_()  # no span has a row, so only the null block is written
-            self._run(inputs, size)
-            self._record(inputs, size)
+            self._step(size, nothing(size))
         report(1.0)
 
-    @property
-    def num_graphs(self) -> int:
-        """Number of recorded sizes."""
-        return len(self._recorded)
-
-    def _record(self, inputs: Tensor, size: Size) -> None:
-        begin = time.perf_counter()
-        self._device.release()  # cached memory cannot be used for recording
-        try:
-            enough = self._device.memory()[0] >= self._spare
-            recorded = self._device.record(lambda: self._run(inputs, size)) if enough else None
-        except torch.OutOfMemoryError:
-            recorded = None
-        if not self._all_ranks(recorded is not None):
-            recorded = None
-        if recorded is None:
-            self._full = True
-            logger.warning(
-                "no memory for more than %d CUDA graphs: steps of other sizes take longer to launch; a lower "
-                "gpu_memory_utilization or max_num_batched_tokens leaves more",
-                self.num_graphs,
-            )
-            return
-        self._recorded[size] = _Graph(inputs, *recorded)
-        seconds = time.perf_counter() - begin
-        logger.debug("recorded a step of %d tokens in %d spans in %.0f ms", *size, seconds * 1000)
-
-    def _all_ranks(self, recorded: bool) -> bool:
-        """Whether all ranks have recorded a step. NCCL wants a collective in a graph on all of them, or on none."""
-        ranks = self._model.ranks
-        if ranks.size == 1:
-            return recorded
-        return all(part.item() for part in ranks.exchange([torch.tensor([recorded], dtype=torch.uint8)]))
-
     # -- computing -----------------------------------------------------------------------------------------
-
-    def _inputs(self, size: Size) -> Tensor:
-        """Memory for a step's description; see `_write`."""
-        return torch.empty(_places(size)[-1].stop, dtype=torch.int32, device=self._device.torch)
-
-    def _write(
-        self, inputs: Tensor, size: Size, spans: list[Span], rows: NDArray[np.int64], begins: NDArray[np.int64]
-    ) -> Tensor:
-        """Send a step's description: row starts, starts and table rows of the spans, tokens, and each row's span."""
-        count, real = len(spans), int(begins[-1])
-        sent = np.zeros(len(inputs), np.int32)
-        row_starts, starts, table_rows, tokens, span_of_row = (sent[place] for place in _places(size))
-        row_starts[: count + 1], row_starts[count + 1 :] = begins, real
-        starts[:count] = [span.start for span in spans]
-        table_rows[:count] = rows
-        tokens[:real] = np.fromiter(chain.from_iterable(span.tokens for span in spans), np.int32, real)
-        span_of_row[:real] = np.repeat(np.arange(count), np.diff(begins))
-        self._device.write(inputs, sent)
-        return inputs
-
-    def _run(self, inputs: Tensor, size: Size) -> Forwarded:
-        """The forward pass, given the inputs of `_write`. Its launches depend only on `size`."""
-        return self._forward(self._batches(inputs, size))
 
     def _batches(
         self, inputs: Tensor, size: Size, trees: DeviceTrees | None = None, reach: Tensor | None = None
@@ -277,6 +204,11 @@ class DeviceForward:
         if reach is not None:
             torch.maximum(contexts, reach, out=contexts)
         return batches
+
+    def _sent(self, description: NDArray[np.int32]) -> Tensor:
+        inputs = torch.empty(len(description), dtype=torch.int32, device=self._device.torch)
+        self._device.write(inputs, description)
+        return inputs
 
     def _placed(self, tokens: Tensor, span_of_row: Tensor, spans: DeviceSpans) -> RaggedBatch:
         ids, positions, slots = self._model.kernels.place(tokens, span_of_row, self.recent, spans, self._size)
@@ -306,6 +238,26 @@ class DeviceForward:
 
     def _forward(self, batches: Sequence[RaggedBatch]) -> Forwarded:
         return forward(self._model, batches, self._kv, self._aux_layers)
+
+
+def nothing(size: Size) -> NDArray[np.int32]:
+    """The description of a step without rows, which writes to the null block alone."""
+    return np.zeros(_places(size)[-1].stop, np.int32)
+
+
+def described(
+    size: Size, spans: Sequence[Span], rows: NDArray[np.int64], begins: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """A step's description: row starts, starts and table rows of the spans, tokens, and each row's span."""
+    count, real = len(spans), int(begins[-1])
+    sent = nothing(size)
+    row_starts, starts, table_rows, tokens, span_of_row = (sent[place] for place in _places(size))
+    row_starts[: count + 1], row_starts[count + 1 :] = begins, real
+    starts[:count] = [span.start for span in spans]
+    table_rows[:count] = rows
+    tokens[:real] = np.fromiter(chain.from_iterable(span.tokens for span in spans), np.int32, real)
+    span_of_row[:real] = np.repeat(np.arange(count), np.diff(begins))
+    return sent
 
 
 def padded(tokens: int, spans: int, most_spans: int) -> Size:

@@ -102,12 +102,12 @@ def start_runner(
     notes.append(f"device: {device.describe()}")
     if note := model.kernels.note():  # the largest step has run
         notes.append(f"dense products: {note}")
-    if forward.graphs != "off":
+    if forward.graphs.mode != "off":
         begin, most = time.perf_counter(), config.max_num_seqs
-        sizes = (all_sizes if forward.graphs == "eager" else decode_sizes)(most, largest)
+        sizes = (all_sizes if forward.graphs.mode == "eager" else decode_sizes)(most, largest)
         with torch.inference_mode(), device.active():
             forward.record(sizes, lambda share: report("recording CUDA graphs", share))
-        notes.append(f"recorded {forward.num_graphs} CUDA graphs in {time.perf_counter() - begin:.1f} s")
+        notes.append(f"recorded {len(forward.graphs)} CUDA graphs in {time.perf_counter() - begin:.1f} s")
         if later := len(all_sizes(most, largest)) - len(sizes):
             notes.append(f"up to {later} more CUDA graphs are recorded, of steps with prompts, each at its first use")
     runner = ModelRunner(model, kv, plan.logit_rows, threads, device, forward, speculation, halves, host, grammars)
