@@ -17,13 +17,14 @@ from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo
 from quire.engine.engine import Engine
-from quire.ops import sampling
+from quire.ops import Kernels, sampling
 from quire.runner.device_drafter import DeviceDrafter
 from quire.runner.draft_context import DeviceContext
 from quire.runner.model_runner import OUT_OF_MEMORY
 from quire.runner.penalties import padded
 from quire.runner.proposer import Ahead, Asked, DeviceProposer, Lines, Row
 from quire.runner.sampler import Sampler
+from quire.runner.start import OnLoad
 from quire.speculate import methods
 from quire.speculate.device_drafting import DeviceDraftingProposer, kept_tokens
 from quire.speculate.drafting import DraftingProposer
@@ -61,6 +62,8 @@ def start(
     drafts: int = 4,
     device: DelayedDevice | None = None,
     proposer: DeviceProposer | None = None,
+    kernels: Kernels | None = None,
+    on_load: OnLoad = lambda phase, share: None,
     **more: Any,
 ) -> Engine:
     """An engine on a stand-in for a GPU; `spec` among the options changes what is drafted."""
@@ -72,11 +75,11 @@ def start(
             spec["model"] = folders["target" if method == "itself" else method]
     options = {"threads": 1, "max_num_seqs": 16, "max_model_len": 200, "num_kv_blocks": 100, "check_invariants": True}
     on_gpu = {"device": "cuda", "deterministic": True, "gpu_memory_utilization": 1.0}
-    with on_device(device or DelayedDevice(), opaque(SpanKernels())):
+    with on_device(device or DelayedDevice(), kernels or opaque(SpanKernels())):
         config = EngineConfig(
             model=folders[TARGETS.get(method or "", "target")], **(options | on_gpu | more), speculative_config=spec
         )
-        return Engine(config, proposer=proposer)
+        return Engine(config, proposer=proposer, on_load=on_load)
 
 
 @pytest.fixture(scope="module")

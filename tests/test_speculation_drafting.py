@@ -22,9 +22,9 @@ from quire.ops import KVCache, KVShape, RaggedBatch
 from quire.ops.ragged import Trees
 from quire.ops.sampling import Filters, Purpose, noise_key, sample
 from quire.runner.draft_context import Line
-from quire.runner.proposer import Branch, Computed, Drafts, Row, Wanted
+from quire.runner.proposer import Branch, Computed, DraftingModel, Drafts, Row, Wanted
 from quire.speculate.config import SpeculativeConfig
-from quire.speculate.drafting import CHUNK, DraftingModel, DraftingProposer, DraftModel
+from quire.speculate.drafting import CHUNK, DraftingProposer, DraftModel
 from quire.speculate.methods import make_speculation
 from quire.speculate.tree import TreeShape
 from tests.oracle import VOCAB, Driver, greedy, load_reference, random_prompt, reference_greedy, save_checkpoint
@@ -118,6 +118,7 @@ class Context:
 
     vocab_size = VOCAB
     kv: KVCache
+    passes = None
 
     def __init__(self, padding: int = 0) -> None:
         self.tables: dict[int, list[int]] = {}

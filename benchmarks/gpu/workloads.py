@@ -18,9 +18,10 @@ from unittest import mock
 from benchmarks.gpu.engines import Bench, bench, random_head
 from benchmarks.gpu.job import Job
 from benchmarks.replay import ReplayProposer
+from quire.runner.proposer import DraftingModel
 from quire.speculate import methods
 from quire.speculate.device_drafting import DeviceDraftingProposer
-from quire.speculate.drafting import DraftingModel, DraftingProposer
+from quire.speculate.drafting import DraftingProposer
 
 SHAPES = {"0.6B": "qwen3-0.6b", "14B": "qwen3-14b"}
 

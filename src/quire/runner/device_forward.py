@@ -24,7 +24,7 @@ from quire.models.model import Model
 from quire.ops import KVCache, RaggedBatch
 from quire.ops.ragged import DeviceSpans, DeviceTrees
 from quire.runner.device import Device
-from quire.runner.graphs import Graphs
+from quire.runner.graphs import Graphs, aligned
 from quire.runner.host_forward import NO_BRANCHES, Blocks, Forwarded, RowsAhead, forward, tree_end, tree_rows
 from quire.runner.proposer import Branch
 
@@ -61,6 +61,7 @@ class DeviceForward:
         keeps: number of tokens per request in `recent`.
 
     Attributes:
+        kernels, vocab_size: the target model's.
         graphs: the recorded steps, and passes of a drafting model.
         recent: [requests, keeps] int64, recent tokens for each row of the tables, by position modulo `keeps`: the last
             known ones, followed by drafts.
@@ -82,6 +83,7 @@ class DeviceForward:
         largest: int = LARGEST_GRAPH,
     ) -> None:
         self._model, self._kv, self._device, self._aux_layers = model, kv, device, aux_layers
+        self.kernels, self.vocab_size = model.kernels, model.vocab_size
         self._size = kv[0].block_size
         self._most_spans, self._largest = most_spans, largest
         self.graphs = Graphs(device, model.ranks, graphs, spare)
@@ -91,6 +93,11 @@ class DeviceForward:
             self._tables = torch.zeros(shape, dtype=torch.int32, device=device.torch)
             self.recent = torch.zeros(2 * most_spans, keeps, dtype=torch.int64, device=device.torch)
             self.lengths = torch.zeros(2 * most_spans, dtype=torch.int32, device=device.torch)
+
+    @property
+    def keeps_lengths(self) -> bool:
+        """Whether `recent` and `lengths` are maintained."""
+        return self.recent.shape[1] > 1
 
     @property
     def last_tokens(self) -> Tensor:
@@ -165,18 +172,27 @@ class DeviceForward:
         """
         if branches:
             return self._forward(self.batches(spans, rows, row_starts, branches))
-        size = padded(int(row_starts[-1]), len(spans), self._most_spans)
+        size = self.size_of(int(row_starts[-1]), len(spans))
         return self._step(size, described(size, spans, rows, row_starts))
 
     def _step(self, size: Size, sent: NDArray[np.int32]) -> Forwarded:
         def run(inputs: Tensor) -> Forwarded:
             return self._forward(self._batches(inputs, size))
 
-        return self.graphs(size, sent, run, records=self.records(size))
+        return self.graphs(("step", size), sent, run, records=self.records(size))
+
+    def size_of(self, tokens: int, spans: int) -> Size:
+        """See `padded`."""
+        return padded(tokens, spans, self._most_spans)
 
     def records(self, size: Size) -> bool:
         """Whether steps of this size are recorded."""
         return size.tokens <= self._largest
+
+    def no_features(self) -> Tensor:
+        """One row of zeros, as `Forwarded.features` are."""
+        width = self._model.config.layer.hidden_size * max(1, len(self._aux_layers))
+        return torch.zeros(1, width, dtype=self._model.dtype, device=self._device.torch)
 
     def record(self, sizes: set[Size], report: Callable[[float], None]) -> None:
         """Record these sizes, or as many as fit; `report` is called with the progress."""
@@ -193,17 +209,25 @@ class DeviceForward:
         self, inputs: Tensor, size: Size, trees: DeviceTrees | None = None, reach: Tensor | None = None
     ) -> list[RaggedBatch]:
         """The kernels' input. `reach` [spans]: least context lengths, as a row's ancestors may be stored after it."""
-        row_starts, starts, table_rows, tokens, span_of_row = (inputs[place] for place in _places(size))
-        if self.recent.shape[1] > 1:  # otherwise lengths are not maintained
-            starts = torch.where(starts == AT_LAST, self.lengths.index_select(0, table_rows) - 1, starts)
-        contexts = torch.empty_like(starts)
-        batches = [
-            self._placed(tokens, span_of_row, DeviceSpans(row_starts, starts, contexts, table_rows, table, trees))
-            for table in self._tables
-        ]
+        spans, tokens, span_of_row = self._read(inputs, size)
+        spans.trees = trees
+        batches = [self._placed(tokens, span_of_row, replace(spans, block_tables=table)) for table in self._tables]
         if reach is not None:
-            torch.maximum(contexts, reach, out=contexts)
+            torch.maximum(spans.context_lens, reach, out=spans.context_lens)
         return batches
+
+    def _read(self, inputs: Tensor, size: Size) -> tuple[DeviceSpans, Tensor, Tensor]:
+        """The spans of the first group, the tokens, and each row's span."""
+        row_starts, starts, table_rows, tokens, span_of_row = (inputs[place] for place in _places(size))
+        if self.keeps_lengths:
+            starts = torch.where(starts == AT_LAST, self.lengths.index_select(0, table_rows) - 1, starts)
+        spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables[0])
+        return spans, tokens, span_of_row
+
+    def batch(self, inputs: Tensor, size: Size) -> tuple[RaggedBatch, DeviceSpans]:
+        """A step for a drafting model, whose KV is in the first group's blocks; `inputs` as from `described`."""
+        spans, tokens, span_of_row = self._read(inputs, size)
+        return self._placed(tokens, span_of_row, spans), spans
 
     def _sent(self, description: NDArray[np.int32]) -> Tensor:
         inputs = torch.empty(len(description), dtype=torch.int32, device=self._device.torch)
@@ -214,17 +238,22 @@ class DeviceForward:
         ids, positions, slots = self._model.kernels.place(tokens, span_of_row, self.recent, spans, self._size)
         return RaggedBatch(ids, positions, slots, [], [], spans.block_tables[:0], self._size, spans)
 
-    def decodes(self, table_rows: Tensor, starts: Tensor, tokens: Tensor) -> RaggedBatch:
+    def decodes(self, table_rows: Tensor, starts: Tensor, tokens: Tensor, goes: Tensor | None = None) -> RaggedBatch:
         """A batch of one token per request for a draft model, of which the host knows only the number of requests.
 
         Args:
             table_rows: [requests] int32, their rows of the tables.
             starts: [requests] int32, positions.
             tokens: [requests] int64, ids.
+            goes: [requests] bool, which have a row, the first ones; the others' starts must be 0. None: all.
         """
         row_starts = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
+        span_of_row = row_starts[:-1]
+        if goes is not None:
+            span_of_row = span_of_row.masked_fill(~goes, 0)
+            row_starts = torch.minimum(row_starts, goes.sum(dtype=torch.int32))
         spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables[0])
-        return self._placed(tokens.to(torch.int32), row_starts[:-1], spans)
+        return self._placed(tokens.to(torch.int32), span_of_row, spans)
 
     def rows_ahead(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> RowsAhead:
         """See `HostForward.rows_ahead`."""
@@ -266,13 +295,13 @@ def padded(tokens: int, spans: int, most_spans: int) -> Size:
     Only steps of decodes alone have as many tokens as spans, which kernels make use of.
     """
     if tokens == spans:
-        count = _padded_decodes(tokens)
+        count = padded_decodes(tokens)
         return Size(count, count)
     spans = next((count for count in (16, 64) if spans <= count <= most_spans), max(spans, most_spans))
     return Size(-(-max(tokens, spans + 1) // CHUNK) * CHUNK, spans)
 
 
-def _padded_decodes(count: int) -> int:
+def padded_decodes(count: int) -> int:
     """Round up to 1, 2, 4, or a multiple of 8; from 128 on, to steps of at most an eighth."""
     if count <= 4:
         return 1 << (count - 1).bit_length()
@@ -302,9 +331,5 @@ def all_sizes(most_spans: int, largest: int = LARGEST_GRAPH) -> set[Size]:
 
 @functools.lru_cache(4096)  # a draft model's batches have any size
 def _places(size: Size) -> list[slice]:
-    """The slices of a step's inputs, each aligned to 16 bytes, for which kernels are compiled."""
-    places, start = [], 0
-    for length in (size.spans + 1, size.spans, size.spans, size.tokens, size.tokens):
-        places.append(slice(start, start + length))
-        start += -(-length // 4) * 4
-    return places
+    """The slices of a step's inputs."""
+    return aligned((size.spans + 1, size.spans, size.spans, size.tokens, size.tokens))

@@ -16,6 +16,7 @@ from quire.ops import KVCache, RaggedBatch
 from quire.ops.sampling import Filters
 from quire.runner.device import Device
 from quire.runner.device_forward import DeviceForward
+from quire.runner.draft_passes import DraftPasses
 from quire.runner.host_forward import HostForward, RowsAhead
 from quire.runner.proposer import Ahead, Asked, Branch, Ends, Row, Wanted
 from quire.runner.sampler import Sampler
@@ -27,11 +28,13 @@ class DraftContext:
     Args:
         kv: one cache per KV group; a draft model's cache is in the first one's blocks.
         row_of: returns a request's row in the block tables.
+        passes: of the drafting model; None if kernels read spans on the host.
 
     Attributes:
         vocab_size: the target model's.
         ranks: number of the target model's ranks.
         upload, download: see `Device`.
+        passes: see above. If there are any, `rows` and `chains` take the place of `batch` and `line`.
     """
 
     def __init__(
@@ -42,7 +45,9 @@ class DraftContext:
         forward: HostForward | DeviceForward,
         row_of: Callable[[int], int],
         device: Device,
+        passes: DraftPasses | None = None,
     ) -> None:
+        self.passes = passes
         self.sampler, self.vocab_size, self.kernels = sampler, model.vocab_size, model.kernels
         self.ranks = model.ranks.size
         self.row_of, self._kv, self._tables = row_of, kv, forward
@@ -65,6 +70,29 @@ class DraftContext:
     def batch(self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> RaggedBatch:
         """One span per request: `tokens` from position `start` on, in the request's own blocks, for use with `kv`."""
         return self._batch([Span(*span) for span in zip(requests, starts, map(list, tokens), strict=True)], {})
+
+    def rows(
+        self, hidden: Tensor, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Compute the rows of `batch`, see `DraftPasses.rows`."""
+        spans = [Span(*span) for span in zip(requests, starts, map(list, tokens), strict=True)]
+        return self._recorded.rows(hidden, spans, self.rows_of(requests))
+
+    def chains(
+        self, out: Tensor, requests: Sequence[int], counts: Sequence[int], positions: Sequence[int] = ()
+    ) -> Tensor | None:
+        """Draft chains of tokens from the result of `rows`, see `DraftPasses.chains`.
+
+        None if the logits of a request are edited, since this depends on its tokens.
+        """
+        state = self.sampler.unedited(requests)
+        return None if state is None else self._recorded.chains(out, counts, self.rows_of(requests), state, positions)
+
+    @property
+    def _recorded(self) -> DraftPasses:
+        if self.passes is None:
+            raise RuntimeError(f"there are no passes of a model that drafts: {self.kv} is read on the host")
+        return self.passes
 
     def tree_batch(self, branches: Sequence[Branch]) -> RaggedBatch:
         """The same for trees of drafts."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -112,3 +112,13 @@ class Graphs:
         if self._ranks.size == 1:
             return recorded
         return all(part.item() for part in self._ranks.exchange([torch.tensor([recorded], dtype=torch.uint8)]))
+
+
+def aligned(lengths: Sequence[int]) -> list[slice]:
+    """Places of arrays among 32-bit words, one behind the other, each aligned to 16 bytes, for which kernels are
+    compiled."""
+    places, start = [], 0
+    for length in lengths:
+        places.append(slice(start, start + length))
+        start += -(-length // 4) * 4
+    return places

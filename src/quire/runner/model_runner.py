@@ -33,6 +33,7 @@ from quire.runner.device import Device, Mark, is_lost, is_out_of_memory
 from quire.runner.device_drafter import DeviceDrafter
 from quire.runner.device_forward import DeviceForward
 from quire.runner.draft_context import DeviceContext, DraftContext
+from quire.runner.draft_passes import passes_of
 from quire.runner.drafter import Drafter, Outcome, accepted_path, branch_of
 from quire.runner.expert_mover import ExpertMover
 from quire.runner.host_forward import Forwarded, HostForward
@@ -128,7 +129,8 @@ class ModelRunner:
         def row_of(request: int) -> int:
             return requests[request].row
 
-        proposer, forward, rest = speculation.proposer, self._forward, (row_of, self.device)
+        proposer, forward = speculation.proposer, self._forward
+        rest = (row_of, self.device, passes_of(forward, self.kv, speculation))
         if not isinstance(proposer, DeviceProposer):
             context = DraftContext(self.model, self.kv, self.sampler, forward, *rest)
             return Drafter(proposer, context, speculation.rejection)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from torch import Tensor
 
 from quire.core.step import RequestInfo
-from quire.ops import KVShape
+from quire.ops import KVCache, KVShape, RaggedBatch
 
 if TYPE_CHECKING:
     from quire.runner.draft_context import DeviceContext, DraftContext
@@ -106,6 +106,30 @@ class Branch(NamedTuple):
     tokens: Sequence[int]
     slots: Sequence[int]
     paths: Sequence[Sequence[int]]
+
+
+class DraftingModel(Protocol):
+    """A model that drafts: EAGLE's heads, `Model.mtp`, and `DraftModel`, which adapts a whole model.
+
+    Where kernels read spans on the device, its methods are recorded: they must not look at numbers.
+
+    Attributes:
+        kv_shape: of a token's KV.
+    """
+
+    kv_shape: KVShape
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """From the target's features [rows, width] to the rows' input `hidden`."""
+        ...
+
+    def forward(self, hidden: Tensor, batch: RaggedBatch, kv: KVCache) -> Tensor:
+        """One step: [tokens, hidden], the input of `logits`, and the input `hidden` of the next drafted row."""
+        ...
+
+    def logits(self, out: Tensor) -> Tensor:
+        """From rows of `forward`'s result to [rows, vocabulary of the target] fp32."""
+        ...
 
 
 class Proposer(Protocol):
@@ -235,6 +259,7 @@ class Speculation:
     """A proposer, and its requirements.
 
     Attributes:
+        model: drafts; None if no model does.
         aux_layers: target layers whose inputs are its features; if empty, these are the target's final hidden states.
         weight_bytes: size of the draft model's weights.
         kv_shape: shape of its KV, which is in the same blocks as the target's; None if it has none.
@@ -245,6 +270,7 @@ class Speculation:
     """
 
     proposer: Proposer | DeviceProposer
+    model: DraftingModel | None = None
     aux_layers: tuple[int, ...] = ()
     weight_bytes: int = 0
     kv_shape: KVShape | None = None

@@ -272,6 +272,11 @@ class Sampler:
         filters, edits = self._prepare_with_drafts(places)
         return self._sample(logits, filters, edits)[0]
 
+    def unedited(self, requests: Sequence[int]) -> NDArray[Any] | None:
+        """The requests' rows of the table; None if one has edits."""
+        state = self._table.rows[self._table.slots(requests)]
+        return None if state["edited"].any() else state
+
     def filters_ahead(
         self, requests: Sequence[int], positions: Sequence[int], counts: Sequence[int]
     ) -> list[ops.Filters] | None:

@@ -19,7 +19,8 @@ from quire.kv.prefault import Prefaulter
 from quire.models.model import Model
 from quire.ops import KVCache
 from quire.runner.device import Device
-from quire.runner.device_forward import DeviceForward, all_sizes, decode_sizes, largest_graph
+from quire.runner.device_forward import DeviceForward, Size, all_sizes, decode_sizes, largest_graph
+from quire.runner.draft_passes import ChainSize, chain_sizes, passes_of, row_sizes
 from quire.runner.memory_plan import (
     FREE_SHARE,
     Measured,
@@ -103,15 +104,51 @@ def start_runner(
     if note := model.kernels.note():  # the largest step has run
         notes.append(f"dense products: {note}")
     if forward.graphs.mode != "off":
-        begin, most = time.perf_counter(), config.max_num_seqs
-        sizes = (all_sizes if forward.graphs.mode == "eager" else decode_sizes)(most, largest)
-        with torch.inference_mode(), device.active():
-            forward.record(sizes, lambda share: report("recording CUDA graphs", share))
-        notes.append(f"recorded {len(forward.graphs)} CUDA graphs in {time.perf_counter() - begin:.1f} s")
-        if later := len(all_sizes(most, largest)) - len(sizes):
-            notes.append(f"up to {later} more CUDA graphs are recorded, of steps with prompts, each at its first use")
+        notes += _record(config, forward, kv, device, largest, speculation, report)
     runner = ModelRunner(model, kv, plan.logit_rows, threads, device, forward, speculation, halves, host, grammars)
     return Started(runner, kv, tuple(notes))
+
+
+def _record(
+    config: EngineConfig,
+    forward: DeviceForward,
+    kv: list[KVCache],
+    device: Device,
+    largest: int,
+    speculation: Speculation | None,
+    report: OnLoad,
+) -> list[str]:
+    """Record the steps of decodes, with drafts if there are any, and what drafts them; with "eager", all others.
+
+    Returns messages for the user.
+    """
+    begin, most, eager = time.perf_counter(), config.max_num_seqs, forward.graphs.mode == "eager"
+    every, sizes = all_sizes(most, largest), decode_sizes(most, largest)
+    rows, chains = set[Size](), set[ChainSize]()
+    passes = None
+    if speculation is not None and config.speculation is not None:
+        passes = passes_of(forward, kv, speculation)
+        most_drafts, tree = config.speculation.num_speculative_tokens, config.speculation.tree_width > 1
+        counts = range(1 if config.speculation.adaptive else most_drafts, most_drafts + 1)
+        if not tree:
+            sizes |= {forward.size_of(n * (1 + count), n) for count in counts for n in range(1, most + 1)} & every
+            chains = set() if speculation.rejection else chain_sizes(most, counts, eager)
+        rows = every if eager else row_sizes(forward, most, most_drafts) & every
+    if eager:
+        sizes = every
+
+    def recording(share: float) -> None:
+        report("recording CUDA graphs", share)
+
+    with torch.inference_mode(), device.active():
+        part = 1.0 if passes is None else 0.5
+        forward.record(sizes, lambda share: recording(part * share))
+        if passes is not None:
+            passes.record(rows, chains, lambda share: recording(0.5 + share / 2))
+    notes = [f"recorded {len(forward.graphs)} CUDA graphs in {time.perf_counter() - begin:.1f} s"]
+    if later := len(every - sizes):
+        notes.append(f"up to {later} more CUDA graphs are recorded, of steps with prompts, each at its first use")
+    return notes
 
 
 def free_for_each(config: EngineConfig, model: Model, ranks: int, neighbours: int = 0) -> int:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from quire.core.step import RequestInfo
 from quire.runner.draft_context import DeviceContext
-from quire.runner.proposer import Asked, Computed, DeviceProposer, Ends, Lines, Placed
-from quire.speculate.drafting import CHUNK, NOTHING, DraftingModel
+from quire.runner.proposer import Asked, Computed, DeviceProposer, DraftingModel, Lines, Placed
+from quire.speculate.drafting import CHUNK, NOTHING
 
 
 def kept_tokens(most: int) -> int:
@@ -116,7 +116,7 @@ class DeviceDraftingProposer(DeviceProposer):
             kept.append((each.rows[-1], place + state.followed % self.keeps))
         if batch:
             fed = self._fed(hidden, picked, waited, context) if self._lead else NOTHING
-            self._model.forward(fed, context.batch(*zip(*batch, strict=True)), context.kv)
+            context.rows(fed, *zip(*batch, strict=True))
         if self._lead and kept:
             self._keep(hidden, *context.upload(*np.array(kept).T))
 
@@ -145,16 +145,17 @@ class DeviceDraftingProposer(DeviceProposer):
         others = [each for each, lag in zip(known, lags, strict=True) if not each.drafts and lag >= late]
         if not self._has_room(context) or not (wanted or others):
             return None
-        ends = context.ends([each.request for each in [*wanted, *others]])
-        out = self._catch_up([*wanted, *others], ends, context)
+        out = self._catch_up([*wanted, *others], context)
         if not wanted:
             return None
-        return Lines([each.request for each in wanted], self._lines(wanted, ends, out, context))
+        requests = [each.request for each in wanted]
+        tokens = context.chains(out, requests, [each.drafts for each in wanted])
+        return Lines(requests, self._lines(wanted, out, context) if tokens is None else tokens)
 
-    def _catch_up(self, asked: Sequence[Asked], ends: Ends, context: DeviceContext) -> Tensor:
+    def _catch_up(self, asked: Sequence[Asked], context: DeviceContext) -> Tensor:
         """Compute all rows that may be known. A failure is not retried.
 
-        Returns the output of the row of each request's last known token, [requests, hidden].
+        Returns the output of the row of each request's last known token, [at least requests, hidden].
         """
         starts, counts = [], []
         for each in asked:
@@ -162,19 +163,22 @@ class DeviceDraftingProposer(DeviceProposer):
             starts.append(max(state.followed, stop + self._most + 1 - self.keeps))  # earlier ones are no longer kept
             counts.append(stop - starts[-1])
             state.followed, state.ahead = each.certain - self._lead, each.most > each.certain
-        batch = context.batch([each.request for each in asked], starts, [[-1 - self._lead] * count for count in counts])
-        firsts = np.cumsum(counts) - counts
-        positions = np.arange(sum(counts)) + np.repeat(np.array(starts) - firsts, counts)
-        rows = np.repeat([context.row_of(each.request) for each in asked], counts)
-        places, begins, rows_before, lasts = context.upload(
-            rows * self.keeps + positions % self.keeps, np.array(starts), firsts, np.array(counts) - 1
-        )
-        out = self._model.forward(self._hidden.index_select(0, places) if self._lead else NOTHING, batch, context.kv)
-        row = (ends.lengths - 1 - self._lead - begins).clamp(min=0)  # negative: that step failed; this one is not used
-        return out.index_select(0, rows_before + torch.minimum(row, lasts))
+        hidden = NOTHING
+        if self._lead:
+            firsts = np.cumsum(counts) - counts
+            positions = np.arange(sum(counts)) + np.repeat(np.array(starts) - firsts, counts)
+            rows = np.repeat(context.rows_of([each.request for each in asked]), counts)
+            [places] = context.upload(rows * self.keeps + positions % self.keeps)
+            hidden = self._hidden.index_select(0, places)
+        placeholders = [[-1 - self._lead] * count for count in counts]
+        return context.rows(hidden, [each.request for each in asked], starts, placeholders)
 
-    def _lines(self, asked: Sequence[Asked], ends: Ends, out: Tensor, context: DeviceContext) -> Tensor:
-        """Chains of drafts, from `out` of the last known rows; requests that want most come first."""
+    def _lines(self, asked: Sequence[Asked], out: Tensor, context: DeviceContext) -> Tensor:
+        """Chains of drafts, from `out` of the last known rows; requests that want most come first.
+
+        For requests with edits: these depend on the number of tokens, and so do the launches.
+        """
+        ends = context.ends([each.request for each in asked])
         drafts = torch.full((len(asked), asked[0].drafts), -1, device=out.device)
         for depth in range(asked[0].drafts):
             count = sum(each.drafts > depth for each in asked)

@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,7 @@ from quire.models.model import Model
 from quire.ops import KVCache, KVShape, RaggedBatch
 from quire.ops.kv_cache import on_device
 from quire.runner.draft_context import DraftContext
-from quire.runner.proposer import Computed, Drafts, Row, Wanted
+from quire.runner.proposer import Computed, DraftingModel, Drafts, Row, Wanted
 from quire.speculate.tree import GrowingTree, TreeShape
 
 CHUNK = 16
@@ -35,28 +34,6 @@ CHUNK = 16
 
 NOTHING = torch.empty(0, 0)
 """A draft model's input besides tokens."""
-
-
-class DraftingModel(Protocol):
-    """A model that drafts: EAGLE's heads, `Model.mtp`, and `DraftModel`, which adapts a whole model.
-
-    Attributes:
-        kv_shape: of a token's KV.
-    """
-
-    kv_shape: KVShape
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """From the target's features [rows, width] to the rows' input `hidden`."""
-        ...
-
-    def forward(self, hidden: Tensor, batch: RaggedBatch, kv: KVCache) -> Tensor:
-        """One step: [tokens, hidden], the input of `logits`, and the input `hidden` of the next drafted row."""
-        ...
-
-    def logits(self, out: Tensor) -> Tensor:
-        """From rows of `forward`'s result to [rows, vocabulary of the target] fp32."""
-        ...
 
 
 class DraftModel:
@@ -215,6 +192,7 @@ class DraftingProposer:
             hidden = [self._waiting.first(counts)] if self._lead else []
             out = self._catch_up(list(counts), hidden, context)
             tree = self._tree
+            out = _first(out, len(asked))
             made = self._lines(asked, out, context) if tree is None else self._trees(tree, asked, out, context)
             found = {each.request: drafts for each, drafts in zip(asked, made, strict=True)}
         return [found.get(each.request) or Drafts([]) for each in wanted]
@@ -229,15 +207,17 @@ class DraftingProposer:
         Args:
             hidden: a head's input for them, in parts; empty for a draft model.
 
-        Returns the output of each request's last row, [requests, hidden].
+        Returns the output of each request's last row, [at least requests, hidden].
         """
         states = [self._requests[request] for request in requests]
         starts, tokens = [state.followed for state in states], [state.tokens for state in states]
         for state in states:
             state.followed += len(state.tokens)
             state.tokens = []
-        batch = context.batch(requests, starts, tokens)
-        out = self._forward(torch.cat(list(hidden)) if hidden else None, batch, context.kv)
+        fed = torch.cat(list(hidden)) if hidden else None
+        if context.passes is not None:
+            return context.rows(NOTHING if fed is None else fed, requests, starts, tokens)
+        out = self._forward(fed, context.batch(requests, starts, tokens), context.kv)
         return _pick(out, [end - 1 for end in itertools.accumulate(map(len, tokens))])
 
     def _forward(self, hidden: Tensor | None, batch: RaggedBatch, kv: KVCache) -> Tensor:
@@ -249,17 +229,10 @@ class DraftingProposer:
 
     def _lines(self, asked: Sequence[Wanted], out: Tensor, context: DraftContext) -> list[Drafts]:
         """Chains of drafts, from `out` [requests, hidden] of the last known rows."""
-        line = context.line(asked, self._lead)
+        lines = self._recorded_lines(asked, out, context)
         drawn_from: list[Tensor] = []  # per draft: [requests that want it, vocabulary]
-        while True:
-            logits = self._model.logits(out)
-            if self._needs_distributions:
-                drawn_from.append(context.distributions(logits.clone(), line.rows))
-            going = line.draw(logits)
-            if not going:
-                break
-            out = _first(self._forward(_first(out, going), line.batch(), context.kv), going)
-        lines = line.drafts()
+        if lines is None:
+            lines = self._drawn_lines(asked, out, context, drawn_from)
         if not self._lead:  # a head computes these rows again, from the target's hidden states
             for each, tokens in zip(asked, lines, strict=True):
                 self._requests[each.request].fed = tokens[: each.count - 1]
@@ -271,6 +244,30 @@ class DraftingProposer:
             else Drafts([])
             for i, tokens in enumerate(lines)
         ]
+
+    def _recorded_lines(self, asked: Sequence[Wanted], out: Tensor, context: DraftContext) -> list[list[int]] | None:
+        """Chains of drafts that nobody waits for before the last one; None if they must be drawn one by one."""
+        if context.passes is None or self._needs_distributions:
+            return None
+        requests, counts = [each.request for each in asked], [each.count for each in asked]
+        drawn = context.chains(out, requests, counts, [each.position for each in asked])
+        if drawn is None:
+            return None
+        return [_before_none(line[:count]) for line, count in zip(drawn.tolist(), counts, strict=True)]
+
+    def _drawn_lines(
+        self, asked: Sequence[Wanted], out: Tensor, context: DraftContext, drawn_from: list[Tensor]
+    ) -> list[list[int]]:
+        """The same, one draft after the other; `drawn_from` gets the distributions, if they are needed."""
+        line = context.line(asked, self._lead)
+        while True:
+            logits = self._model.logits(out)
+            if self._needs_distributions:
+                drawn_from.append(context.distributions(logits.clone(), line.rows))
+            going = line.draw(logits)
+            if not going:
+                return line.drafts()
+            out = _first(self._forward(_first(out, going), line.batch(), context.kv), going)
 
     def _trees(self, shape: TreeShape, asked: Sequence[Wanted], out: Tensor, context: DraftContext) -> list[Drafts]:
         """Trees of drafts; those of all requests grow together, a layer at a time."""
@@ -337,6 +334,11 @@ class _Waiting:
         for places in self._places.values():
             places[:] = range(self._used, self._used + len(places))
             self._used += len(places)
+
+
+def _before_none(line: list[int]) -> list[int]:
+    """The drafts up to one where all tokens were masked."""
+    return line[: line.index(-1)] if -1 in line else line
 
 
 def _first(x: Tensor, count: int) -> Tensor:

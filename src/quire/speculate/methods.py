@@ -8,10 +8,10 @@ from quire.config import EngineConfig
 from quire.errors import CheckpointError, ConfigError
 from quire.models.checkpoint import content_hash, resolve
 from quire.models.model import Model
-from quire.runner.proposer import Speculation
+from quire.runner.proposer import DraftingModel, Speculation
 from quire.speculate.config import SpeculativeConfig
 from quire.speculate.device_drafting import DeviceDraftingProposer
-from quire.speculate.drafting import CHUNK, DraftingModel, DraftingProposer, DraftModel
+from quire.speculate.drafting import CHUNK, DraftingProposer, DraftModel
 from quire.speculate.load_draft import load_draft_model, load_eagle, load_eagle3
 from quire.speculate.ngram import NgramProposer
 from quire.speculate.tree import TreeShape
@@ -39,6 +39,7 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
         kept = 2 * proposer.keeps  # of waiting requests, too
     return Speculation(
         proposer,
+        model=drafting,
         aux_layers=aux_layers,
         weight_bytes=weight_bytes,
         kv_shape=drafting.kv_shape,

@@ -1,0 +1,102 @@
+"""What drafts is recorded and replayed, as the target's steps are: nothing of it is launched by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from quire.engine.engine import Engine
+from quire.parallel.group import OneRank
+from quire.speculate import methods
+from tests.devices import DelayedDevice
+from tests.taped import TapedDevice
+from tests.test_device_forward import warnings_in
+from tests.test_speculation import request, run
+from tests.test_speculation_device import OnHost, alone, start
+from tests.test_speculation_methods import TARGETS, folders
+
+__all__ = ["alone", "folders"]  # fixtures
+
+
+def taped(folders: dict[str, str], method: str | None, device: TapedDevice, drafts: int = 4, **more: Any) -> Engine:
+    return start(folders, method, drafts, device=device, kernels=device.kernels, **more)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_replay_repeats_what_was_recorded_and_gives_the_same_tokens(folders, alone, method, waits):
+    """Whatever the host knew while it recorded."""
+    device = TapedDevice()
+    kind = OnHost if waits else methods.DeviceDraftingProposer
+    with mock.patch.object(methods, "DeviceDraftingProposer", kind):
+        engine = taped(folders, method, device, max_num_batched_tokens=64)
+    outcomes = alone[TARGETS.get(method, "target")]
+    assert run(engine, range(16)) == outcomes
+    assert run(engine, range(15, -1, -1), first_id=100, stagger=2) == outcomes
+    assert device.num_replayed > 100 and engine.stats.drafted > 100 and engine.stats.accepted > 0
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_more_drafts_or_requests_launch_nothing_more(folders, waits):
+    """Outside of graphs only what follows them is launched: head and sampling, as without drafts."""
+    found = {}
+    for method, drafts, count in ((None, 0, 1), ("eagle", 2, 1), ("eagle", 6, 1), ("eagle", 6, 8)):
+        device = TapedDevice()
+        kind = OnHost if waits else methods.DeviceDraftingProposer
+        with mock.patch.object(methods, "DeviceDraftingProposer", kind):
+            engine = taped(folders, method, device, drafts, cuda_graphs="eager")
+        for number in range(count):
+            engine.add(request(1, number, max_tokens=60))
+        for _ in range(4):
+            engine.step()
+        launched, recorded = device.num_launched, device.num_recorded
+        for _ in range(4):
+            engine.step()
+        assert device.num_recorded == recorded, "all was recorded at start"
+        assert (engine.stats.drafted > 0) == (drafts > 0)
+        found[method, drafts, count] = device.num_launched - launched
+    assert len(set(found.values())) == 1, found
+
+
+def test_what_drafts_is_recorded_at_start_and_said_so(folders):
+    told: list[tuple[str, float]] = []
+    for mode, kinds in (("lazy", {"step", "rows", "chains"}), ("eager", {"step", "rows", "chains"}), ("off", set())):
+        told.clear()
+        engine = start(folders, "eagle", cuda_graphs=mode, on_load=lambda *each: told.append(each))
+        graphs = engine.executor._runner._forward.graphs  # type: ignore[attr-defined]
+        assert {key[0] for key in graphs._recorded} == kinds
+        shares = [share for phase, share in told if phase == "recording CUDA graphs"]
+        assert shares == sorted(shares) and shares[-1:] == [1.0] * bool(kinds)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_where_no_more_graphs_fit_drafts_go_on_without(folders, alone, caplog, waits):
+    device = DelayedDevice(most_graphs=25)
+    kind = OnHost if waits else methods.DeviceDraftingProposer
+    with mock.patch.object(methods, "DeviceDraftingProposer", kind):
+        engine = start(folders, "eagle", device=device, cuda_graphs="eager")
+    assert run(engine, range(16)) == alone["target"]
+    assert device.num_recorded == 25 and engine.stats.drafted > 100
+    [warning] = warnings_in(caplog)
+    assert "no memory for more than 25 CUDA graphs" in warning
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_ranks_record_drafts_together_or_not_at_all(folders, alone, caplog, other):
+    class TwoRanks(OneRank):
+        def exchange(self, own: Sequence[torch.Tensor], word: int = 0) -> list[torch.Tensor]:
+            return [*super().exchange(own), torch.tensor([other], dtype=torch.uint8)]
+
+    device = DelayedDevice()
+    engine = start(folders, "eagle", device=device)
+    graphs = engine.executor._runner._forward.graphs  # type: ignore[attr-defined]
+    graphs.clear()
+    graphs._ranks = TwoRanks(0, 2)
+    assert run(engine, range(16)) == alone["target"]
+    assert engine.stats.drafted > 100
+    assert (len(graphs) > 5) == other
+    assert len(warnings_in(caplog)) == (not other)
