@@ -465,10 +465,10 @@ def test_sections_that_are_done_do_not_run_again(tmp_path: Path) -> None:
 def test_what_a_sweep_has_chosen_is_what_later_sections_compute_with(monkeypatch: pytest.MonkeyPatch) -> None:
     tile, programs = linear_dense.SHORT._replace(stages=2), 7
     monkeypatch.setattr(linear_dense, "SHORT", linear_dense.SHORT)
-    monkeypatch.setattr(splits, "PROGRAMS", splits.PROGRAMS)
-    chosen = ((linear_dense, {"SHORT": list(tile)}), (splits, {"PROGRAMS": programs}))
+    monkeypatch.setattr(splits, "WORKERS", splits.WORKERS)
+    chosen = ((linear_dense, {"SHORT": list(tile)}), (splits, {"WORKERS": programs}))
     use_constants([{"kind": "constants", "module": module.__name__, "values": values} for module, values in chosen])
-    assert (tile, programs) == (linear_dense.SHORT, splits.PROGRAMS)
+    assert (tile, programs) == (linear_dense.SHORT, splits.WORKERS)
     product = linear_dense.DenseProduct(torch.empty(8, 64, dtype=torch.bfloat16), None)
     assert product._short == tile
 
@@ -477,18 +477,18 @@ def test_what_a_sweep_has_chosen_is_what_later_sections_compute_with(monkeypatch
 def test_constants_that_fail_their_check_are_not_used_but_those_that_were_swept_later(
     found: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs = splits.PROGRAMS
-    monkeypatch.setattr(splits, "PROGRAMS", programs)
+    programs = splits.WORKERS
+    monkeypatch.setattr(splits, "WORKERS", programs)
 
     def chosen(section: str, value: int) -> dict[str, Any]:
-        values = {"PROGRAMS": value}
+        values = {"WORKERS": value}
         return {"kind": "constants", "section": section, "module": splits.__name__, "values": values}
 
     checked = found | {"section": CHECKED_CHOICE}
     use_constants([{"kind": "run", "key": "a"}, chosen("sweep attention", 7), checked])
-    assert programs == splits.PROGRAMS
+    assert programs == splits.WORKERS
     use_constants([chosen("sweep attention", 7), checked, chosen("sweep quantized", 8)])
-    assert splits.PROGRAMS == 8
+    assert splits.WORKERS == 8
 
 
 def test_a_choice_of_tiles_that_cannot_be_compiled_is_one_less_but_that_of_the_sources_must_be(

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in div
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splits, "SPLIT", SPLIT)
-    monkeypatch.setattr(attention, "MERGED_AT_ONCE", tl.constexpr(2))
+    monkeypatch.setattr(attention, "MERGED_AT_ONCE", 2)
 
 
 def on_device(
@@ -59,12 +59,10 @@ def on_device(
     )
 
 
-def attend(
-    q: torch.Tensor, kv: KVCache, batch: RaggedBatch, window: int | None, deterministic: bool = True
-) -> torch.Tensor:
+def attend(q: torch.Tensor, kv: KVCache, batch: RaggedBatch, window: int | None) -> torch.Tensor:
     rows = len(batch.token_ids) - len(q)
     q = torch.cat([q, q.new_full((rows, *q.shape[1:]), float("nan"))]) if rows else q
-    return attention.attend(q, kv, batch, LAYER, kv.head_dim**-0.5, window, deterministic)[: len(q) - rows]
+    return attention.attend(q, kv, batch, LAYER, kv.head_dim**-0.5, window)[: len(q) - rows]
 
 
 def stored(
@@ -81,17 +79,17 @@ def stored(
 
 
 @pytest.mark.parametrize(
-    "dtype, how, group, kv_heads, dim, size, window, deterministic",
+    "dtype, how, group, kv_heads, dim, size, window",
     [
-        (torch.float32, "auto", 1, 2, 64, 16, None, True),
-        (torch.float32, "auto", 5, 1, 80, 32, 150, False),
-        (torch.float32, "auto", 2, 1, 256, 64, 1, True),
-        (torch.float32, "int8", 8, 1, 24, 256, None, False),
-        (torch.float32, "fp8", 2, 1, 128, 16, 50, True),
-        (torch.float16, "auto", 8, 1, 128, 128, None, True),
-        (torch.float16, "auto", 2, 2, 96, 16, 50, False),
-        (torch.float16, "int8", 2, 1, 64, 16, None, True),
-        (torch.float16, "fp8", 5, 1, 80, 32, 150, False),
+        (torch.float32, "auto", 1, 2, 64, 16, None),
+        (torch.float32, "auto", 5, 1, 80, 32, 150),
+        (torch.float32, "auto", 2, 1, 256, 64, 1),
+        (torch.float32, "int8", 8, 1, 24, 256, None),
+        (torch.float32, "fp8", 2, 1, 128, 16, 50),
+        (torch.float16, "auto", 8, 1, 128, 128, None),
+        (torch.float16, "auto", 2, 2, 96, 16, 50),
+        (torch.float16, "int8", 2, 1, 64, 16, None),
+        (torch.float16, "fp8", 5, 1, 80, 32, 150),
     ],
 )
 def test_attention_equals_the_reference(
@@ -102,7 +100,6 @@ def test_attention_equals_the_reference(
     dim: int,
     size: int,
     window: int | None,
-    deterministic: bool,
 ) -> None:
     rng = random.Random(dim)
     torch.manual_seed(0)
@@ -113,21 +110,28 @@ def test_attention_equals_the_reference(
     q = torch.cat([r.q[start:] for r, (start, _) in zip(requests, spans, strict=True)])
     exact = paged_attention(q.float(), kv, batch_of(spans, tables, size), LAYER, dim**-0.5, window).flatten(1)
     last_place = {torch.float32: 1e-6, torch.float16: 2**-11}[dtype]
-    out = attend(q, kv, on_device(spans, tables, size, (3, 2)), window, deterministic)
+    out = attend(q, kv, on_device(spans, tables, size, (3, 2)), window)
     torch.testing.assert_close(out.float(), exact, atol=2 * last_place, rtol=2 * last_place)
 
 
-@pytest.mark.parametrize("spans", [[(200, 1), (130, 1), (3, 1)], [(0, 300)], [(0, 1)]])
-def test_without_the_contract_tiles_suit_the_step(spans: list[Span]) -> None:
+@pytest.mark.parametrize(
+    "spans, rows", [([(200, 1), (130, 1), (3, 1)], 16), ([(0, 300)], 64), ([(0, 1)], 16), ([(9, 8), (0, 9)], 64)]
+)
+def test_tiles_suit_the_step(spans: list[Span], rows: int) -> None:
     requests = [Request(sum(span), (2, 1, 64), torch.float32, seed=1) for span in spans]
     kv, tables = stored(requests, 16, "auto")
     q = torch.cat([r.q[start:] for r, (start, _) in zip(requests, spans, strict=True)])
     batch = on_device(spans, tables, 16)
     assert batch.spans is not None
-    assert attention._make_plan(q, kv, batch.spans, None, False).rows == (128 if len(q) == 300 else 16)
-    assert attention._make_plan(q, kv, batch.spans, None, True).rows == 64
-    exact = paged_attention(q, kv, batch_of(spans, tables, 16), LAYER, 0.125, None).flatten(1)
-    torch.testing.assert_close(attend(q, kv, batch, None, deterministic=False), exact, atol=2e-6, rtol=2e-6)
+    assert attention._make_plan(q, kv, batch.spans, None).rows == rows
+
+
+def test_where_tall_tiles_have_an_instruction_of_their_own_there_is_one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    for capability, rows in (((8, 0), 16), ((9, 0), 16), ((10, 0), 64), ((12, 0), 16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert attention._row_tile(2, 2, device) == rows
+        assert attention._row_tile(2, 300, device) == 64
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -137,7 +141,7 @@ def test_whole_prompts_see_what_follows_and_not_their_company(window: int | None
     kv, tables = stored(requests, size, "auto")
 
     def both_ways(q: torch.Tensor, batch: RaggedBatch) -> torch.Tensor:
-        return attention.attend(q, kv, batch, LAYER, 24**-0.5, window, True, causal=False).view(q.shape)
+        return attention.attend(q, kv, batch, LAYER, 24**-0.5, window, causal=False).view(q.shape)
 
     batch = on_device([(0, length) for length in lengths], tables, size, (0, 2))
     together = both_ways(torch.cat([r.q for r in requests]), batch).split(lengths)
@@ -194,7 +198,8 @@ def test_bits_depend_on_the_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(splits, "PROGRAMS", 2)  # workers for three splits
+    monkeypatch.setattr(splits, "WORKERS", 2)  # workers for three splits
+    monkeypatch.setattr(splits, "RESIDENT", 1000 if side_by_side else 1)
     if not side_by_side:
         monkeypatch.setattr(splits, "SCRATCH_BYTES", 0)
     request = Request(LENGTH, shape, dtype, seed=1)
@@ -209,53 +214,89 @@ def test_bits_depend_on_the_request_alone(
         assert torch.equal(out.view(torch.uint8), whole.view(torch.uint8)), f"blocks of {size}, chunks {lengths}"
 
 
-def listed(spans: Sequence[Span], tokens: int, window: int | None = None) -> splits.Splits:
-    """The list for a step of these spans, 4 query heads and 2 KV heads of 16 numbers."""
+def listed(spans: Sequence[Span], tokens: int, window: int | None = None) -> splits.Work:
+    """The lists for a step of these spans, 4 query heads and 2 KV heads of 16 numbers."""
     requests = [Request(tokens, (4, 2, 16), torch.float16, seed=1)] * len(spans)
     kv, tables = stored(requests[:1], 16, "auto")
     q = torch.cat([requests[0].q[:rows] for _, rows in spans])
     at = on_device(spans, tables * len(spans), 16).spans
     assert at is not None
-    return attention._make_plan(q, kv, at, window, True).splits
+    return attention._make_plan(q, kv, at, window).work
+
+
+def items_of(work: splits.Work, spans: int) -> list[int]:
+    """How many items each span has, and that the records of its tiles say so."""
+    tiles, items = work.records[: work.tiles], work.records[work.tiles :][: int(work.count)]
+    tiles = tiles[tiles[:, 2] > 0]
+    found = items[:, 5].bincount(minlength=spans).tolist()
+    said = [tiles[(tiles[:, 5] == span) & (tiles[:, 6] >= 0), 7].sum().item() for span in range(spans)]
+    assert found == said
+    for *_, span, first, count in tiles[tiles[:, 6] >= 0].tolist():
+        mine = items[first : first + count]
+        assert mine[:, 5].unique().tolist() == [span]
+        assert mine[:, 6].tolist() == list(range(count))
+    return found
 
 
 ITEM_BYTES = 4 * 4 * 18
 """Scratch memory of an item with one row: 4 heads with 16 numbers, a maximum and a sum in fp32."""
 
 
-def test_the_list_has_the_splits_that_each_span_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_row_of_a_step_is_in_one_tile_and_long_walks_come_first() -> None:
+    spans = [(1000, 1), (600, 41), (0, 0), (900, 100)]
+    work = listed(spans, 1008)
+    tiles = work.records[: work.tiles]
+    rows = [list(range(first, first + tokens)) for first, _, tokens, *_ in tiles.tolist()]
+    assert sorted(row for one in rows for row in one) == list(range(142))
+    assert (tiles[:, 1] - tiles[:, 0])[tiles[:, 2] > 0].unique().tolist() == [599, 858, 1000]  # positions of rows
+    assert tiles[0, :2].tolist() == [138, 996]  # the last rows of the last span
+
+
+def test_the_list_has_the_splits_of_tiles_that_would_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = [(1000, 1), (127, 1), (128, 1), (500, 1)]
-    assert listed(decode, 1008).before.tolist() == [0, 8, 8, 10, 14]  # one split is none to share
+    assert items_of(listed(decode, 1008), 4) == [8, 0, 2, 4]  # one split is none to share
     monkeypatch.setattr(splits, "SPANS_AT_ONCE", tl.constexpr(2))
-    assert listed(decode, 1008).before.tolist() == [0, 8, 8, 10, 14]
-    assert listed(decode, 1008, window=100).before.tolist() == [0, 0, 0, 2, 2]
-    mixed = listed([(1000, 1), (600, 41), (900, 8)], 1008)
-    assert (mixed.short, mixed.before.tolist()) == (8, [0, 8, 8, 16])  # 41 rows are not short
+    assert items_of(listed(decode, 1008), 4) == [8, 0, 2, 4]
+    assert items_of(listed(decode, 1008, window=100), 4) == [0, 0, 2, 0]
+    # The 15 splits, for each of two KV heads, are 8 for each of four programs, or 15 for each of two.
+    monkeypatch.setattr(splits, "RESIDENT", 4)
+    assert items_of(listed(decode, 1008), 4) == [8, 0, 0, 0]
+    monkeypatch.setattr(splits, "RESIDENT", 2)
+    assert items_of(listed(decode, 1008), 4) == [8, 0, 0, 0]
+    monkeypatch.setattr(splits, "RESIDENT", 1)
+    assert items_of(listed(decode, 1008), 4) == [0, 0, 0, 0]
 
 
-def test_spans_that_find_no_room_have_no_items(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_rows_behind_a_long_prefix_are_shared_too() -> None:
+    mixed = listed([(1000, 1), (600, 41), (900, 100)], 1008)
+    assert items_of(mixed, 3) == [8, 2 * 6, 4 * 8]  # tiles of 32 tokens
+    assert mixed.short == 32
+
+
+def test_spans_that_find_no_room_are_walked(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = [(1000, 1), (500, 1), (900, 1), (300, 1)]
     monkeypatch.setattr(splits, "SCRATCH_BYTES", 15 * ITEM_BYTES)
     few = listed(decode, 1008)
-    assert few.before.tolist() == [0, 8, 12, 12, 12]
+    assert items_of(few, 4) == [8, 4, 0, 0]
     assert few.out.nbytes + few.sums.nbytes == 15 * ITEM_BYTES
     monkeypatch.setattr(splits, "SCRATCH_BYTES", ITEM_BYTES - 1)
     none = listed(decode, 1008)
-    assert (none.workers, none.before.tolist(), len(none.out), len(none.sums)) == (0, [0] * 5, 0, 0)
+    assert (none.workers, items_of(none, 4), len(none.out), len(none.sums)) == (0, [0] * 4, 0, 0)
 
 
 def test_workers_are_as_many_as_fill_the_device_and_no_more_than_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splits, "PROGRAMS", 20)
-    assert listed([(1000, 1)] * 4, 1008).workers == 10  # for each of two KV heads
-    monkeypatch.setattr(splits, "PROGRAMS", 1000)
-    assert listed([(1000, 1)] * 4, 1008).workers == 4 * 8
+    monkeypatch.setattr(splits, "WORKERS", 20)
+    assert listed([(1000, 1)] * 8, 1008).workers == 10  # for each of two KV heads
+    monkeypatch.setattr(splits, "WORKERS", 1000)
+    decode = listed([(1000, 1)] * 8, 1008)
+    assert decode.workers == decode.tiles * 8  # as many splits as a context may have
     assert listed([(100, 1)] * 4, 112).workers == 0
 
 
 @pytest.mark.parametrize("room", [10**6, 9])
 def test_long_and_short_contexts_share_the_workers(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of unlike contexts, some of which find no room, has the bits of each request alone."""
-    monkeypatch.setattr(splits, "PROGRAMS", 6)
+    monkeypatch.setattr(splits, "WORKERS", 6)
     monkeypatch.setattr(splits, "SCRATCH_BYTES", room * ITEM_BYTES)
     monkeypatch.setattr(splits, "SPANS_AT_ONCE", tl.constexpr(2))
     spans = [(40, 1), (700, 1), (129, 1), (380, 1), (260, 1)]
@@ -340,26 +381,23 @@ def test_a_batch_whose_spans_are_on_the_host_is_refused() -> None:
     request = Request(7, (1, 1, 16), torch.float32, seed=1)
     kv, tables = stored([request], 16, "auto")
     with pytest.raises(ValueError, match="not on the device"):
-        attention.attend(request.q, kv, batch_of([(0, 7)], tables, 16), LAYER, 1.0, None, True)
+        attention.attend(request.q, kv, batch_of([(0, 7)], tables, 16), LAYER, 1.0, None)
 
 
 def launch_all() -> None:
     """Decoding of Qwen3-0.6B, prompts of Qwen3-14B and of what sees both ways; called where kernels are compiled."""
 
-    def launch(
-        heads: int, rows: int, spans: int, deterministic: bool, how: KVCacheDtype = "auto", causal: bool = True
-    ) -> None:
+    def launch(heads: int, rows: int, spans: int, how: KVCacheDtype = "auto", causal: bool = True) -> None:
         kv = KVCache(2, 28, 8, 128, 16, torch.bfloat16, how)
         q = torch.empty(rows, heads + 16, 128, dtype=torch.bfloat16)[:, :heads]
         tables = [torch.zeros(2560, dtype=torch.int64)] * spans
         batch = on_device([(0, rows // spans)] * spans, tables, 16)
-        attention.attend(q, kv, batch, LAYER, 0.1, None, deterministic, None, causal)
+        attention.attend(q, kv, batch, LAYER, 0.1, None, None, causal)
 
-    launch(16, 4, 4, True)
-    launch(16, 4, 4, False)
-    launch(40, 2048, 1, False)
-    launch(16, 4, 4, True, "fp8")
-    launch(16, 512, 2, True, causal=False)
+    launch(16, 4, 4)
+    launch(40, 2048, 1)
+    launch(16, 4, 4, "fp8")
+    launch(16, 512, 2, causal=False)
 
 
 @pytest.mark.parametrize(
@@ -369,16 +407,16 @@ def test_kernels_compile_for_gpus(arch: int) -> None:
     found = compile_all("tests.test_triton_attention", arch)
     instruction = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}[arch]
     kernels = [use for use in found if use["kernel"] == "_attend"]
-    wide, narrow, prompt, fp8, _ = kernels
-    assert narrow["matrix"] == ["mma.sync"]
-    assert all(use["matrix"] == [instruction] for use in kernels if use is not narrow)
+    decode, prompt, fp8, both_ways = kernels
+    assert decode["matrix"] == fp8["matrix"] == ["mma.sync"]
+    assert prompt["matrix"] == both_ways["matrix"] == [instruction]
     # Where a row's totals and its split's outputs do not fit beside each other, totals are spilled: loads and
     # stores once a split, none in the loop over its tiles (so says the disassembly).
     assert max(use["stack"] for use in kernels) <= 448, kernels
     assert all(use["asynchronous"] for use in kernels)
     # What two programs share: 99 KiB on consumer cards, which have the instructions of 80; 227 on the others.
     most = 99 if arch == 80 else 113
-    assert max(use["shared"] for use in (wide, narrow, fp8)) <= most * 1024, kernels
+    assert max(use["shared"] for use in (decode, fp8)) <= most * 1024, kernels
     assert prompt["shared"] <= (99 if arch == 80 else 160) * 1024
     merge = [use for use in found if use["kernel"] == "_merge_splits"]
     assert merge and all(use["stack"] == 0 for use in merge)

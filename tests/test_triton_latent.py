@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splits, "SPLIT", SPLIT)
-    monkeypatch.setattr(attention, "MERGED_AT_ONCE", tl.constexpr(2))
+    monkeypatch.setattr(attention, "MERGED_AT_ONCE", 2)
 
 
 class Request:
@@ -188,16 +188,20 @@ def test_splits_lie_side_by_side_within_the_scratch_memory(monkeypatch: pytest.M
     spans = on_device([(511, 1)] * 4, tables * 4, 16).spans
     assert spans is not None
 
-    def listed() -> splits.Splits:
-        return latent._make_plan(request.q[:4], kv, spans, 16).splits
+    def listed() -> splits.Work:
+        return latent._make_plan(request.q[:4], kv, spans, 16).work
 
-    monkeypatch.setattr(splits, "PROGRAMS", 20)
-    assert listed().before.tolist() == [0, 8, 16, 24, 32]
+    monkeypatch.setattr(splits, "WORKERS", 20)
+    assert listed().count.tolist() == [32]
     assert listed().workers == 10  # for each of two groups of heads
+    most = listed().out.nbytes + listed().sums.nbytes
     used = 4 * 128 * 8 * 18 * 4
+    assert most >= used
+    monkeypatch.setattr(splits, "SCRATCH_BYTES", used)
+    assert listed().count.tolist() == [32]
     assert listed().out.nbytes + listed().sums.nbytes == used
     monkeypatch.setattr(splits, "SCRATCH_BYTES", used - 1)
-    assert listed().before.tolist() == [0, 8, 16, 24, 24]
+    assert listed().count.tolist() == [24]
 
 
 @pytest.mark.parametrize("how", ["auto", "int8", "fp8"])

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splits, "SPLIT", 128)
-    monkeypatch.setattr(attention, "MERGED_AT_ONCE", tl.constexpr(2))
+    monkeypatch.setattr(attention, "MERGED_AT_ONCE", 2)
 
 
 def on_device(parts: Sequence[Part], size: int, kernels: Kernels, padding: tuple[int, int] = (0, 0)) -> RaggedBatch:
@@ -95,7 +95,7 @@ def test_a_row_of_a_tree_has_the_bits_of_its_path_alone(
     listed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(splits, "PROGRAMS", 6)
+    monkeypatch.setattr(splits, "WORKERS", 6)
     if not listed:  # their splits are computed one after the other
         monkeypatch.setattr(splits, "SCRATCH_BYTES", 0)
     torch.manual_seed(0)
@@ -120,7 +120,7 @@ def test_a_row_of_a_tree_has_the_bits_of_its_path_alone_in_latent_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(splits, "SPLIT", 64)
-    monkeypatch.setattr(splits, "PROGRAMS", 6)
+    monkeypatch.setattr(splits, "WORKERS", 6)
     if not listed:
         monkeypatch.setattr(splits, "SCRATCH_BYTES", 0)
     torch.manual_seed(0)
@@ -198,7 +198,7 @@ def launch_all() -> None:
     for how in ("auto", "fp8"):
         kv = KVCache(2, 28, 8, 128, 16, torch.bfloat16, how)
         q = torch.empty(32, 16, 128, dtype=torch.bfloat16)
-        attention.attend(q, kv, batch, 1, 0.1, None, True)
+        attention.attend(q, kv, batch, 1, 0.1, None)
     kv = KVCache(2, 27, 1, 576, 16, torch.bfloat16, sides=1)
     latent.attend_latent(torch.empty(32, 16, 576, dtype=torch.bfloat16), kv, batch, 1, 0.1, 512)
     spans = batch.spans

@@ -54,18 +54,18 @@ LAYERS = 4
 
 CHOICES: tuple[dict[str, int], ...] = (
     {},
-    {"PROGRAMS": 264},
-    {"PROGRAMS": 528},
-    {"PROGRAMS": 2048},
+    {"WORKERS": 264},
+    {"WORKERS": 528},
+    {"WORKERS": 2048},
     {"SPLIT": 256},
     {"SPLIT": 1024},
-    {"SPLIT": 256, "PROGRAMS": 2048},
+    {"SPLIT": 256, "WORKERS": 2048},
     {"TILE_BYTES": 1 << 13},
-    {"TILE_BYTES": 1 << 13, "PROGRAMS": 2048},
+    {"TILE_BYTES": 1 << 13, "WORKERS": 2048},
 )
 """What differs from the sources."""
 
-MODULES: dict[str, ModuleType] = {"TILE_BYTES": attention, "PROGRAMS": splits, "SPLIT": splits}
+MODULES: dict[str, ModuleType] = {"TILE_BYTES": attention, "WORKERS": splits, "SPLIT": splits}
 
 
 @torch.inference_mode()

@@ -28,7 +28,8 @@ import triton.language as tl
 from quire.ops.kv_cache import KVCache
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.triton.fp8 import stored_numbers, widen
-from quire.ops.triton.splits import SHORT, Splits, assigned, items_of, list_splits, of_trees
+from quire.ops.triton.linear_dense import one_instruction
+from quire.ops.triton.splits import RECORD, Work, assigned, items_of, list_work, of_trees
 
 TILE_BYTES = 1 << 14
 """Of a tile's keys, and of its values: with three in flight, they fit the 99 KiB of a consumer card's
@@ -41,7 +42,11 @@ VALUE_UNIT = tl.constexpr(64.0)
 """Weights times value scales are kept this much larger, so that fp16 holds them as well as it would hold values.
 A value scale of fp16 numbers is at most 65504 / 127, so they stay finite."""
 
-MERGED_AT_ONCE = tl.constexpr(8)
+MERGED_AT_ONCE = 8
+"""Splits whose loads are under way together when they are merged."""
+
+PEELED = tl.constexpr(True)
+FUSED = tl.constexpr(True)
 LOG2_E = 1.4426950408889634
 LOG2 = tl.constexpr(LOG2_E)
 
@@ -51,6 +56,17 @@ def _place_of(path, base, key, there):
     """Positions at which a tree's request has the keys [keys] of a path: those from the base on lie in its slots."""
     slot = tl.load(path + key - base, mask=there & (key >= base), other=0)
     return tl.where(key >= base, base + slot, key)
+
+
+@triton.jit
+def summed(weights):
+    """The sums of weights [ROWS, KEYS] between 0 and 1, which are added up as multiples of 2^-22: so any order will do.
+
+    The largest of a split's weights is 1, or was until a larger one made all before it less: what is lost is less than
+    2^-23 of it a key, and so less than a thirtieth of what rounding weights to bf16 changes.
+    """
+    wholes = (weights + 2.0).to(tl.int32, bitcast=True) - 0x40000000
+    return tl.sum(wholes, 1).to(tl.float32) * 2.384185791015625e-07
 
 
 @triton.jit
@@ -95,28 +111,38 @@ def _take_in(
     PLANE: tl.constexpr,
     QUANTIZED: tl.constexpr,
     DIM: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """Merges a key tile into the rows' maxima [ROWS], sums [ROWS] and outputs [ROWS, DIM].
 
     Its keys are rows `offset` of the planes `plane`, where they are `there` [KEYS]; `seen` is [ROWS, KEYS].
+    WHOLE: all are there, and every row sees them.
     """
     dim = tl.arange(0, DIM)
     at = numbers + (plane + offset * HEAD_DIM)[:, None] + dim[None, :]
-    in_keys = there[:, None] & (dim < HEAD_DIM)[None, :]  # all else is 0, whatever lies in memory
-    k = widen(tl.load(at, mask=in_keys, other=0.0), queries.dtype)
-    v = widen(tl.load(at + PLANE, mask=in_keys, other=0.0), queries.dtype)
+    if WHOLE and DIM == HEAD_DIM:
+        k, v = tl.load(at), tl.load(at + PLANE)
+    else:
+        in_keys = there[:, None] & (dim < HEAD_DIM)[None, :]  # all else is 0, whatever lies in memory
+        k, v = tl.load(at, mask=in_keys, other=0.0), tl.load(at + PLANE, mask=in_keys, other=0.0)
+    k, v = widen(k, queries.dtype), widen(v, queries.dtype)
 
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
     if QUANTIZED:
         scale_at = scales + plane // 4 + offset  # BLOCK_STRIDE and PLANE are in bytes
         scores *= (tl.load(scale_at, mask=there, other=0.0) * scale)[None, :]
-    else:
+    elif not FUSED:
         scores *= scale
-    scores = tl.where(seen, scores, float("-inf"))
-    highest = tl.maximum(top, tl.max(scores, 1))
+    if not WHOLE:
+        scores = tl.where(seen, scores, float("-inf"))
+    if QUANTIZED or not FUSED:
+        highest = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - highest[:, None])
+    else:
+        highest = tl.maximum(top, tl.max(scores, 1) * scale)
+        weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + scale, -tl.broadcast_to(highest[:, None], scores.shape)))
     shrink = tl.exp2(top - highest)
-    weights = tl.exp2(scores - highest[:, None])
-    total = total * shrink + tl.sum(weights, 1)
+    total = total * shrink + summed(weights)
     if QUANTIZED:
         weights *= (tl.load(scale_at + PLANE // 4, mask=there, other=0.0) * VALUE_UNIT)[None, :]
     out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
@@ -147,16 +173,14 @@ def _begin(sinks, head):
     return top, total
 
 
-@triton.jit(do_not_specialize=["table_stride", "spans", "tiles", "workers", "short", "layer", "path_width"])
+@triton.jit(do_not_specialize=["table_stride", "tiles", "workers", "short", "layer", "path_width"])
 def _attend(
     q,
     numbers,
     scales,
     tables,
-    row_starts,
-    starts,
-    table_rows,
-    before,
+    records,
+    count,
     result,
     split_out,
     split_sums,
@@ -167,7 +191,6 @@ def _attend(
     context_lens,
     path_width,
     table_stride,
-    spans,
     tiles,
     workers,
     short,
@@ -197,11 +220,10 @@ def _attend(
     TOKENS: tl.constexpr = ROWS // GROUP
     TILES_PER_SPLIT: tl.constexpr = SPLIT // KEYS
     kv_head = tl.program_id(1)
-    first_item, last_item = items_of(before, spans, tiles)
+    first_item, last_item = items_of(count, tiles)
     for item in range(first_item, last_item, workers):
-        span, first_row, start, tokens, base, low, high, first_split, last_split, listed = assigned(
-            *(item, row_starts, starts, before, spans, tiles, bases, depths, context_lens, path_width),
-            *(WINDOW, CAUSAL, SPLIT, TOKENS),
+        first_row, start, tokens, table_row, base, low, high, first_split, last_split, listed = assigned(
+            *(item, records, tiles, bases, depths, context_lens, path_width, WINDOW, CAUSAL, SPLIT)
         )
         row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
         token, head = row // GROUP, kv_head * GROUP + row % GROUP
@@ -214,7 +236,7 @@ def _attend(
             turns = tl.where(base < 0, 0, tokens)
             depth = tl.load(depths + first_row + token, mask=is_row, other=0)
             position = tl.where(base < 0, start + token, base + depth)[:, None]
-        table = tables + tl.load(table_rows + span).to(tl.int64) * table_stride
+        table = tables + table_row.to(tl.int64) * table_stride
 
         all_top, all_total = _begin(sinks, head)
         all_out = tl.zeros((ROWS, DIM), tl.float32)
@@ -227,9 +249,22 @@ def _attend(
             if paths is not None:
                 beyond = last
                 last = tl.where(base < 0, last, tl.minimum(last, base // KEYS))
+            whole = first
+            if PEELED and CAUSAL and paths is None:  # what all rows see needs no masks
+                whole = tl.maximum(first, tl.minimum(last, (start + 1) // KEYS))
+                if WINDOW:
+                    whole = tl.where(first * KEYS > start + tokens - 1 - WINDOW, whole, first)
             # A tile's blocks are looked up one tile ahead: otherwise its keys could not be on their way by then.
             block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
-            for key_tile in range(first, last):
+            for key_tile in range(first, whole):
+                key = key_tile * KEYS + tl.arange(0, KEYS)
+                plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
+                block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
+                top, total, out = _take_in(
+                    *(top, total, out, queries, numbers, scales, plane, key % BLOCK_SIZE, key >= 0, key >= 0, scale),
+                    *(HEAD_DIM, PLANE, QUANTIZED, DIM, True),
+                )
+            for key_tile in range(whole, last):
                 key = key_tile * KEYS + tl.arange(0, KEYS)
                 there = (key >= low) & (key < high)
                 plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
@@ -237,7 +272,7 @@ def _attend(
                 seen = _within(key[None, :], position, high, WINDOW, CAUSAL)
                 top, total, out = _take_in(
                     *(top, total, out, queries, numbers, scales, plane, key % BLOCK_SIZE, there, seen, scale),
-                    *(HEAD_DIM, PLANE, QUANTIZED, DIM),
+                    *(HEAD_DIM, PLANE, QUANTIZED, DIM, False),
                 )
             if paths is not None:
                 for turn in range(turns):
@@ -255,7 +290,7 @@ def _attend(
                             seen &= key[None, :] > position - WINDOW
                         top, total, taken = _take_in(
                             *(top, total, out, queries, numbers, scales, plane, place % BLOCK_SIZE, there, seen, scale),
-                            *(HEAD_DIM, PLANE, QUANTIZED, DIM),
+                            *(HEAD_DIM, PLANE, QUANTIZED, DIM, False),
                         )
                         out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
             if listed:
@@ -274,8 +309,7 @@ def _attend(
 def _merge_splits(
     split_out,
     split_sums,
-    before,
-    row_starts,
+    records,
     result,
     sinks,
     short,
@@ -283,32 +317,38 @@ def _merge_splits(
     HEAD_DIM: tl.constexpr,
     QUANTIZED: tl.constexpr,
     DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """One head of one token of a span that has listed splits; programs (span * short + token, head)."""
+    """One head of a tile of at most TOKENS tokens whose splits are listed; programs (tile, head)."""
     head = tl.program_id(1)
-    span, token = tl.program_id(0) // short, tl.program_id(0) % short
-    first_row = tl.load(row_starts + span)
-    rows = tl.load(row_starts + span + 1) - first_row
-    first_item = tl.load(before + span)
-    items = tl.load(before + span + 1) - first_item
-    if (token >= rows) | (items == 0):
+    record = records + tl.program_id(0) * RECORD
+    first_row, tokens, first_item, items = (
+        tl.load(record),
+        tl.load(record + 2),
+        tl.load(record + 6),
+        tl.load(record + 7),
+    )
+    if first_item < 0:
         return
 
-    one, dim = tl.arange(0, 1), tl.arange(0, DIM)
-    top, total = _begin(sinks, head + one)
-    out = tl.zeros((1, DIM), tl.float32)
-    for first in range(0, items, MERGED_AT_ONCE):
+    token, dim = tl.arange(0, TOKENS), tl.arange(0, DIM)
+    is_row = token < tokens
+    in_tile = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    top, total = _begin(sinks, head + token * 0)
+    out = tl.zeros((TOKENS, DIM), tl.float32)
+    for first in range(0, items, AT_ONCE):
         # Written out, so that all their loads are under way together; a split beyond the last changes nothing.
-        for split in tl.static_range(MERGED_AT_ONCE):
-            there = first + split + one < items
-            slot = ((first_item + first + split + one) * short + token) * HEADS + head
+        for split in tl.static_range(AT_ONCE):
+            there = is_row & (first + split + token * 0 < items)
+            slot = ((first_item + first + split) * short + token) * HEADS + head
             at = split_out + slot[:, None] * HEAD_DIM + dim[None, :]
             other_out = tl.load(at, mask=there[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
             other_top = tl.load(split_sums + slot * 2, mask=there, other=LOWEST)
             other_total = tl.load(split_sums + slot * 2 + 1, mask=there, other=0.0)
             top, total, out = _merge(top, total, out, other_top, other_total, other_out)
-    at = ((first_row + token).to(tl.int64) * HEADS + head + one) * HEAD_DIM
-    tl.store(result + at[:, None] + dim[None, :], _finish(total, out, QUANTIZED), mask=(dim < HEAD_DIM)[None, :])
+    at = ((first_row + token).to(tl.int64) * HEADS + head) * HEAD_DIM
+    tl.store(result + at[:, None] + dim[None, :], _finish(total, out, QUANTIZED), mask=in_tile)
 
 
 class _Plan(NamedTuple):
@@ -317,8 +357,7 @@ class _Plan(NamedTuple):
     Attributes:
         rows, keys, dim: of a row tile (tokens times group), of a key tile, and of a head, padded: powers of two.
         warps, stages: of a program, and how many key tiles it has in flight.
-        tiles: row tiles, or more.
-        splits: of short spans, for the programs that share them.
+        work: which program does what.
     """
 
     rows: int
@@ -326,41 +365,36 @@ class _Plan(NamedTuple):
     dim: int
     warps: int
     stages: int
-    tiles: int
-    splits: Splits
+    work: Work
 
 
-def _make_plan(
-    q: torch.Tensor, kv: KVCache, spans: DeviceSpans, window: int | None, deterministic: bool, causal: bool = True
-) -> _Plan:
+def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, window: int | None, causal: bool = True) -> _Plan:
     tokens, heads, head_dim = q.shape
-    count, group = len(spans.starts), heads // kv.kv_heads
+    group = heads // kv.kv_heads
     dim = max(16, _power_of_two(head_dim))
     head_bytes = dim * q.element_size()
-    rows = _row_tile(group, -(-tokens // count) * group, head_bytes, deterministic)
-    short = min(SHORT, rows // group, max(1, tokens // count)) if causal else 0  # whole prompts are long
+    rows = _row_tile(group, -(-tokens // len(spans.starts)) * group, q.device)
     return _Plan(
         rows=rows,
         keys=min(64, max(16, TILE_BYTES // head_bytes)),
         dim=dim,
         warps=8 if rows * max(head_bytes, 256) > 64 * 256 else 4,  # the sums of 16 rows of 128 numbers fill a warp
-        stages=max(1, min(3, 1024 // head_bytes)),
-        tiles=tokens // (rows // group) + count,
-        splits=list_splits(spans, kv.block_size, window, short, kv.kv_heads, heads, head_dim),
+        stages=max(1, min(3 if rows < 64 else 2, 1024 // head_bytes)),
+        work=list_work(
+            *(spans, tokens, rows // group, kv.block_size, window, kv.kv_heads, heads, head_dim),
+            side_by_side=causal,
+        ),
     )
 
 
-def _row_tile(group: int, rows_per_span: int, head_bytes: int, deterministic: bool) -> int:
-    """Rows (tokens times group) of a tile: 64, with which memory still bounds decoding, and prompts do well.
+def _row_tile(group: int, rows_per_span: int, device: torch.device) -> int:
+    """Rows (tokens times group) of a tile, as fit what spans of the step have.
 
-    Fewer would be multiplied by other instructions, and so might get other bits: under the contract it is always this.
+    64 are the fewest of the fast instruction of compute capability 9.0, and what long prompts take. 16 do for
+    decoding, which memory bounds: so little is computed in vain. The bits are the same where both are of instructions
+    that add up alike: see `linear_dense`.
     """
-    rows = 64
-    if not deterministic and rows_per_span <= 16:
-        rows = 16
-    elif not deterministic and rows_per_span >= 512 and head_bytes <= 256:
-        rows = 128
-    return max(rows, _power_of_two(group))
+    return max(16 if rows_per_span <= 16 and one_instruction(device) else 64, _power_of_two(group))
 
 
 def _power_of_two(n: int) -> int:
@@ -375,13 +409,12 @@ def attend(
     layer: int,
     scale: float,
     window: int | None,
-    deterministic: bool,
     sinks: torch.Tensor | None = None,
     causal: bool = True,
 ) -> torch.Tensor:
     """See `Kernels.attend`; reads `batch.spans`. Rows of padding are not written.
 
-    Under `deterministic`, a row's bits depend on its request alone.
+    A row's bits depend on its request alone.
 
     Args:
         q: [tokens, heads, head_dim], each head contiguous.
@@ -393,9 +426,9 @@ def attend(
     if spans is None:
         raise ValueError("this batch's spans are not on the device")
     tokens, heads, head_dim = q.shape
-    key = ("triton attention", q.shape, q.dtype, kv.kv_heads, window, deterministic, causal)
-    plan = batch.once(key, lambda: _make_plan(q, kv, spans, window, deterministic, causal))
-    splits, count = plan.splits, len(spans.starts)
+    key = ("triton attention", q.shape, q.dtype, kv.kv_heads, window, causal)
+    plan = batch.once(key, lambda: _make_plan(q, kv, spans, window, causal))
+    work = plan.work
     result = q.new_empty(tokens, heads * head_dim)
     shape: dict[str, Any] = {
         "HEAD_DIM": head_dim,
@@ -403,25 +436,22 @@ def attend(
         "DIM": plan.dim,
         "enable_fp_fusion": False,  # both kernels merge, and must agree
     }
-    _attend[(plan.tiles + splits.workers, kv.kv_heads)](
+    _attend[(work.tiles + work.workers, kv.kv_heads)](
         q,
         stored_numbers(kv),
         kv.scales,
         spans.block_tables,
-        spans.row_starts,
-        spans.starts,
-        spans.table_rows,
-        splits.before,
+        work.records,
+        work.count,
         result,
-        splits.out,
-        splits.sums,
+        work.out,
+        work.sums,
         sinks,
         paths=spans.trees and spans.trees.paths,
         table_stride=spans.block_tables.stride(0),
-        spans=count,
-        tiles=plan.tiles,
-        workers=splits.step,
-        short=splits.short,
+        tiles=work.tiles,
+        workers=work.step,
+        short=work.short,
         layer=layer,
         scale=scale * LOG2_E,
         Q_STRIDE=q.stride(0),
@@ -433,7 +463,7 @@ def attend(
         BLOCK_SIZE=kv.block_size,
         WINDOW=window or 0,
         CAUSAL=causal,
-        SPLIT=splits.keys,
+        SPLIT=work.keys,
         ROWS=plan.rows,
         KEYS=plan.keys,
         num_warps=plan.warps,
@@ -441,17 +471,19 @@ def attend(
         **of_trees(spans),
         **shape,
     )
-    merge_splits(splits, spans, heads, result, sinks, num_warps=1, **shape)
+    merge_splits(work, heads, result, sinks, **shape)
     return result
 
 
-def merge_splits(
-    splits: Splits, spans: DeviceSpans, heads: int, result: torch.Tensor, sinks: torch.Tensor | None, **shape: Any
-) -> None:
+def merge_splits(work: Work, heads: int, result: torch.Tensor, sinks: torch.Tensor | None, **shape: Any) -> None:
     """Writes the rows of `result` whose splits are listed; `shape`: the other arguments of `_merge_splits`."""
-    if splits.workers:
-        _merge_splits[(len(spans.starts) * splits.short, heads)](
-            *(splits.out, splits.sums, splits.before, spans.row_starts, result, sinks, splits.short),
+    if work.workers:
+        rows = _power_of_two(work.short)
+        _merge_splits[(work.tiles, heads)](
+            *(work.out, work.sums, work.records, result, sinks, work.short),
             HEADS=heads,
+            TOKENS=rows,
+            AT_ONCE=MERGED_AT_ONCE if rows == 1 else 1,
+            num_warps=1 if rows * shape["DIM"] <= 256 else 4,
             **shape,
         )

@@ -29,7 +29,7 @@ from quire.ops.triton.linear_quantized import QuantizedProduct
 from quire.ops.triton.linear_vendor import Library, VendorProduct
 from quire.parallel.group import Gather
 
-VERSION = 4
+VERSION = 5
 """Grows with every change of a kernel's bits."""
 
 
@@ -132,7 +132,7 @@ class TritonKernels(Kernels):
         sinks: torch.Tensor | None = None,
         causal: bool = True,
     ) -> torch.Tensor:
-        return attention.attend(q, kv, batch, layer, scale, window, self.deterministic, sinks, causal)
+        return attention.attend(q, kv, batch, layer, scale, window, sinks, causal)
 
     # -- mixture of experts --------------------------------------------------------------------------------
 

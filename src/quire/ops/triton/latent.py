@@ -30,11 +30,12 @@ from quire.ops.triton.attention import (
     _place_of,
     _power_of_two,
     merge_splits,
+    summed,
 )
 from quire.ops.triton.cache import _quantized
 from quire.ops.triton.fp8 import stored_numbers, widen
 from quire.ops.triton.rows import inverse_rms, normalized
-from quire.ops.triton.splits import SHORT, Splits, assigned, items_of, list_splits, of_trees
+from quire.ops.triton.splits import Work, assigned, items_of, list_work, of_trees
 
 ROTATED = 1024
 """Numbers that a program of `rotate_interleaved` turns: with 4 warps, 8 a thread."""
@@ -206,23 +207,21 @@ def _take_in(
     highest = tl.maximum(top, tl.max(scores, 1))
     shrink = tl.exp2(top - highest)
     weights = tl.exp2(scores - highest[:, None])
-    total = total * shrink + tl.sum(weights, 1)
+    total = total * shrink + summed(weights)
     if QUANTIZED:
         weights *= (row_scales * VALUE_UNIT)[None, :]
     out = tl.dot(weights.to(vectors.dtype), vectors, out * shrink[:, None], input_precision="ieee")
     return highest, total, out
 
 
-@triton.jit(do_not_specialize=["table_stride", "spans", "tiles", "workers", "short", "layer", "path_width"])
+@triton.jit(do_not_specialize=["table_stride", "tiles", "workers", "short", "layer", "path_width"])
 def _attend_latent(
     q,
     numbers,
     scales,
     tables,
-    row_starts,
-    starts,
-    table_rows,
-    before,
+    records,
+    count,
     result,
     split_out,
     split_sums,
@@ -232,7 +231,6 @@ def _attend_latent(
     context_lens,
     path_width,
     table_stride,
-    spans,
     tiles,
     workers,
     short,
@@ -260,11 +258,10 @@ def _attend_latent(
     """
     TOKENS: tl.constexpr = ROWS // GROUP
     TILES_PER_SPLIT: tl.constexpr = SPLIT // KEYS
-    first_item, last_item = items_of(before, spans, tiles)
+    first_item, last_item = items_of(count, tiles)
     for item in range(first_item, last_item, workers):
-        span, first_row, start, tokens, base, low, high, first_split, last_split, listed = assigned(
-            *(item, row_starts, starts, before, spans, tiles, bases, depths, context_lens, path_width),
-            *(0, True, SPLIT, TOKENS),
+        first_row, start, tokens, table_row, base, low, high, first_split, last_split, listed = assigned(
+            *(item, records, tiles, bases, depths, context_lens, path_width, 0, True, SPLIT)
         )
         row, dim, rope_dim = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, ROPE_DIM)
         token, head = row // GROUP, tl.program_id(1) * GROUP + row % GROUP
@@ -279,7 +276,7 @@ def _attend_latent(
             turns = tl.where(base < 0, 0, tokens)
             depth = tl.load(depths + first_row + token, mask=is_row, other=0)
             position = tl.where(base < 0, start + token, base + depth)[:, None]
-        table = tables + tl.load(table_rows + span).to(tl.int64) * table_stride
+        table = tables + table_row.to(tl.int64) * table_stride
 
         all_top = tl.full((ROWS,), LOWEST, tl.float32)
         all_total = tl.zeros((ROWS,), tl.float32)
@@ -373,27 +370,21 @@ class _Plan(NamedTuple):
     Attributes:
         tile: what a program works on at a time.
         group: heads of a row tile.
-        tiles: row tiles of each group of heads, or more.
-        splits: of short spans, for the programs that share them.
+        work: which program does what.
     """
 
     tile: _Tile
     group: int
-    tiles: int
-    splits: Splits
+    work: Work
 
 
 def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, width: int) -> _Plan:
     tokens, heads, _ = q.shape
     tile = _tile(q)
-    count, group = len(spans.starts), min(heads, tile.rows)
-    short = min(SHORT, tile.rows // group, max(1, tokens // count))
-    return _Plan(
-        tile=tile,
-        group=group,
-        tiles=tokens // (tile.rows // group) + count,
-        splits=list_splits(spans, kv.block_size, None, short, -(-heads // group), heads, width),
-    )
+    group = min(heads, tile.rows)
+    groups = -(-heads // group)
+    work = list_work(spans, tokens, tile.rows // group, kv.block_size, None, groups, heads, width)
+    return _Plan(tile, group, work)
 
 
 def _tile(q: torch.Tensor) -> _Tile:
@@ -435,31 +426,28 @@ def attend_latent(
     tokens, heads, size = q.shape
     key = ("triton latent attention", q.shape, q.dtype, width)
     plan = batch.once(key, lambda: _make_plan(q, kv, spans, width))
-    splits, groups = plan.splits, -(-heads // plan.group)
+    work, groups = plan.work, -(-heads // plan.group)
     result = q.new_empty(tokens, heads, width)
     shape: dict[str, Any] = {
         "QUANTIZED": kv.scales is not None,
         "DIM": max(16, _power_of_two(width)),
         "enable_fp_fusion": False,  # both kernels merge, and must agree
     }
-    _attend_latent[(plan.tiles + splits.workers, groups)](
+    _attend_latent[(work.tiles + work.workers, groups)](
         q,
         stored_numbers(kv),
         kv.scales,
         spans.block_tables,
-        spans.row_starts,
-        spans.starts,
-        spans.table_rows,
-        splits.before,
+        work.records,
+        work.count,
         result,
-        splits.out,
-        splits.sums,
+        work.out,
+        work.sums,
         paths=spans.trees and spans.trees.paths,
         table_stride=spans.block_tables.stride(0),
-        spans=len(spans.starts),
-        tiles=plan.tiles,
-        workers=splits.step,
-        short=splits.short,
+        tiles=work.tiles,
+        workers=work.step,
+        short=work.short,
         layer=layer,
         scale=scale * LOG2_E,
         BLOCK_STRIDE=kv.data.stride(0),
@@ -470,7 +458,7 @@ def attend_latent(
         ROW=kv.head_dim,
         WIDTH=width,
         ROPE=size - width,
-        SPLIT=splits.keys,
+        SPLIT=work.keys,
         ROWS=plan.tile.rows,
         KEYS=plan.tile.keys,
         ROPE_DIM=max(16, _power_of_two(size - width)),
@@ -479,5 +467,5 @@ def attend_latent(
         **of_trees(spans),
         **shape,
     )
-    merge_splits(splits, spans, heads, result, None, HEAD_DIM=width, num_warps=4, **shape)
+    merge_splits(work, heads, result, None, HEAD_DIM=width, **shape)
     return result

@@ -1,10 +1,14 @@
-"""Splits of short spans that lie side by side: a list of them, made on the device, which programs share out.
+"""Which program of attention does what: lists of row tiles and of their splits, made on the device once a step.
 
-A span that decodes has few rows and may have a long context. Its splits (see `quire.ops.triton.attention`) are items of
-a list over all spans of the step, and a fixed number of programs, the *workers*, take every so many-th item, whatever
-span it is of: a long context among short ones keeps all of them busy, and the launch needs no number of the step's.
-Each item has its place in scratch memory, which therefore follows what contexts are and not what they may become. Spans
-that find no more room there walk through their splits one after the other, with the same bits.
+A *row tile* is some tokens of one span, and a *split* some of the keys that it sees (see `quire.ops.triton.attention`).
+A tile is walked by one program, split after split, unless that would take long beside what each program of the device
+has to do: a decode with a long context, a few rows behind a long prefix. Then its splits are *items* of a list, and a
+fixed number of programs, the *workers*, take every so many-th item, whatever span it is of. What they find is merged
+in the order in which one program would have walked. So a launch needs no number of the step's, and neither a long
+context among short ones nor a short step leaves most of the device idle.
+
+Each item has its place in scratch memory, which therefore follows what contexts are and not what they may become.
+Spans that find no more room there are walked. None of this changes bits.
 """
 
 from __future__ import annotations
@@ -21,23 +25,28 @@ SPLIT = 512
 """Keys a split. Changing it changes bits. Few, since a lone request decodes with one program a split and KV head; not
 fewer, since each split costs a merge, and a row of scratch memory where splits lie side by side."""
 
-PROGRAMS = 1024
-"""About how many programs decoding should have: some rounds of the two that fit each multiprocessor of a large GPU,
-which has 130 to 150, so that no long context is left to one program. Does not change bits."""
+RESIDENT = 264
+"""Programs that run at once: two on each of the 132 multiprocessors of an H100 or H200. A tile is walked if that takes
+at most half of the splits that each of them would have if all were shared evenly."""
 
-SHORT = 8
-"""Most tokens of a span whose splits lie side by side: one to decode, and its drafts. Does not change bits."""
+WORKERS = 1024
+"""Programs that share the items: some rounds of those that run at once, so that the last round is short."""
 
 SCRATCH_BYTES = 1 << 27
-"""Most memory for splits that lie side by side: of two million keys in all, with 32 heads of 128 and a row a span. Does
-not change bits."""
+"""Most memory for splits that lie side by side: of two million keys in all, with 32 heads of 128 and a row a span."""
+
+WRITERS = 8
+"""Programs that write the lists."""
 
 SPANS_AT_ONCE = tl.constexpr(256)
 
+RECORD = tl.constexpr(8)
+"""Numbers of a tile or an item: see `Work`."""
+
 
 @triton.jit
-def _reach(start, rows, row, span, bases, depths, context_lens, path_width, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
-    """What `rows` rows of a span from position `start` on see: first key and the one after the last; so for splits.
+def _reach(start, rows, row, span, bases, depths, context_lens, path_width, WINDOW: tl.constexpr):
+    """What `rows` rows of a span from position `start` on see: first key and the one after the last.
 
     `row` is the first. Before that, the base of the tree that they belong to, or -1. Of a tree, it is what all of its
     rows see.
@@ -52,100 +61,140 @@ def _reach(start, rows, row, span, bases, depths, context_lens, path_width, WIND
     low, high = start * 0, start + rows
     if WINDOW:
         low = tl.maximum(start - WINDOW + 1, 0)
-    return base, low, high, low // SPLIT, tl.cdiv(high, SPLIT)
+    return base, low, high
 
 
-@triton.jit(do_not_specialize=["spans", "short", "room", "path_width"])
-def _list_splits(
+@triton.jit
+def _measured(
+    first,
+    spans,
     row_starts,
     starts,
     bases,
     depths,
     context_lens,
     path_width,
-    before,
-    spans,
-    short,
-    room,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """before[span + 1] = items of all spans up to this one; one program. A span that finds no room has none."""
-    total = 0
-    fitting = 0
-    tl.store(before, 0)
+    """Of the spans from `first` on: which they are, their first rows, rows, positions, row tiles, and splits a tile, or
+    more."""
+    span = first + tl.arange(0, SPANS_AT_ONCE)
+    there = span < spans
+    span = tl.where(there, span, 0)
+    first_row = tl.load(row_starts + span)
+    rows = tl.where(there, tl.load(row_starts + span + 1) - first_row, 0)
+    start = tl.load(starts + span)
+    _, low, high = _reach(start, rows, first_row, span, bases, depths, context_lens, path_width, WINDOW)
+    splits = tl.cdiv(high, SPLIT) - low // SPLIT
+    if WINDOW and depths is None:
+        splits = tl.minimum(splits, (WINDOW + TOKENS - 3) // SPLIT + 2)
+    return span, first_row, rows, start, tl.cdiv(rows, TOKENS), splits
+
+
+@triton.jit
+def _write(record, there, first_row, start, tokens, beyond, table_row, span, first, splits):
+    """Records of tiles or items [SPANS_AT_ONCE], those that are `there`: see `Work`."""
+    tl.store(record, first_row, mask=there)
+    tl.store(record + 1, start, mask=there)
+    tl.store(record + 2, tokens, mask=there)
+    tl.store(record + 3, beyond, mask=there)
+    tl.store(record + 4, table_row, mask=there)
+    tl.store(record + 5, span, mask=there)
+    tl.store(record + 6, first, mask=there)
+    tl.store(record + 7, splits, mask=there)
+
+
+@triton.jit(do_not_specialize=["spans", "tiles", "short", "room", "groups", "path_width"])
+def _list_work(
+    row_starts,
+    starts,
+    table_rows,
+    bases,
+    depths,
+    context_lens,
+    path_width,
+    records,
+    count,
+    spans,
+    tiles,
+    short,
+    room,
+    groups,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    RESIDENT: tl.constexpr,
+):
+    """Writes what `Work` describes; each program every so many-th record of a span."""
+    writer, writers = tl.program_id(0), tl.num_programs(0)
+    work, all_tiles = 0, 0
     for first in range(0, spans, SPANS_AT_ONCE):
-        span = first + tl.arange(0, SPANS_AT_ONCE)
-        there = span < spans
-        own = tl.where(there, span, 0)
-        first_row = tl.load(row_starts + own)
-        rows = tl.where(there, tl.load(row_starts + own + 1) - first_row, 0)
-        start = tl.load(starts + own)
-        _, _, _, first_split, last_split = _reach(
-            start, rows, first_row, own, bases, depths, context_lens, path_width, WINDOW, SPLIT
+        _, _, _, _, own_tiles, splits = _measured(
+            *(first, spans, row_starts, starts, bases, depths, context_lens, path_width, WINDOW, SPLIT, TOKENS)
         )
-        splits = last_split - first_split
-        listed = (rows > 0) & (rows <= short) & (splits > 1)
-        ends = total + tl.cumsum(tl.where(listed, splits, 0), 0)
-        fits = ends <= room
-        fitting = tl.maximum(fitting, tl.max(tl.where(fits, ends, 0), 0))
-        total = tl.max(ends, 0)
-        tl.store(before + span + 1, tl.where(fits, ends, fitting), mask=there)
+        work += tl.sum(own_tiles * splits, 0)
+        all_tiles += tl.sum(own_tiles, 0)
+    share = (work * groups + RESIDENT // 2) // RESIDENT
 
-
-@triton.jit
-def _last_of(numbers, spans, most, TOKENS: tl.constexpr):
-    """The last span whose number, of an ascending list, is not above `most`; with TOKENS, whose first row tile is not:
-    those of span s begin with tile numbers[s] // TOKENS + s, which leaves it enough."""
-    count = 0
+    tiles_before, items_before, listed_items = 0, 0, 0
     for first in range(0, spans, SPANS_AT_ONCE):
-        span = first + tl.arange(0, SPANS_AT_ONCE)
-        number = tl.load(numbers + span, mask=span < spans, other=0)
-        if TOKENS:
-            number = number // TOKENS + span
-        count += tl.sum(((span < spans) & (number <= most)).to(tl.int32), 0)
-    return count - 1
+        span, first_row, rows, start, own_tiles, splits = _measured(
+            *(first, spans, row_starts, starts, bases, depths, context_lens, path_width, WINDOW, SPLIT, TOKENS)
+        )
+        table_row = tl.load(table_rows + span)
+        listed = (splits > 1) & (2 * splits > share) & (tl.minimum(rows, TOKENS) <= short)
+        items = tl.where(listed, own_tiles * splits, 0)
+        item_ends = items_before + tl.cumsum(items, 0)
+        listed &= item_ends <= room
+        items = tl.where(listed, items, 0)
+        listed_items = tl.maximum(listed_items, tl.max(tl.where(listed, item_ends, 0), 0))
+        first_item = item_ends - items
+        tile_ends = tiles_before + tl.cumsum(own_tiles, 0)
+        for turn in range(writer, tl.max(own_tiles, 0), writers):
+            # The rows of a long span that see most come first, those of short spans before it last.
+            place = all_tiles - 1 - (tile_ends - own_tiles + turn)
+            skipped = turn * TOKENS
+            _write(
+                *(records + place * RECORD, turn < own_tiles, first_row + skipped, start + skipped),
+                *(tl.minimum(rows - skipped, TOKENS), rows - skipped, table_row, span),
+                *(tl.where(listed, first_item + turn * splits, -1), splits),
+            )
+        for turn in range(writer, tl.max(items, 0), writers):
+            skipped = turn // tl.maximum(splits, 1) * TOKENS
+            _write(
+                *(records + (tiles + first_item + turn) * RECORD, turn < items, first_row + skipped, start + skipped),
+                *(tl.minimum(rows - skipped, TOKENS), rows - skipped, table_row, span),
+                *(turn % tl.maximum(splits, 1), splits),
+            )
+        tiles_before = tl.max(tile_ends, 0)
+        items_before = tl.max(item_ends, 0)
+    tl.store(count, listed_items)
+    for first in range(all_tiles + writer * SPANS_AT_ONCE, tiles, writers * SPANS_AT_ONCE):
+        place = first + tl.arange(0, SPANS_AT_ONCE)
+        nothing = place * 0
+        _write(
+            *(records + place * RECORD, place < tiles, nothing, nothing, nothing, nothing, nothing, nothing),
+            *(nothing - 1, nothing),
+        )
 
 
 @triton.jit
-def items_of(before, spans, tiles):
+def items_of(count, tiles):
     """Items of this program: first, and the one after the last. The first `tiles` programs have a row tile each, as
     item 0; after them are the workers."""
     program = tl.program_id(0)
     first, last = program * 0, program * 0 + 1
     if program >= tiles:
-        first, last = program - tiles, tl.load(before + spans)
+        first, last = program - tiles, tl.load(count)
     return first, last
-
-
-@triton.jit
-def _locate(row_starts, before, spans, tiles, item, TOKENS: tl.constexpr):
-    """Span, its first row and the one after its last, the first row of the tile (where there is nothing to do, the
-    last), and which of the span's splits, or -1: all of them."""
-    program = tl.program_id(0)
-    if program < tiles:
-        tile = tiles - 1 - program  # the rows of a long span that see most come first
-        span = _last_of(row_starts, spans, tile, TOKENS)
-        span_first, span_last = tl.load(row_starts + span), tl.load(row_starts + span + 1)
-        first_row = span_first + (tile - span_first // TOKENS - span) * TOKENS
-        if tl.load(before + span + 1) > tl.load(before + span):
-            first_row = span_last
-        split = item * 0 - 1
-    else:
-        span = _last_of(before, spans, item, 0)
-        span_first, span_last = tl.load(row_starts + span), tl.load(row_starts + span + 1)
-        first_row = span_first
-        split = item - tl.load(before + span)
-    return span, span_first, span_last, first_row, split
 
 
 @triton.jit
 def assigned(
     item,
-    row_starts,
-    starts,
-    before,
-    spans,
+    records,
     tiles,
     bases,
     depths,
@@ -154,41 +203,53 @@ def assigned(
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
     SPLIT: tl.constexpr,
-    TOKENS: tl.constexpr,
 ):
-    """What a program works on: span, first row, its position, how many tokens, the base of their tree or -1, the first
-    key and the one after the last, the same of splits, and whether these are of the list, whose place is `item`."""
-    span, span_first, span_last, first_row, listed = _locate(row_starts, before, spans, tiles, item, TOKENS)
-    start = tl.load(starts + span) + first_row - span_first
-    tokens = tl.minimum(span_last - first_row, TOKENS)
-    base, low, high, first_split, last_split = _reach(
-        start, tokens, first_row, span, bases, depths, context_lens, path_width, WINDOW, SPLIT
-    )
+    """What a program works on: the tile's first row, its position, how many tokens, the request's row of the tables,
+    the base of their tree or -1, the first key and the one after the last, the same of splits, and whether these are
+    of the list, whose place is `item`."""
+    program = tl.program_id(0)
+    listed = program >= tiles
+    record = records + tl.where(listed, tiles + item, program) * RECORD
+    first_row, start, tokens = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+    beyond, table_row, span = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
+    first = tl.load(record + 6)
+    if not listed:  # a tile whose splits are listed is not walked
+        tokens = tl.where(first >= 0, 0, tokens)
+    base, low, high = _reach(start, tokens, first_row, span, bases, depths, context_lens, path_width, WINDOW)
+    first_split, last_split = low // SPLIT, tl.cdiv(high, SPLIT)
     if not CAUSAL:  # rows see up to their span's end, or as far ahead as back
-        high = start + span_last - first_row
+        high = start + beyond
         if WINDOW:
             high = tl.minimum(high, start + tokens + WINDOW - 1)
         last_split = tl.cdiv(high, SPLIT)
     last_split = tl.where(tokens > 0, last_split, first_split)
-    if listed >= 0:
-        first_split += listed
-        last_split = first_split + 1
-    return span, first_row, start, tokens, base, low, high, first_split, last_split, listed >= 0
+    if listed:
+        first_split += first
+        last_split = first_split + 1  # one that the tile does not see changes nothing
+    return first_row, start, tokens, table_row, base, low, high, first_split, last_split, listed
 
 
-class Splits(NamedTuple):
-    """The list, and where its items leave what they have. All from shapes, so that a captured launch serves every step.
+class Work(NamedTuple):
+    """The lists, and where items leave what they have. All from shapes, so that a captured launch serves every step.
+
+    A record is of eight numbers: first row, its position, tokens of the tile, rows of the span from the first on, the
+    request's row of the tables, the span; then of a tile its first item, or -1 if it is walked, and its splits (a tile
+    of no tokens is padding); of an item, which of its tile's splits it is.
 
     Attributes:
-        before: [spans + 1] int32, on the device: how many items are of spans before each.
-        short: most rows of a span that has any.
+        tiles: how many there may be.
+        records: [tiles + items, 8] int32, on the device.
+        count: [1] int32, how many items there are.
+        short: most tokens of a tile that has items.
         workers: programs that share the items.
         keys: of a split.
         out: [items, short, heads, head_dim] fp32.
         sums: [items, short, heads, 2] fp32, maxima and sums.
     """
 
-    before: torch.Tensor
+    tiles: int
+    records: torch.Tensor
+    count: torch.Tensor
     short: int
     workers: int
     keys: int
@@ -201,46 +262,65 @@ class Splits(NamedTuple):
         return max(1, self.workers)
 
 
-def most_splits(spans: DeviceSpans, block_size: int, window: int | None, short: int) -> int:
-    """Of a short span, by the width of the tables."""
+def most_splits(spans: DeviceSpans, block_size: int, window: int | None, tokens: int) -> int:
+    """Of a tile of `tokens` tokens, by the width of the tables."""
     slots = -(-spans.block_tables.shape[1] * block_size // SPLIT)
     if window is not None:
         deepest = 1 if spans.trees is None else spans.trees.paths.shape[1]
-        slots = min(slots, (window + max(short, deepest) - 3) // SPLIT + 2)
+        slots = min(slots, (window + max(tokens, deepest) - 3) // SPLIT + 2)
     return slots
 
 
-def list_splits(
-    spans: DeviceSpans, block_size: int, window: int | None, short: int, programs: int, heads: int, head_dim: int
-) -> Splits:
-    """The splits of all spans of at most `short` rows.
+def list_work(
+    spans: DeviceSpans,
+    rows: int,
+    tokens: int,
+    block_size: int,
+    window: int | None,
+    groups: int,
+    heads: int,
+    head_dim: int,
+    side_by_side: bool = True,
+) -> Work:
+    """The tiles of all spans, and the splits of those that are listed.
 
     Args:
-        programs: that each item is for: one a group of heads.
-        short: 0: no span is listed.
+        rows: of the step, padding included.
+        tokens: of a tile.
+        groups: programs that each tile is for: one a group of heads.
+        side_by_side: whether any splits may be listed.
     """
-    count = len(spans.starts)
-    slots = most_splits(spans, block_size, window, short)
-    room = min(count * slots, SCRATCH_BYTES // (4 * short * heads * (head_dim + 2))) if slots > 1 and short else 0
-    workers = min(room, -(-PROGRAMS // programs))
-    before = spans.row_starts.new_zeros(count + 1)
-    if workers:
-        _list_splits[(1,)](
-            spans.row_starts,
-            spans.starts,
-            before=before,
-            spans=count,
-            short=short,
-            room=room,
-            WINDOW=window or 0,
-            SPLIT=SPLIT,
-            num_warps=4,
-            enable_fp_fusion=False,
-            **of_trees(spans),
-        )
+    spans_there = len(spans.starts)
+    tiles = rows // tokens + spans_there
+    short = 1 if rows == spans_there else tokens
+    slots = most_splits(spans, block_size, window, tokens)
+    room = min(tiles * slots, SCRATCH_BYTES // (4 * short * heads * (head_dim + 2))) if side_by_side and slots > 1 else 0
+    workers = min(room, -(-WORKERS // groups))
+    device = spans.starts.device
+    records = torch.empty(tiles + room, RECORD.value, dtype=torch.int32, device=device)
+    count = torch.empty(1, dtype=torch.int32, device=device)
+    _list_work[(WRITERS,)](
+        spans.row_starts,
+        spans.starts,
+        spans.table_rows,
+        records=records,
+        count=count,
+        spans=spans_there,
+        tiles=tiles,
+        short=short,
+        room=room,
+        groups=groups,
+        WINDOW=window or 0,
+        SPLIT=SPLIT,
+        TOKENS=tokens,
+        RESIDENT=RESIDENT,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **of_trees(spans),
+    )
     numbers = room * short * heads
-    out, sums = (torch.empty(numbers * width, dtype=torch.float32, device=before.device) for width in (head_dim, 2))
-    return Splits(before, short, workers, SPLIT, out, sums)
+    out, sums = (torch.empty(numbers * width, dtype=torch.float32, device=device) for width in (head_dim, 2))
+    return Work(tiles, records, count, short, workers, SPLIT, out, sums)
 
 
 def of_trees(spans: DeviceSpans) -> dict[str, Any]:
