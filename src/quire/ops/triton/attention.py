@@ -45,8 +45,6 @@ A value scale of fp16 numbers is at most 65504 / 127, so they stay finite."""
 MERGED_AT_ONCE = 8
 """Splits whose loads are under way together when they are merged."""
 
-PEELED = tl.constexpr(True)
-FUSED = tl.constexpr(True)
 LOG2_E = 1.4426950408889634
 LOG2 = tl.constexpr(LOG2_E)
 
@@ -112,6 +110,7 @@ def _take_in(
     QUANTIZED: tl.constexpr,
     DIM: tl.constexpr,
     WHOLE: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
     """Merges a key tile into the rows' maxima [ROWS], sums [ROWS] and outputs [ROWS, DIM].
 
@@ -211,6 +210,8 @@ def _attend(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
+    PEELED: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
     """A row tile of one KV head with all its splits, or some of the listed splits; programs (see `items_of`, KV head).
 
@@ -262,7 +263,7 @@ def _attend(
                 block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
                 top, total, out = _take_in(
                     *(top, total, out, queries, numbers, scales, plane, key % BLOCK_SIZE, key >= 0, key >= 0, scale),
-                    *(HEAD_DIM, PLANE, QUANTIZED, DIM, True),
+                    *(HEAD_DIM, PLANE, QUANTIZED, DIM, True, FUSED),
                 )
             for key_tile in range(whole, last):
                 key = key_tile * KEYS + tl.arange(0, KEYS)
@@ -272,7 +273,7 @@ def _attend(
                 seen = _within(key[None, :], position, high, WINDOW, CAUSAL)
                 top, total, out = _take_in(
                     *(top, total, out, queries, numbers, scales, plane, key % BLOCK_SIZE, there, seen, scale),
-                    *(HEAD_DIM, PLANE, QUANTIZED, DIM, False),
+                    *(HEAD_DIM, PLANE, QUANTIZED, DIM, False, FUSED),
                 )
             if paths is not None:
                 for turn in range(turns):
@@ -290,7 +291,7 @@ def _attend(
                             seen &= key[None, :] > position - WINDOW
                         top, total, taken = _take_in(
                             *(top, total, out, queries, numbers, scales, plane, place % BLOCK_SIZE, there, seen, scale),
-                            *(HEAD_DIM, PLANE, QUANTIZED, DIM, False),
+                            *(HEAD_DIM, PLANE, QUANTIZED, DIM, False, FUSED),
                         )
                         out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
             if listed:
@@ -366,6 +367,8 @@ class _Plan(NamedTuple):
     warps: int
     stages: int
     work: Work
+    peeled: bool = False
+    fused: bool = False
 
 
 def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, window: int | None, causal: bool = True) -> _Plan:
@@ -466,6 +469,8 @@ def attend(
         SPLIT=work.keys,
         ROWS=plan.rows,
         KEYS=plan.keys,
+        PEELED=plan.peeled,
+        FUSED=plan.fused,
         num_warps=plan.warps,
         num_stages=plan.stages,
         **of_trees(spans),
