@@ -79,6 +79,13 @@ def _merge(top, total, out, other_top, other_total, other_out):
 
 
 @triton.jit
+def _nothing(like):
+    """Maxima [ROWS], sums [ROWS] and outputs of no keys, for outputs like those [ROWS, DIM] that are there."""
+    top = tl.full((like.shape[0],), LOWEST, tl.float32)
+    return top, tl.zeros_like(top), tl.zeros_like(like)
+
+
+@triton.jit
 def _finish(total, out, QUANTIZED: tl.constexpr):
     """Outputs over sums. Adding 0 makes -0, which splits that a row does not see may turn into 0, always 0."""
     if QUANTIZED:
@@ -109,37 +116,26 @@ def _take_in(
     PLANE: tl.constexpr,
     QUANTIZED: tl.constexpr,
     DIM: tl.constexpr,
-    WHOLE: tl.constexpr,
-    FUSED: tl.constexpr,
 ):
     """Merges a key tile into the rows' maxima [ROWS], sums [ROWS] and outputs [ROWS, DIM].
 
     Its keys are rows `offset` of the planes `plane`, where they are `there` [KEYS]; `seen` is [ROWS, KEYS].
-    WHOLE: all are there, and every row sees them.
     """
     dim = tl.arange(0, DIM)
     at = numbers + (plane + offset * HEAD_DIM)[:, None] + dim[None, :]
-    if WHOLE and DIM == HEAD_DIM:
-        k, v = tl.load(at), tl.load(at + PLANE)
-    else:
-        in_keys = there[:, None] & (dim < HEAD_DIM)[None, :]  # all else is 0, whatever lies in memory
-        k, v = tl.load(at, mask=in_keys, other=0.0), tl.load(at + PLANE, mask=in_keys, other=0.0)
-    k, v = widen(k, queries.dtype), widen(v, queries.dtype)
+    in_keys = there[:, None] & (dim < HEAD_DIM)[None, :]  # all else is 0, whatever lies in memory
+    k = widen(tl.load(at, mask=in_keys, other=0.0), queries.dtype)
+    v = widen(tl.load(at + PLANE, mask=in_keys, other=0.0), queries.dtype)
 
     scores = tl.dot(queries, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
     if QUANTIZED:
         scale_at = scales + plane // 4 + offset  # BLOCK_STRIDE and PLANE are in bytes
         scores *= (tl.load(scale_at, mask=there, other=0.0) * scale)[None, :]
-    elif not FUSED:
-        scores *= scale
-    if not WHOLE:
-        scores = tl.where(seen, scores, float("-inf"))
-    if QUANTIZED or not FUSED:
-        highest = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - highest[:, None])
     else:
-        highest = tl.maximum(top, tl.max(scores, 1) * scale)
-        weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + scale, -tl.broadcast_to(highest[:, None], scores.shape)))
+        scores *= scale
+    scores = tl.where(seen, scores, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - highest[:, None])
     shrink = tl.exp2(top - highest)
     total = total * shrink + summed(weights)
     if QUANTIZED:
@@ -210,8 +206,6 @@ def _attend(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
-    PEELED: tl.constexpr,
-    FUSED: tl.constexpr,
 ):
     """A row tile of one KV head with all its splits, or some of the listed splits; programs (see `items_of`, KV head).
 
@@ -234,53 +228,42 @@ def _attend(
         queries = tl.load(q + q_at[:, None] + dim[None, :], mask=in_tile, other=0.0)
         position = (start + token)[:, None]
         if paths is not None:
-            turns = tl.where(base < 0, 0, tokens)
             depth = tl.load(depths + first_row + token, mask=is_row, other=0)
             position = tl.where(base < 0, start + token, base + depth)[:, None]
         table = tables + table_row.to(tl.int64) * table_stride
 
         all_top, all_total = _begin(sinks, head)
         all_out = tl.zeros((ROWS, DIM), tl.float32)
-        for split in range(first_split, last_split):
-            top = tl.full((ROWS,), LOWEST, tl.float32)
-            total = tl.zeros((ROWS,), tl.float32)
-            out = tl.zeros((ROWS, DIM), tl.float32)
-            first = tl.maximum(split * TILES_PER_SPLIT, low // KEYS)
-            last = tl.minimum((split + 1) * TILES_PER_SPLIT, tl.cdiv(high, KEYS))
-            if paths is not None:
-                beyond = last
-                last = tl.where(base < 0, last, tl.minimum(last, base // KEYS))
-            whole = first
-            if PEELED and CAUSAL and paths is None:  # what all rows see needs no masks
-                whole = tl.maximum(first, tl.minimum(last, (start + 1) // KEYS))
-                if WINDOW:
-                    whole = tl.where(first * KEYS > start + tokens - 1 - WINDOW, whole, first)
-            # A tile's blocks are looked up one tile ahead: otherwise its keys could not be on their way by then.
-            block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
-            for key_tile in range(first, whole):
-                key = key_tile * KEYS + tl.arange(0, KEYS)
-                plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
-                block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
-                top, total, out = _take_in(
-                    *(top, total, out, queries, numbers, scales, plane, key % BLOCK_SIZE, key >= 0, key >= 0, scale),
-                    *(HEAD_DIM, PLANE, QUANTIZED, DIM, True, FUSED),
-                )
-            for key_tile in range(whole, last):
-                key = key_tile * KEYS + tl.arange(0, KEYS)
-                there = (key >= low) & (key < high)
-                plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
-                block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
-                seen = _within(key[None, :], position, high, WINDOW, CAUSAL)
-                top, total, out = _take_in(
-                    *(top, total, out, queries, numbers, scales, plane, key % BLOCK_SIZE, there, seen, scale),
-                    *(HEAD_DIM, PLANE, QUANTIZED, DIM, False, FUSED),
-                )
-            if paths is not None:
-                for turn in range(turns):
+        top, total, out = _nothing(all_out)
+        first = tl.maximum(first_split * TILES_PER_SPLIT, low // KEYS)
+        last = tl.minimum(last_split * TILES_PER_SPLIT, tl.cdiv(high, KEYS))
+        if paths is not None:
+            last = tl.where(base < 0, last, tl.minimum(last, base // KEYS))
+        # A tile's blocks are looked up one tile ahead: otherwise its keys could not be on their way by then.
+        block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
+        for key_tile in range(first, last):
+            key = key_tile * KEYS + tl.arange(0, KEYS)
+            there = (key >= low) & (key < high)
+            plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
+            block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
+            seen = _within(key[None, :], position, high, WINDOW, CAUSAL)
+            top, total, out = _take_in(
+                *(top, total, out, queries, numbers, scales, plane, key % BLOCK_SIZE, there, seen, scale),
+                *(HEAD_DIM, PLANE, QUANTIZED, DIM),
+            )
+            # In one loop, since the next split's keys are on their way meanwhile.
+            if (key_tile + 1) % TILES_PER_SPLIT == 0 and not listed:
+                all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
+                top, total, out = _nothing(all_out)
+        if paths is not None:
+            first_tree = tl.where(base < 0, last_split, tl.maximum(first_split, base // SPLIT))
+            for split in range(first_tree, last_split):
+                for turn in range(0, tokens):
                     path = paths + (first_row + turn).to(tl.int64) * path_width
                     end = base + tl.load(depths + first_row + turn) + 1
                     mine = (token == turn)[:, None]
-                    for key_tile in range(tl.maximum(first, base // KEYS), tl.minimum(beyond, tl.cdiv(end, KEYS))):
+                    begin = tl.maximum(split * TILES_PER_SPLIT, tl.maximum(low, base) // KEYS)
+                    for key_tile in range(begin, tl.minimum((split + 1) * TILES_PER_SPLIT, tl.cdiv(end, KEYS))):
                         key = key_tile * KEYS + tl.arange(0, KEYS)
                         there = (key >= low) & (key < end)
                         place = _place_of(path, base, key, there)
@@ -291,17 +274,19 @@ def _attend(
                             seen &= key[None, :] > position - WINDOW
                         top, total, taken = _take_in(
                             *(top, total, out, queries, numbers, scales, plane, place % BLOCK_SIZE, there, seen, scale),
-                            *(HEAD_DIM, PLANE, QUANTIZED, DIM, False, FUSED),
+                            *(HEAD_DIM, PLANE, QUANTIZED, DIM),
                         )
                         out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
-            if listed:
-                slot = (item * short + token) * (KV_HEADS * GROUP) + head
-                tl.store(split_out + slot[:, None] * HEAD_DIM + dim[None, :], out, mask=in_tile)
-                tl.store(split_sums + slot * 2, top, mask=is_row)
-                tl.store(split_sums + slot * 2 + 1, total, mask=is_row)
-            else:
-                all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
-        if not listed:
+                if not listed:
+                    all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
+                    top, total, out = _nothing(all_out)
+        if listed:
+            slot = (item * short + token) * (KV_HEADS * GROUP) + head
+            tl.store(split_out + slot[:, None] * HEAD_DIM + dim[None, :], out, mask=in_tile)
+            tl.store(split_sums + slot * 2, top, mask=is_row)
+            tl.store(split_sums + slot * 2 + 1, total, mask=is_row)
+        else:
+            all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
             at = (first_row + token).to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
             tl.store(result + at[:, None] + dim[None, :], _finish(all_total, all_out, QUANTIZED), mask=in_tile)
 
@@ -367,8 +352,6 @@ class _Plan(NamedTuple):
     warps: int
     stages: int
     work: Work
-    peeled: bool = False
-    fused: bool = False
 
 
 def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, window: int | None, causal: bool = True) -> _Plan:
@@ -469,8 +452,6 @@ def attend(
         SPLIT=work.keys,
         ROWS=plan.rows,
         KEYS=plan.keys,
-        PEELED=plan.peeled,
-        FUSED=plan.fused,
         num_warps=plan.warps,
         num_stages=plan.stages,
         **of_trees(spans),

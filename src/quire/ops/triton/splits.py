@@ -26,8 +26,9 @@ SPLIT = 512
 fewer, since each split costs a merge, and a row of scratch memory where splits lie side by side."""
 
 RESIDENT = 264
-"""Programs that run at once: two on each of the 132 multiprocessors of an H100 or H200. A tile is walked if that takes
-at most half of the splits that each of them would have if all were shared evenly."""
+"""Programs that run at once: two on each of the 132 multiprocessors of an H100 or H200. A tile of one token is walked if
+it has at most half of the splits that each of them would have if all were shared evenly; one of more tokens, which
+would leave more in scratch memory, if it has at most as many."""
 
 WORKERS = 1024
 """Programs that share the items: some rounds of those that run at once, so that the last round is short."""
@@ -144,7 +145,8 @@ def _list_work(
             *(first, spans, row_starts, starts, bases, depths, context_lens, path_width, WINDOW, SPLIT, TOKENS)
         )
         table_row = tl.load(table_rows + span)
-        listed = (splits > 1) & (2 * splits > share) & (tl.minimum(rows, TOKENS) <= short)
+        long = tl.where(rows == 1, 2 * splits, splits) > share
+        listed = (splits > 1) & long & (tl.minimum(rows, TOKENS) <= short)
         items = tl.where(listed, own_tiles * splits, 0)
         item_ends = items_before + tl.cumsum(items, 0)
         listed &= item_ends <= room
