@@ -226,7 +226,7 @@ def listed(spans: Sequence[Span], tokens: int, window: int | None = None) -> spl
 
 def items_of(work: splits.Work, spans: int) -> list[int]:
     """How many items each span has, and that the records of its tiles say so."""
-    tiles, items = work.records[: work.tiles], work.records[work.tiles :][: int(work.count)]
+    tiles, items = work.records[: work.tiles], work.records[work.tiles :][: int(work.item_count)]
     tiles = tiles[tiles[:, 2] > 0]
     found = items[:, 5].bincount(minlength=spans).tolist()
     said = [tiles[(tiles[:, 5] == span) & (tiles[:, 6] >= 0), 7].sum().item() for span in range(spans)]

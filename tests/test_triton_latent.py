@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import triton.language as tl
 
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
@@ -192,16 +191,16 @@ def test_splits_lie_side_by_side_within_the_scratch_memory(monkeypatch: pytest.M
         return latent._make_plan(request.q[:4], kv, spans, 16).work
 
     monkeypatch.setattr(splits, "WORKERS", 20)
-    assert listed().count.tolist() == [32]
+    assert listed().item_count.tolist() == [32]
     assert listed().workers == 10  # for each of two groups of heads
     most = listed().out.nbytes + listed().sums.nbytes
     used = 4 * 128 * 8 * 18 * 4
     assert most >= used
     monkeypatch.setattr(splits, "SCRATCH_BYTES", used)
-    assert listed().count.tolist() == [32]
+    assert listed().item_count.tolist() == [32]
     assert listed().out.nbytes + listed().sums.nbytes == used
     monkeypatch.setattr(splits, "SCRATCH_BYTES", used - 1)
-    assert listed().count.tolist() == [24]
+    assert listed().item_count.tolist() == [24]
 
 
 @pytest.mark.parametrize("how", ["auto", "int8", "fp8"])

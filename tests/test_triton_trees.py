@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import triton.language as tl
 
 from quire.ops import Kernels, KVCache, KVShape, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype

@@ -37,7 +37,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 DEVICE_DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"async_scheduling": False},
-    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "deterministic": False},
+    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
 }
 """A device's defaults, where they differ from those of `EngineConfig`."""
 
@@ -229,9 +229,7 @@ class EngineConfig:
         "capture CUDA graphs: decodes at start and other steps when first needed (lazy), all at start (eager), or none",
     )
     enforce_eager: bool = option(False, "the same as cuda_graphs=off")
-    deterministic: bool = option(
-        True, "a request's tokens do not depend on other requests; default on a GPU: off, since it costs speed"
-    )
+    deterministic: bool = option(True, "a request's tokens do not depend on other requests")
     generation_config: Literal["auto", "off"] = option(
         "auto", "sampling defaults: the checkpoint's generation_config.json (auto), or neutral values (off)"
     )

@@ -175,7 +175,7 @@ def _attend(
     scales,
     tables,
     records,
-    count,
+    item_count,
     result,
     split_out,
     split_sums,
@@ -212,10 +212,9 @@ def _attend(
     Layouts: split_out [items, short, heads, HEAD_DIM]; split_sums, of maxima and sums, [items, short, heads, 2].
     `scale` contains the factor log2(e), since weights are powers of 2.
     """
-    TOKENS: tl.constexpr = ROWS // GROUP
     TILES_PER_SPLIT: tl.constexpr = SPLIT // KEYS
     kv_head = tl.program_id(1)
-    first_item, last_item = items_of(count, tiles)
+    first_item, last_item = items_of(item_count, tiles)
     for item in range(first_item, last_item, workers):
         first_row, start, tokens, table_row, base, low, high, first_split, last_split, listed = assigned(
             *(item, records, tiles, bases, depths, context_lens, path_width, WINDOW, CAUSAL, SPLIT)
@@ -258,7 +257,7 @@ def _attend(
         if paths is not None:
             first_tree = tl.where(base < 0, last_split, tl.maximum(first_split, base // SPLIT))
             for split in range(first_tree, last_split):
-                for turn in range(0, tokens):
+                for turn in range(tokens):
                     path = paths + (first_row + turn).to(tl.int64) * path_width
                     end = base + tl.load(depths + first_row + turn) + 1
                     mine = (token == turn)[:, None]
@@ -428,7 +427,7 @@ def attend(
         kv.scales,
         spans.block_tables,
         work.records,
-        work.count,
+        work.item_count,
         result,
         work.out,
         work.sums,

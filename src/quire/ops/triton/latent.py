@@ -221,7 +221,7 @@ def _attend_latent(
     scales,
     tables,
     records,
-    count,
+    item_count,
     result,
     split_out,
     split_sums,
@@ -256,9 +256,8 @@ def _attend_latent(
     Layouts: split_out [items, short, HEADS, WIDTH]; split_sums, of maxima and sums, [items, short, HEADS, 2].
     `scale` contains the factor log2(e), since weights are powers of 2. ROW: numbers of the cache a token.
     """
-    TOKENS: tl.constexpr = ROWS // GROUP
     TILES_PER_SPLIT: tl.constexpr = SPLIT // KEYS
-    first_item, last_item = items_of(count, tiles)
+    first_item, last_item = items_of(item_count, tiles)
     for item in range(first_item, last_item, workers):
         first_row, start, tokens, table_row, base, low, high, first_split, last_split, listed = assigned(
             *(item, records, tiles, bases, depths, context_lens, path_width, 0, True, SPLIT)
@@ -439,7 +438,7 @@ def attend_latent(
         kv.scales,
         spans.block_tables,
         work.records,
-        work.count,
+        work.item_count,
         result,
         work.out,
         work.sums,

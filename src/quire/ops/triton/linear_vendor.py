@@ -6,7 +6,8 @@ precision (https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/la
 promises that, so it is tried on the device itself, for each shape of a weight before its first use: one row is
 multiplied beside copies of itself, in each number of rows in which products are computed, and must have the bits that
 it has alone in every place; and so with the parts of the weight that ranks would have. So one rank and several agree,
-and what each of them chooses follows from the whole weight. A shape that fails once is computed by `linear_dense`.
+and what each of them chooses follows from the whole weight. A shape that fails once is computed by `linear_dense`. On
+an H200 all shapes tried hold (torch 2.11, CUDA 13.0), and cost no more than with splits (`benchmarks/gpu.md`).
 """
 
 from __future__ import annotations
@@ -23,10 +24,6 @@ import torch.nn.functional as F
 
 from quire.ops.triton.linear_chunks import checked
 from quire.ops.triton.linear_dense import DenseProduct
-
-WIDE = 64 * 132
-"""Outputs of a weight that keep an H100's multiprocessors busy. With fewer, `linear_dense` cuts the inputs up instead,
-which cuBLASLt may not do here."""
 
 RANKS = (2, 4, 8)
 """How many may share a weight so that one rank would choose as they do, beside as many as there are."""
@@ -114,7 +111,7 @@ class Library:
         self, weight: torch.Tensor, bias: torch.Tensor | None, outputs: int | None = None
     ) -> DenseProduct | LibraryProduct:
         """That of a weight [out, in]; `outputs`: see `Kernels.pack`."""
-        if (outputs or len(weight)) < WIDE or weight.dtype == torch.float32:
+        if weight.dtype == torch.float32:
             return DenseProduct(weight, bias, outputs=outputs)
         return LibraryProduct(weight, bias, self, outputs)
 

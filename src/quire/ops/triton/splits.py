@@ -26,8 +26,8 @@ SPLIT = 512
 fewer, since each split costs a merge, and a row of scratch memory where splits lie side by side."""
 
 RESIDENT = 264
-"""Programs that run at once: two on each of the 132 multiprocessors of an H100 or H200. A tile of one token is walked if
-it has at most half of the splits that each of them would have if all were shared evenly; one of more tokens, which
+"""Programs that run at once: two on each of the 132 multiprocessors of an H100 or H200. A tile of one token is walked
+if it has at most half of the splits that each of them would have if all were shared evenly; one of more tokens, which
 would leave more in scratch memory, if it has at most as many."""
 
 WORKERS = 1024
@@ -117,7 +117,7 @@ def _list_work(
     context_lens,
     path_width,
     records,
-    count,
+    item_count,
     spans,
     tiles,
     short,
@@ -172,7 +172,7 @@ def _list_work(
             )
         tiles_before = tl.max(tile_ends, 0)
         items_before = tl.max(item_ends, 0)
-    tl.store(count, listed_items)
+    tl.store(item_count, listed_items)
     for first in range(all_tiles + writer * SPANS_AT_ONCE, tiles, writers * SPANS_AT_ONCE):
         place = first + tl.arange(0, SPANS_AT_ONCE)
         nothing = place * 0
@@ -183,13 +183,13 @@ def _list_work(
 
 
 @triton.jit
-def items_of(count, tiles):
+def items_of(item_count, tiles):
     """Items of this program: first, and the one after the last. The first `tiles` programs have a row tile each, as
     item 0; after them are the workers."""
     program = tl.program_id(0)
     first, last = program * 0, program * 0 + 1
     if program >= tiles:
-        first, last = program - tiles, tl.load(count)
+        first, last = program - tiles, tl.load(item_count)
     return first, last
 
 
@@ -241,7 +241,7 @@ class Work(NamedTuple):
     Attributes:
         tiles: how many there may be.
         records: [tiles + items, 8] int32, on the device.
-        count: [1] int32, how many items there are.
+        item_count: [1] int32.
         short: most tokens of a tile that has items.
         workers: programs that share the items.
         keys: of a split.
@@ -251,7 +251,7 @@ class Work(NamedTuple):
 
     tiles: int
     records: torch.Tensor
-    count: torch.Tensor
+    item_count: torch.Tensor
     short: int
     workers: int
     keys: int
@@ -296,17 +296,19 @@ def list_work(
     tiles = rows // tokens + spans_there
     short = 1 if rows == spans_there else tokens
     slots = most_splits(spans, block_size, window, tokens)
-    room = min(tiles * slots, SCRATCH_BYTES // (4 * short * heads * (head_dim + 2))) if side_by_side and slots > 1 else 0
+    room = (
+        min(tiles * slots, SCRATCH_BYTES // (4 * short * heads * (head_dim + 2))) if side_by_side and slots > 1 else 0
+    )
     workers = min(room, -(-WORKERS // groups))
     device = spans.starts.device
     records = torch.empty(tiles + room, RECORD.value, dtype=torch.int32, device=device)
-    count = torch.empty(1, dtype=torch.int32, device=device)
+    item_count = torch.empty(1, dtype=torch.int32, device=device)
     _list_work[(WRITERS,)](
         spans.row_starts,
         spans.starts,
         spans.table_rows,
         records=records,
-        count=count,
+        item_count=item_count,
         spans=spans_there,
         tiles=tiles,
         short=short,
@@ -322,7 +324,7 @@ def list_work(
     )
     numbers = room * short * heads
     out, sums = (torch.empty(numbers * width, dtype=torch.float32, device=device) for width in (head_dim, 2))
-    return Work(tiles, records, count, short, workers, SPLIT, out, sums)
+    return Work(tiles, records, item_count, short, workers, SPLIT, out, sums)
 
 
 def of_trees(spans: DeviceSpans) -> dict[str, Any]:
