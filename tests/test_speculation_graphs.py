@@ -40,6 +40,18 @@ def test_a_replay_repeats_what_was_recorded_and_gives_the_same_tokens(folders, a
     assert device.num_replayed > 100 and engine.stats.drafted > 100 and engine.stats.accepted > 0
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_a_replay_of_trees_does_so_too(folders, alone, method):
+    device = TapedDevice()
+    engine = taped(folders, method, device, 8, spec={"tree_width": 3}, max_num_batched_tokens=128)
+    for turn in range(2):
+        assert run(engine, range(16), first_id=100 * turn, stagger=turn) == alone["target"]
+    graphs = engine.executor._runner._forward.graphs  # type: ignore[attr-defined]
+    assert {key[0] for key in graphs._recorded} == {"step", "rows", "nodes"}
+    assert any(key[0] == "step" and key[1].paths for key in graphs._recorded)
+    assert engine.stats.drafted > 100 and engine.stats.accepted > 0
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_more_drafts_or_requests_launch_nothing_more(folders, waits):
     """Outside of graphs only what follows them is launched: head and sampling, as without drafts."""

@@ -58,7 +58,7 @@ class DeviceSpans:
         table_rows: [spans] int32, which row of `block_tables` belongs to each span's request.
         block_tables: [requests, blocks] int32, the block ids of all requests from position 0 on.
         trees: of rows that do not continue one another; their span's `starts` is where the first one's key and value
-            lie, and the others' follow. Not in a step that is recorded.
+            lie, and the others' follow.
     """
 
     row_starts: torch.Tensor

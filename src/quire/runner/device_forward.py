@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -42,10 +41,11 @@ CHUNK = 64
 
 
 class Size(NamedTuple):
-    """Padded counts of a step's tokens and spans."""
+    """Padded counts of a step's tokens and spans, and the padded length of paths in trees; 0 without trees."""
 
     tokens: int
     spans: int
+    paths: int = 0
 
 
 class DeviceForward:
@@ -140,19 +140,8 @@ class DeviceForward:
         branches: Mapping[int, Branch] = NO_BRANCHES,
     ) -> list[RaggedBatch]:
         """The spans as one batch per group, without padding; see `__call__`."""
-        size = Size(int(row_starts[-1]), len(spans))
-        if not branches:
-            return self._batches(self._sent(described(size, spans, rows, row_starts)), size)
-        by_span = {index: branches[span.request] for index, span in enumerate(spans) if span.request in branches}
-        bases, ends = np.zeros((2, len(spans)), np.int32)
-        spans = list(spans)
-        for index, branch in by_span.items():  # its first row's slot, instead of its position
-            spans[index] = replace(spans[index], start=branch.base + branch.slots[0])
-            bases[index], ends[index] = branch.base, tree_end(branch)
-        depths, paths = (table.astype(np.int32) for table in tree_rows(by_span, row_starts))
-        inputs = self._sent(described(size, spans, rows, row_starts))
-        reach, *trees = self._device.upload(ends, bases, depths, paths)
-        return self._batches(inputs, size, DeviceTrees(*trees), reach)
+        size = Size(int(row_starts[-1]), len(spans), path_width(branches))
+        return self._batches(self._sent(described(size, spans, rows, row_starts, branches)), size, self._tables)[0]
 
     def __call__(
         self,
@@ -168,22 +157,20 @@ class DeviceForward:
         Args:
             rows: the row in the tables of each span's request.
             row_starts: first row of each span, and the end of the last one.
-            branches: trees of drafts, by request; these use no graph.
+            branches: trees of drafts, by request.
         """
-        if branches:
-            return self._forward(self.batches(spans, rows, row_starts, branches))
-        size = self.size_of(int(row_starts[-1]), len(spans))
-        return self._step(size, described(size, spans, rows, row_starts))
+        size = self.size_of(int(row_starts[-1]), len(spans), path_width(branches))
+        return self._step(size, described(size, spans, rows, row_starts, branches))
 
     def _step(self, size: Size, sent: NDArray[np.int32]) -> Forwarded:
         def run(inputs: Tensor) -> Forwarded:
-            return self._forward(self._batches(inputs, size))
+            return self._forward(self._batches(inputs, size, self._tables)[0])
 
         return self.graphs(("step", size), sent, run, records=self.records(size))
 
-    def size_of(self, tokens: int, spans: int) -> Size:
-        """See `padded`."""
-        return padded(tokens, spans, self._most_spans)
+    def size_of(self, tokens: int, spans: int, paths: int = 0) -> Size:
+        """See `padded`; `paths`: of trees, see `Size`."""
+        return padded(tokens, spans, self._most_spans)._replace(paths=paths)
 
     def records(self, size: Size) -> bool:
         """Whether steps of this size are recorded."""
@@ -205,29 +192,23 @@ class DeviceForward:
 
     # -- computing -----------------------------------------------------------------------------------------
 
-    def _batches(
-        self, inputs: Tensor, size: Size, trees: DeviceTrees | None = None, reach: Tensor | None = None
-    ) -> list[RaggedBatch]:
-        """The kernels' input. `reach` [spans]: least context lengths, as a row's ancestors may be stored after it."""
-        spans, tokens, span_of_row = self._read(inputs, size)
-        spans.trees = trees
-        batches = [self._placed(tokens, span_of_row, replace(spans, block_tables=table)) for table in self._tables]
-        if reach is not None:
-            torch.maximum(spans.context_lens, reach, out=spans.context_lens)
-        return batches
-
-    def _read(self, inputs: Tensor, size: Size) -> tuple[DeviceSpans, Tensor, Tensor]:
-        """The spans of the first group, the tokens, and each row's span."""
-        row_starts, starts, table_rows, tokens, span_of_row = (inputs[place] for place in _places(size))
+    def _batches(self, inputs: Tensor, size: Size, tables: Tensor) -> tuple[list[RaggedBatch], DeviceSpans]:
+        """The kernels' input, for each group's table, and the first one's spans; `inputs` as from `described`."""
+        row_starts, starts, table_rows, tokens, span_of_row, *rest = (inputs[place] for place in _places(size))
         if self.keeps_lengths:
             starts = torch.where(starts == AT_LAST, self.lengths.index_select(0, table_rows) - 1, starts)
-        spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables[0])
-        return spans, tokens, span_of_row
+        contexts = torch.empty_like(starts)
+        trees = DeviceTrees(rest[1], rest[2], rest[3].view(size.tokens, size.paths)) if rest else None
+        spans = [DeviceSpans(row_starts, starts, contexts, table_rows, table, trees) for table in tables]
+        batches = [self._placed(tokens, span_of_row, each) for each in spans]
+        if rest:
+            torch.maximum(contexts, rest[0], out=contexts)
+        return batches, spans[0]
 
     def batch(self, inputs: Tensor, size: Size) -> tuple[RaggedBatch, DeviceSpans]:
         """A step for a drafting model, whose KV is in the first group's blocks; `inputs` as from `described`."""
-        spans, tokens, span_of_row = self._read(inputs, size)
-        return self._placed(tokens, span_of_row, spans), spans
+        [batch], spans = self._batches(inputs, size, self._tables[:1])
+        return batch, spans
 
     def _sent(self, description: NDArray[np.int32]) -> Tensor:
         inputs = torch.empty(len(description), dtype=torch.int32, device=self._device.torch)
@@ -271,22 +252,48 @@ class DeviceForward:
 
 def nothing(size: Size) -> NDArray[np.int32]:
     """The description of a step without rows, which writes to the null block alone."""
-    return np.zeros(_places(size)[-1].stop, np.int32)
+    places = _places(size)
+    sent = np.zeros(places[-1].stop, np.int32)
+    if size.paths:
+        sent[places[_DEPTHS]] = -1
+    return sent
 
 
 def described(
-    size: Size, spans: Sequence[Span], rows: NDArray[np.int64], begins: NDArray[np.int64]
+    size: Size,
+    spans: Sequence[Span],
+    rows: NDArray[np.int64],
+    begins: NDArray[np.int64],
+    branches: Mapping[int, Branch] = NO_BRANCHES,
 ) -> NDArray[np.int32]:
-    """A step's description: row starts, starts and table rows of the spans, tokens, and each row's span."""
+    """A step's description: row starts, starts and table rows of the spans, tokens, and each row's span.
+
+    With trees: each span's least context length, as a row's ancestors may be stored after it; and `DeviceTrees`.
+    """
     count, real = len(spans), int(begins[-1])
     sent = nothing(size)
-    row_starts, starts, table_rows, tokens, span_of_row = (sent[place] for place in _places(size))
+    row_starts, starts, table_rows, tokens, span_of_row, *rest = (sent[place] for place in _places(size))
     row_starts[: count + 1], row_starts[count + 1 :] = begins, real
     starts[:count] = [span.start for span in spans]
     table_rows[:count] = rows
     tokens[:real] = np.fromiter(chain.from_iterable(span.tokens for span in spans), np.int32, real)
     span_of_row[:real] = np.repeat(np.arange(count), np.diff(begins))
+    if rest:
+        reach, bases, depths, paths = rest
+        by_span = {index: branches[span.request] for index, span in enumerate(spans) if span.request in branches}
+        for index, branch in by_span.items():
+            starts[index] = branch.base + branch.slots[0]  # its first row's slot, instead of its position
+            bases[index], reach[index] = branch.base, tree_end(branch)
+        depths[:real], ancestors = tree_rows(by_span, begins)
+        paths.reshape(size.tokens, size.paths)[:real, : ancestors.shape[1]] = ancestors
     return sent
+
+
+def path_width(branches: Mapping[int, Branch]) -> int:
+    """The padded length of paths in these trees: a power of two from 4 on."""
+    if not branches:
+        return 0
+    return max(4, 1 << (max(len(path) for branch in branches.values() for path in branch.paths) - 1).bit_length())
 
 
 def padded(tokens: int, spans: int, most_spans: int) -> Size:
@@ -331,5 +338,12 @@ def all_sizes(most_spans: int, largest: int = LARGEST_GRAPH) -> set[Size]:
 
 @functools.lru_cache(4096)  # a draft model's batches have any size
 def _places(size: Size) -> list[slice]:
-    """The slices of a step's inputs."""
-    return aligned((size.spans + 1, size.spans, size.spans, size.tokens, size.tokens))
+    """The slices of a step's inputs: see `described`."""
+    lengths = [size.spans + 1, size.spans, size.spans, size.tokens, size.tokens]
+    if size.paths:
+        lengths += [size.spans, size.spans, size.tokens, size.tokens * size.paths]
+    return aligned(lengths)
+
+
+_DEPTHS = 7
+"""Where in `_places` those of `DeviceTrees` are."""

@@ -34,7 +34,8 @@ class DraftContext:
         vocab_size: the target model's.
         ranks: number of the target model's ranks.
         upload, download: see `Device`.
-        passes: see above. If there are any, `rows` and `chains` take the place of `batch` and `line`.
+        passes: see above. If there are any, `rows`, `nodes` and `chains` take the place of
+            `batch`, `tree_batch` and `line`.
     """
 
     def __init__(
@@ -77,6 +78,10 @@ class DraftContext:
         """Compute the rows of `batch`, see `DraftPasses.rows`."""
         spans = [Span(*span) for span in zip(requests, starts, map(list, tokens), strict=True)]
         return self._recorded.rows(hidden, spans, self.rows_of(requests))
+
+    def nodes(self, hidden: Tensor, branches: Sequence[Branch]) -> Tensor:
+        """Compute the rows of `tree_batch`, see `DraftPasses.nodes`."""
+        return self._recorded.nodes(hidden, branches, self.rows_of([branch.request for branch in branches]))
 
     def chains(
         self, out: Tensor, requests: Sequence[int], counts: Sequence[int], positions: Sequence[int] = ()

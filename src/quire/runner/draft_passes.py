@@ -21,10 +21,10 @@ from torch import Tensor
 from quire.core.step import Span
 from quire.ops import KVCache
 from quire.ops.sampling import Filters, keys_at
-from quire.runner.device_forward import DeviceForward, Size, described, nothing, padded_decodes
+from quire.runner.device_forward import DeviceForward, Size, described, nothing, padded_decodes, path_width
 from quire.runner.graphs import aligned
 from quire.runner.host_forward import HostForward
-from quire.runner.proposer import DraftingModel, Speculation
+from quire.runner.proposer import Branch, DraftingModel, Speculation
 
 
 class ChainSize(NamedTuple):
@@ -84,6 +84,27 @@ class DraftPasses:
             return out.index_select(0, (firsts + row).clamp(min=0))
 
         return forward.graphs(("rows", size), sent, run, *given, records=forward.records(size))
+
+    def nodes(self, hidden: Tensor, branches: Sequence[Branch], rows: NDArray[np.int64]) -> Tensor:
+        """Compute rows of trees, one tree per request.
+
+        Args:
+            hidden: [nodes, hidden], the outputs of the nodes' parents.
+            rows: the row in the block tables of each tree's request.
+
+        Returns [at least nodes, hidden]. The next call may overwrite it.
+        """
+        spans = [Span(branch.request, branch.base, list(branch.tokens)) for branch in branches]
+        row_starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
+        by_request = {branch.request: branch for branch in branches}
+        size = self._forward.size_of(int(row_starts[-1]), len(spans), path_width(by_request))
+        given = [_with_rows(hidden, size.tokens)] if self._lead else []
+
+        def run(inputs: Tensor, hidden: Tensor = hidden[:0]) -> Tensor:
+            return self._model.forward(hidden, self._forward.batch(inputs, size)[0], self._kv)
+
+        sent, records = described(size, spans, rows, row_starts, by_request), self._forward.records(size)
+        return self._forward.graphs(("nodes", size), sent, run, *given, records=records)
 
     # -- drafts --------------------------------------------------------------------------------------------
 

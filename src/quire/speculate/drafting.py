@@ -286,11 +286,14 @@ class DraftingProposer:
             expanded = [(i, node) for i, nodes in grown for node in nodes]
             if expanded:
                 # A head's root is the row before the last known token, which is its input.
-                batch = context.tree_batch(
-                    [trees[i].branch(asked[i].request, asked[i].position - 1 - self._lead, nodes) for i, nodes in grown]
-                )
-                parents = [row_of[i, trees[i].parent(node)] for i, node in expanded]
-                out = self._forward(_pick(out, parents), batch, context.kv)[: len(expanded)]
+                branches = [
+                    trees[i].branch(asked[i].request, asked[i].position - 1 - self._lead, nodes) for i, nodes in grown
+                ]
+                above = _pick(out, [row_of[i, trees[i].parent(node)] for i, node in expanded])
+                if context.passes is not None:
+                    out = context.nodes(above, branches)[: len(expanded)]
+                else:
+                    out = self._forward(above, context.tree_batch(branches), context.kv)[: len(expanded)]
         return [tree.drafts() for tree in trees]
 
 
