@@ -44,7 +44,10 @@ def test_a_replay_repeats_what_was_recorded_and_gives_the_same_tokens(folders, a
 def test_a_replay_of_trees_does_so_too(folders, alone, method):
     device = TapedDevice()
     engine = taped(folders, method, device, 8, spec={"tree_width": 3}, max_num_batched_tokens=128)
-    for turn in range(2):
+    recorded = device.num_recorded
+    assert run(engine, [1, 2])[0] == alone["target"][1]
+    assert device.num_recorded <= recorded + 1, "but for the prompts' step"
+    for turn in range(1, 3):
         assert run(engine, range(16), first_id=100 * turn, stagger=turn) == alone["target"]
     graphs = engine.executor._runner._forward.graphs  # type: ignore[attr-defined]
     assert {key[0] for key in graphs._recorded} == {"step", "rows", "nodes"}

@@ -290,10 +290,15 @@ def described(
 
 
 def path_width(branches: Mapping[int, Branch]) -> int:
-    """The padded length of paths in these trees: a power of two from 4 on."""
+    """The padded length of paths in these trees; 0 if there are none."""
     if not branches:
         return 0
-    return max(4, 1 << (max(len(path) for branch in branches.values() for path in branch.paths) - 1).bit_length())
+    return padded_path(max(len(path) for branch in branches.values() for path in branch.paths))
+
+
+def padded_path(length: int) -> int:
+    """A power of two from 4 on."""
+    return max(4, 1 << (length - 1).bit_length())
 
 
 def padded(tokens: int, spans: int, most_spans: int) -> Size:

@@ -1,8 +1,8 @@
 """A drafting model's passes where kernels read a step's shape on the device: recorded, as the target's steps are.
 
-There are two kinds, and a step has one of each: `rows` computes the rows of known tokens, and `chains` drafts from
-the last of these, without the host: it samples a token, computes it in the next row, and so on. Their launches depend
-only on padded counts, so that each size is recorded once as a CUDA graph, and replayed (`graphs`).
+`rows` computes the rows of known tokens, and `chains` drafts from the last of these, without the host: it samples a
+token, computes it in the next row, and so on. A step has one of each; or `nodes` computes a tree's, a layer at a time.
+Launches depend only on padded counts, so that each size is recorded once as a CUDA graph, and replayed (`graphs`).
 """
 
 from __future__ import annotations
@@ -98,13 +98,15 @@ class DraftPasses:
         row_starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
         by_request = {branch.request: branch for branch in branches}
         size = self._forward.size_of(int(row_starts[-1]), len(spans), path_width(by_request))
+        return self._nodes(size, described(size, spans, rows, row_starts, by_request), hidden)
+
+    def _nodes(self, size: Size, sent: NDArray[np.int32], hidden: Tensor) -> Tensor:
         given = [_with_rows(hidden, size.tokens)] if self._lead else []
 
         def run(inputs: Tensor, hidden: Tensor = hidden[:0]) -> Tensor:
             return self._model.forward(hidden, self._forward.batch(inputs, size)[0], self._kv)
 
-        sent, records = described(size, spans, rows, row_starts, by_request), self._forward.records(size)
-        return self._forward.graphs(("nodes", size), sent, run, *given, records=records)
+        return self._forward.graphs(("nodes", size), sent, run, *given, records=self._forward.records(size))
 
     # -- drafts --------------------------------------------------------------------------------------------
 
@@ -169,7 +171,11 @@ class DraftPasses:
     # -- at start ------------------------------------------------------------------------------------------
 
     def record(self, sizes: set[Size], chains: set[ChainSize], report: Callable[[float], None]) -> None:
-        """Record these sizes of both kinds, or as many as fit; `report` is called with the progress."""
+        """Record these sizes, or as many as fit; `report` is called with the progress.
+
+        Args:
+            sizes: of `rows`, and with paths, of `nodes`.
+        """
         forward = self._forward
         hidden = self._model.fuse(forward.no_features()) if self._lead else forward.no_features()[:, :0]
         out, done = hidden, 0
@@ -177,7 +183,8 @@ class DraftPasses:
             if forward.graphs.full:
                 return
             report(done / (len(sizes) + len(chains)))
-            out, done = self._rows(size, nothing(size), hidden), done + 1
+            out = (self._nodes if size.paths else self._rows)(size, nothing(size), hidden)
+            done += 1
         for chain in sorted(chains, reverse=True):
             if forward.graphs.full:
                 return

@@ -19,7 +19,7 @@ from quire.kv.prefault import Prefaulter
 from quire.models.model import Model
 from quire.ops import KVCache
 from quire.runner.device import Device
-from quire.runner.device_forward import DeviceForward, Size, all_sizes, decode_sizes, largest_graph
+from quire.runner.device_forward import DeviceForward, Size, all_sizes, decode_sizes, largest_graph, padded_path
 from quire.runner.draft_passes import ChainSize, chain_sizes, passes_of, row_sizes
 from quire.runner.memory_plan import (
     FREE_SHARE,
@@ -37,6 +37,7 @@ from quire.runner.proposer import Speculation
 
 if TYPE_CHECKING:
     from quire.grammar.grammars import Grammars
+    from quire.speculate.config import SpeculativeConfig
 
 OnLoad = Callable[[str, float], None]
 """Called with (phase, progress from 0 to 1) while an engine starts."""
@@ -122,20 +123,16 @@ def _record(
 
     Returns messages for the user.
     """
-    begin, most, eager = time.perf_counter(), config.max_num_seqs, forward.graphs.mode == "eager"
-    every, sizes = all_sizes(most, largest), decode_sizes(most, largest)
-    rows, chains = set[Size](), set[ChainSize]()
-    passes = None
+    begin, eager = time.perf_counter(), forward.graphs.mode == "eager"
+    every, sizes = all_sizes(config.max_num_seqs, largest), decode_sizes(config.max_num_seqs, largest)
+    passes, rows, chains = None, set[Size](), set[ChainSize]()
     if speculation is not None and config.speculation is not None:
         passes = passes_of(forward, kv, speculation)
-        most_drafts, tree = config.speculation.num_speculative_tokens, config.speculation.tree_width > 1
-        counts = range(1 if config.speculation.adaptive else most_drafts, most_drafts + 1)
-        if not tree:
-            sizes |= {forward.size_of(n * (1 + count), n) for count in counts for n in range(1, most + 1)} & every
-            chains = set() if speculation.rejection else chain_sizes(most, counts, eager)
-        rows = every if eager else row_sizes(forward, most, most_drafts) & every
+        verified, rows, chains = _drafting_sizes(config.speculation, config.max_num_seqs, forward, speculation, eager)
+        sizes |= verified
     if eager:
-        sizes = every
+        sizes |= every
+        rows |= every
 
     def recording(share: float) -> None:
         report("recording CUDA graphs", share)
@@ -149,6 +146,25 @@ def _record(
     if later := len(every - sizes):
         notes.append(f"up to {later} more CUDA graphs are recorded, of steps with prompts, each at its first use")
     return notes
+
+
+def _drafting_sizes(
+    spec: SpeculativeConfig, most: int, forward: DeviceForward, speculation: Speculation, eager: bool
+) -> tuple[set[Size], set[Size], set[ChainSize]]:
+    """Sizes of steps that verify drafts, and of what drafts them, see `DraftPasses.record`."""
+    drafts = spec.num_speculative_tokens
+    requests, trees = range(1, most + 1), spec.tree_width > 1
+    counts = range(1 if spec.adaptive and not trees else drafts, drafts + 1)
+    paths = {padded_path(length) for length in range(2, spec.tree_depth + 2)} if trees else {0}
+    verified = {forward.size_of(n * (1 + count), n, path) for n in requests for count in counts for path in paths}
+    rows = row_sizes(forward, most, drafts)
+    if trees:
+        rows |= {
+            forward.size_of(n * w, n, path) for n in requests for w in range(1, spec.tree_width + 1) for path in paths
+        }
+    drawn = trees or speculation.rejection
+    chains = set[ChainSize]() if drawn else chain_sizes(most, counts, eager)
+    return set(filter(forward.records, verified)), set(filter(forward.records, rows)), chains
 
 
 def free_for_each(config: EngineConfig, model: Model, ranks: int, neighbours: int = 0) -> int:
