@@ -26,18 +26,17 @@ PROMPT = 2048
 
 
 def run(job: Job, model: str) -> None:
-    """Decodes of B's batches, and a prompt; then the decodes with deterministic=True."""
+    """Decodes of B's batches, and a prompt."""
     size, cases = sizes(job), dict(sizes(job).decodes)[model]
     prompt = size.prompt if job.rehearse else PROMPT
-    for deterministic in (False, True):
-        options = {"prefix_cache": "off", "max_num_seqs": max(16, *(batch for batch, _ in cases))}
-        with bench(job, shape(job, model), deterministic=deterministic, **options) as under:
-            what = ", deterministic" if deterministic else ""
-            for batch, context in cases:
-                _decodes(under, model, batch, context, f"{batch} x {context:,}{what}")
-            for _ in range(2):
-                _prefill(under, prompt)
-            _profiled(under, model, f"prefill of {prompt:,}{what}", 1, partial(_prefill, under, prompt))
+    with bench(
+        job, shape(job, model), prefix_cache="off", max_num_seqs=max(16, *(batch for batch, _ in cases))
+    ) as under:
+        for batch, context in cases:
+            _decodes(under, model, batch, context, f"{batch} x {context:,}")
+        for _ in range(2):
+            _prefill(under, prompt)
+        _profiled(under, model, f"prefill of {prompt:,}", 1, partial(_prefill, under, prompt))
 
 
 def _prefill(under: Bench, prompt: int) -> None:

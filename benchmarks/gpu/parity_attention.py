@@ -62,7 +62,7 @@ TINY_MIXED, TINY_DECODES = [(0, 1), (0, 20), (37, 3)], [(0, 1), (40, 1)]
 
 
 def run(job: Job, part: str, dtype: str) -> None:
-    """Mixtures of spans and pure decodes, in both modes; in the deterministic one also each span alone."""
+    """Mixtures of spans and pure decodes; also each span alone."""
     rig = Rig(job, dtype)
     steps = (TINY_MIXED, TINY_DECODES) if job.rehearse else (MIXED, DECODES)
     for case in (TINY_CASES if job.rehearse else CASES)[part]:
@@ -79,12 +79,9 @@ def attend(rig: Rig, case: Case, name: str, step: Step) -> None:
         return kernels.attend(q, kv, batch, LAYER, case.head_dim**-0.5, case.window)
 
     wanted = compute(rig.reference, q, wide, step.host())
-    for kernels in (rig.kernels, rig.deterministic):
-        found = on_device(rig, functools.partial(compute, kernels), step, kv, q)
-        form = "deterministic attend" if kernels.deterministic else "attend"
-        rig.near(f"{form}, {name}, {case}", found, wanted, UNITS)
-    deterministic = functools.partial(compute, rig.deterministic)
-    each_alone(rig, f"deterministic attend, {name}, {case}", deterministic, step, kv, q)
+    ours = functools.partial(compute, rig.kernels)  # the same with `deterministic`
+    rig.near(f"attend, {name}, {case}", on_device(rig, ours, step, kv, q), wanted, UNITS)
+    each_alone(rig, f"attend, {name}, {case}", ours, step, kv, q)
 
 
 Attend = Callable[[Tensor, KVCache, RaggedBatch], Tensor]

@@ -54,18 +54,20 @@ LAYERS = 4
 
 CHOICES: tuple[dict[str, int], ...] = (
     {},
-    {"WORKERS": 264},
-    {"WORKERS": 528},
-    {"WORKERS": 2048},
     {"SPLIT": 256},
     {"SPLIT": 1024},
-    {"SPLIT": 256, "WORKERS": 2048},
+    {"WORKERS": 528},
+    {"RESIDENT": 132},
+    {"RESIDENT": 528},
     {"TILE_BYTES": 1 << 13},
-    {"TILE_BYTES": 1 << 13, "WORKERS": 2048},
+    {"TILE_BYTES": 1 << 15},
 )
 """What differs from the sources."""
 
-MODULES: dict[str, ModuleType] = {"TILE_BYTES": attention, "WORKERS": splits, "SPLIT": splits}
+MODULES: dict[str, ModuleType] = {
+    "TILE_BYTES": attention,
+    **dict.fromkeys(("SPLIT", "WORKERS", "RESIDENT"), splits),
+}
 
 
 @torch.inference_mode()
