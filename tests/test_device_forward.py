@@ -22,6 +22,7 @@ from quire.runner.device_forward import (
     CHUNK,
     LARGEST_GRAPH,
     LARGEST_SMALL_GRAPH,
+    DeviceForward,
     all_sizes,
     decode_sizes,
     largest_graph,
@@ -98,10 +99,11 @@ def test_all_graphs_are_recorded_at_start_and_said_so(folder):
     device = DelayedDevice()
     with on_device(device, SpanKernels()):
         engine = Engine(options(folder, cuda_graphs="eager"))
-    assert device.num_recorded == len(ALL)
-    assert any(note.startswith(f"recorded {len(ALL)} CUDA graphs in ") for note in engine.notes)
+    made = len(ALL) + len(DECODES)  # with those of sampling
+    assert device.num_recorded == made
+    assert any(note.startswith(f"recorded {made} CUDA graphs in ") for note in engine.notes)
     run(engine, [0, 3])
-    assert device.num_recorded == len(ALL), "no step has a size that was not recorded"
+    assert device.num_recorded == made, "no step has a size that was not recorded"
 
 
 def test_a_start_tells_how_far_kernels_are_compiled(folder):
@@ -118,10 +120,11 @@ def test_decodes_are_recorded_at_start_and_steps_with_prompts_when_they_come(fol
     with on_device(device, SpanKernels()):
         engine = Engine(options(folder))
     decodes = len(DECODES)
-    assert device.num_recorded == decodes == 4  # of 1, 2, 4 and 8 requests
+    assert decodes == 4  # of 1, 2, 4 and 8 requests
+    assert device.num_recorded == 2 * decodes, "each with its sampling"
     assert any(f"up to {len(ALL) - decodes} more CUDA graphs" in note for note in engine.notes)
     run(engine, [0, 3])
-    assert device.num_recorded > decodes and device.num_replayed > 0
+    assert device.num_recorded > 2 * decodes and device.num_replayed > 0
 
 
 def test_caches_are_cleared_in_the_devices_own_order(folder, monkeypatch):
@@ -146,11 +149,42 @@ def test_enforce_eager_records_nothing(folder):
     assert device.num_recorded == 0
 
 
+PLAIN = ({"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 1.2, "min_p": 0.02})
+OTHERS: tuple[dict[str, Any], ...] = ({"top_k": 5}, {"top_p": 0.7}, {"logprobs": 1}, {"presence_penalty": 0.5})
+
+
+@pytest.mark.parametrize("other", [None, *OTHERS])
+def test_decodes_are_sampled_by_a_graph_unless_one_of_them_asks_for_more(folder, monkeypatch, other):
+    """With three requests the graph is one of four rows, and a token of padding belongs to nobody."""
+    asked = [SamplingParams(**each, seed=seed, ignore_eos=True) for seed, each in enumerate(PLAIN)]
+    if other is not None:
+        asked[1] = SamplingParams(temperature=0.9, seed=1, ignore_eos=True, **other)
+    made, calls, sample = {}, [0], DeviceForward.sample
+
+    def counted(self: DeviceForward, *args: Any) -> torch.Tensor:
+        calls[0] += len(args[-1]) > 0
+        return sample(self, *args)
+
+    monkeypatch.setattr(DeviceForward, "sample", counted)
+    for graphs in ("lazy", "off"):
+        with on_device(DelayedDevice(), SpanKernels()):
+            engine = Engine(options(folder, cuda_graphs=graphs))
+        tokens: dict[int, list[int]] = {number: [] for number in range(len(asked))}
+        for number, params in enumerate(asked):
+            engine.add(Request(number, prompts()[number], params.resolved(), max_tokens=9))
+        while not engine.idle:
+            for update in engine.step():
+                tokens[update.request] += update.tokens
+        made[graphs] = tokens
+    assert made["lazy"] == made["off"]
+    assert calls[0] == (8 if other is None else 0)
+
+
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelname == "WARNING"]
 
 
-@pytest.mark.parametrize(("graphs", "most"), [("lazy", len(DECODES)), ("eager", len(all_sizes(8, 64)) - 1)])
+@pytest.mark.parametrize(("graphs", "most"), [("lazy", 2 * len(DECODES)), ("eager", len(all_sizes(8, 64)))])
 def test_where_no_more_graphs_fit_steps_go_on_without(folder, alone, caplog, graphs, most):
     device = DelayedDevice(most_graphs=most)
     with on_device(device, SpanKernels()):
@@ -190,8 +224,8 @@ def test_ranks_record_a_step_together_or_not_at_all(folder, alone, caplog, other
     forward = engine.executor._runner._forward  # type: ignore[attr-defined]
     forward.graphs._ranks = TwoRanks(0, 2)
     assert run(engine, [0, 3]) == {index: alone[index] for index in (0, 3)}
-    assert device.num_recorded > len(DECODES)
-    assert (len(forward.graphs) > len(DECODES)) == other
+    assert device.num_recorded > 2 * len(DECODES)
+    assert (len(forward.graphs) > 2 * len(DECODES)) == other
     assert len(warnings_in(caplog)) == (not other)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 import weakref
@@ -149,10 +150,9 @@ class CudaDevice(Device):
         for array, place in zip(arrays, places, strict=False):
             host[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         sent = staged.to(self.torch, non_blocking=True)
-        return [
-            sent[place : place + array.nbytes].view(_dtype_of(array)).view(array.shape)
-            for array, place in zip(arrays, places, strict=False)
-        ]
+        parts = zip(arrays, places, strict=False)
+        made = [sent[place : place + array.nbytes].view(_dtype_of(array.dtype)) for array, place in parts]
+        return [part if array.ndim == 1 else part.view(array.shape) for part, array in zip(made, arrays, strict=True)]
 
     def write(self, tensor: Tensor, array: NDArray[Any]) -> None:
         staged, host = self._staging(array.nbytes)
@@ -217,9 +217,10 @@ class CudaDevice(Device):
         return self._last_time
 
 
-def _dtype_of(array: NDArray[Any]) -> torch.dtype:
-    """torch's; `from_numpy` takes no array whose elements lie apart by a part of one, as a table's columns may."""
-    return torch.from_numpy(np.empty(0, array.dtype)).dtype
+@functools.cache
+def _dtype_of(dtype: np.dtype[Any]) -> torch.dtype:
+    """torch's for numpy's."""
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +22,12 @@ from quire.core.step import Span
 from quire.models.model import Model
 from quire.ops import KVCache, RaggedBatch
 from quire.ops.ragged import DeviceSpans, DeviceTrees
+from quire.runner import recorded_sampling
 from quire.runner.device import Device
 from quire.runner.graphs import Graphs, aligned
 from quire.runner.host_forward import NO_BRANCHES, Blocks, Forwarded, RowsAhead, forward, tree_end, tree_rows
 from quire.runner.proposer import Branch
+from quire.runner.sampling_table import STATE
 
 LARGEST_GRAPH = 1024
 LARGEST_SMALL_GRAPH = 2048
@@ -63,8 +65,8 @@ class DeviceForward:
     Attributes:
         kernels, vocab_size: the target model's.
         graphs: the recorded steps, and passes of a drafting model.
-        recent: [requests, keeps] int64, recent tokens for each row of the tables, by position modulo `keeps`: the last
-            known ones, followed by drafts.
+        recent: [requests + 1, keeps] int64, recent tokens for each row of the tables, by position modulo `keeps`: the
+            last known ones, followed by drafts. The last row belongs to no request.
         lengths: [requests] int32, number of known tokens. The caller maintains both if spans start at `AT_LAST`, or
             sample more than one token.
     """
@@ -91,13 +93,18 @@ class DeviceForward:
         with device.active():
             shape = len(kv), 2 * most_spans, width  # groups, requests, blocks
             self._tables = torch.zeros(shape, dtype=torch.int32, device=device.torch)
-            self.recent = torch.zeros(2 * most_spans, keeps, dtype=torch.int64, device=device.torch)
+            self.recent = torch.zeros(2 * most_spans + 1, keeps, dtype=torch.int64, device=device.torch)
             self.lengths = torch.zeros(2 * most_spans, dtype=torch.int32, device=device.torch)
 
     @property
     def keeps_lengths(self) -> bool:
         """Whether `recent` and `lengths` are maintained."""
         return self.recent.shape[1] > 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether `sample` is recorded."""
+        return self.graphs.mode != "off" and self._model.ranks.size == 1 and not self.keeps_lengths
 
     @property
     def last_tokens(self) -> Tensor:
@@ -168,6 +175,21 @@ class DeviceForward:
 
         return self.graphs(("step", size), sent, run, records=self.records(size))
 
+    def sample(self, hidden: Tensor, state: NDArray[Any], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> Tensor:
+        """Sample a token for each request of a step of decodes; it is the request's last one in the next step.
+
+        Args:
+            hidden: [padded, hidden], of `Forwarded`.
+            state, keys, rows: see `recorded_sampling.described`.
+
+        Returns:
+            [requests] int64, which may be overwritten by the next call.
+        """
+        sent = recorded_sampling.described(len(hidden), state, keys, rows, nobody=len(self.recent) - 1)
+        run = functools.partial(recorded_sampling.sample, self._model, self.last_tokens)
+        [tokens] = self.graphs(("sampling", len(hidden)), sent, run, hidden)
+        return tokens[: len(rows)]
+
     def size_of(self, tokens: int, spans: int, paths: int = 0) -> Size:
         """See `padded`; `paths`: of trees, see `Size`."""
         return padded(tokens, spans, self._most_spans)._replace(paths=paths)
@@ -187,7 +209,10 @@ class DeviceForward:
             if self.graphs.full:
                 break
             report(index / len(sizes))
-            self._step(size, nothing(size))
+            made = self._step(size, nothing(size))
+            if self.samples and size.tokens == size.spans:
+                none = np.zeros(0, np.int64)
+                self.sample(made.hidden, np.zeros(0, STATE), none, none)
         report(1.0)
 
     # -- computing -----------------------------------------------------------------------------------------

@@ -361,6 +361,11 @@ class ModelRunner:
         chosen, spans = np.array(part.chosen), [part.spans[index] for index in part.chosen]
         places = [(span.request, span.start + len(span.tokens)) for span in spans]
         if len(chosen) == part.row_starts[-1]:  # decodes only
+            forward = self._forward
+            if isinstance(forward, DeviceForward) and forward.samples:
+                draw = functools.partial(forward.sample, hidden)
+                if (sampled := self.sampler.launch_plain(draw, places, rows)) is not None:
+                    return sampled
             [table_rows] = self.device.upload(rows)
             logits = self.model.logits(hidden[: len(chosen)])
         else:

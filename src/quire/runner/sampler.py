@@ -26,7 +26,7 @@ says afterwards which of them are. Rejection sampling changes that decision (ver
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -195,6 +195,22 @@ class Sampler:
         self._table.rows["next"][slots] += 1
         self.goes_on(sampled)
         return sampled
+
+    def launch_plain(
+        self, sample: Callable[..., Tensor], rows: Sequence[tuple[int, int]], table_rows: NDArray[np.int64]
+    ) -> Sampled | None:
+        """`launch` where the logits are not needed here; None if a row asks for more than temperature and min-p.
+
+        Args:
+            sample: returns tokens [rows], given each row's state, key and row of the block tables.
+        """
+        slots, state = self._table.next(rows)
+        if not state["plain"].all():
+            return None
+        tokens = sample(state, filter_arrays(state, state["next"])[-1], table_rows)
+        [on_host] = self._device.download(tokens)
+        self._table.rows["next"][slots] += 1
+        return Sampled(tokens, on_host, torch.empty(0, dtype=torch.bool), [], [], np.empty(0, np.int64), None)
 
     def goes_on(self, sampled: Sampled) -> None:
         """The sampled tokens are the requests' next ones: give them to requests whose masks depend on them."""

@@ -25,6 +25,7 @@ STATE = np.dtype(
         ("top_p", np.float64),
         ("logprobs", np.int64),  # number of top tokens to report besides the sampled one; -1: nothing
         ("edited", np.bool_),
+        ("plain", np.bool_),  # nothing is asked for but temperature and min-p
         ("repetition", np.float32),
         ("frequency", np.float32),
         ("presence", np.float32),
@@ -74,6 +75,8 @@ class SamplingTable:
             "history": history,
             "mask": mask,
         }
+        off = state["top_k"] == self._vocab_size and state["top_p"] == math.inf
+        state["plain"] = off and params.logprobs is None and not edited
         if not self._free:
             self._free = list(range(len(self.rows), 2 * len(self.rows)))
             self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
@@ -68,6 +69,10 @@ class TritonKernels(Kernels):
     def warm_up(self, vocab_size: int) -> None:
         if self.device.type == "cuda":  # the interpreter compiles nothing
             sampling.warm_up(vocab_size, self.device)
+
+    def threads(self, count: int) -> AbstractContextManager[None]:
+        """Nothing that a step computes on the host needs several, and setting their number takes time."""
+        return nullcontext() if self.device.type == "cuda" else super().threads(count)
 
     # -- weights -------------------------------------------------------------------------------------------
 
