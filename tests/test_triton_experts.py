@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+import triton
 
 from quire.ops import Fp8Weight, RaggedBatch, quantized
 from quire.ops.experts import LoopedExperts, LoopedHeads, Routing, count_experts, route
@@ -11,14 +14,13 @@ from quire.ops.linear import Product
 from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.quantized import Quantization
 from quire.ops.ragged import DeviceSpans
-from quire.ops.triton import experts, linear
+from quire.ops.triton import expert_rows, experts, linear
 from quire.ops.triton import routing as routing_kernel
-from quire.ops.triton import weights as weights_module
 from quire.ops.triton.experts import GroupedExperts
 from quire.ops.triton.experts_quantized import QuantizedExperts
 from quire.ops.triton.heads import GroupedHeads
 from quire.ops.triton.kernels import TritonKernels
-from quire.ops.triton.linear_dense import DenseProduct
+from quire.ops.triton.linear_dense import DenseProduct, Tile
 from quire.ops.triton.linear_mxfp4 import Mxfp4Product
 from quire.ops.triton.linear_vendor import VendorProduct
 from quire.ops.triton.weights import Weights
@@ -65,9 +67,16 @@ def quantized_weight(how: str, outputs: int, inputs: int, seed: int = 0) -> Prod
 
 def launch_all() -> None:
     """Experts of Qwen3-30B-A3B, quantized ones, routers of DeepSeek V2 and V3, and heads of their attention."""
+    arch = triton.runtime.driver.active.get_current_target().arch
+    options = {"EARLY": True, "launch_pdl": True} if arch >= 90 else {"EARLY": False}
+    with mock.patch.object(experts, "launch_options", lambda device: options):
+        _launch_all()
+
+
+def _launch_all() -> None:
     gate_up, down = torch.empty(1536, 2048, dtype=torch.bfloat16), torch.empty(2048, 768, dtype=torch.bfloat16)
     grouped = GroupedExperts(*([linear.pack([w], None, CPU, DenseProduct)] * 128 for w in (gate_up, down)))
-    for tokens in (16, 2500):
+    for tokens in (1, 16, 300, 900, 2500):
         ids, weights = torch.empty(tokens, 8, dtype=torch.int64), torch.empty(tokens, 8)
         grouped(torch.empty(tokens, 2048, dtype=torch.bfloat16), ids, weights)
     without_gate = GroupedExperts(
@@ -117,10 +126,10 @@ def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions(ar
     for kernel in used:
         assert kernel["stack"] <= SPILLED.get((kernel["kernel"], arch), 0), kernel
         assert kernel["shared"] <= 99 * 1024, kernel  # what a consumer's card has
-    instructions = {80: {"mma.sync"}, 90: {"wgmma"}, 100: {"tcgen05", "mma.sync"}}[arch]
+    instructions = {80: {"mma.sync"}, 90: {"wgmma", "mma.sync"}, 100: {"tcgen05", "mma.sync"}}[arch]
     for name in ("_gate_up_kernel", "_down_kernel", "_heads_kernel", "_int8_kernel", "_int4_kernel"):
         found = [kernel for kernel in used if kernel["kernel"] == name]
-        assert len(found) == {"_heads_kernel": 1, "_gate_up_kernel": 7, "_down_kernel": 6}.get(name, 2)
+        assert len(found) == {"_heads_kernel": 1, "_gate_up_kernel": 10, "_down_kernel": 9}.get(name, 2)
         for kernel in found:
             assert kernel["matrix"] and set(kernel["matrix"]) <= instructions
             assert kernel["asynchronous"] or arch == 100  # weights found by their addresses are read ahead
@@ -252,28 +261,55 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens(dtype: torch.dtype, mon
     whole = grouped(x, ids, weights)
     for rows in (slice(66, 67), slice(3, 20)):
         assert torch.equal(grouped(x[rows], ids[rows], weights[rows]), whole[rows])
-    monkeypatch.setattr(experts, "PAIRS", 16)  # pairs are ordered in several rounds
+    for name in ("FEW_PAIRS", "MANY_PAIRS"):
+        monkeypatch.setattr(expert_rows, name, 16)  # pairs are ordered in several rounds
     other, company = x.clone(), ids.clone()
     other[:30], company[:30] = torch.nan, torch.tensor([1, 2])
     assert torch.equal(grouped(other, company, weights)[30:], whole[30:])
 
 
-def test_many_rows_take_taller_tiles_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_number_of_rows_takes_its_tiles_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so do those of an expert's last rows, which are computed as fewer."""
     gate_up, down = layer(torch.float16, 128, 64)  # even inputs
-    grouped = GroupedExperts(gate_up, down)
-    x, weights = draw(130, 128, dtype=torch.float16, seed=3), torch.ones(130, 1)
-    ids = torch.zeros(130, 1, dtype=torch.int64)
-    short = grouped(x, ids, weights)
-    monkeypatch.setattr(weights_module, "SHORT", None)
-    with pytest.raises(AttributeError):
-        grouped(x, ids, weights)  # too few for what 5 experts' tall tiles hold
+    grouped, weights = GroupedExperts(gate_up, down), torch.ones(149, 1)
+    x, ids = draw(149, 128, dtype=torch.float16, seed=3), torch.zeros(149, 1, dtype=torch.int64)
+    used: list[str] = []
+    tile_for = experts.tile_for
+
+    def watched(weights: Weights, dtype: torch.dtype, pairs: int) -> Tile:
+        found = tile_for(weights, dtype, pairs)
+        used.append(named[found])
+        return found
+
+    short, tall = grouped._gate_up.tiles(torch.float16)
+    named = {experts.FEW: "few", experts.SOME: "some", short: "short", tall: "tall"}
+    monkeypatch.setattr(experts, "tile_for", watched)
+    whole = grouped(x, ids, weights)
+    assert torch.equal(grouped(x[:40], ids[:40], weights[:40]), whole[:40])
     lone = GroupedExperts(gate_up[:1], down[:1])
-    assert torch.equal(lone(x, ids, weights), short)
+    assert torch.equal(lone(x, ids, weights), whole)
+    assert torch.equal(lone(x[:64], ids[:64], weights[:64]), whole[:64])
+    monkeypatch.setattr(Weights, "low", False)
+    assert torch.equal(grouped(x[:40], ids[:40], weights[:40]), whole[:40])
+    assert used == ["some", "few", "tall", "short", "short"]
+
+
+def test_one_token_s_experts_need_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the bits that they have beside another token; those of another rank (-1) are left out."""
+    grouped, x, ids = GroupedExperts(*layer(torch.float16)), draw(2, HIDDEN, dtype=torch.float16), [[0, 2, 4]] * 2
+    weights, whole = draw(2, 3, seed=4).abs(), torch.tensor(ids)
+    both = grouped(x, whole, weights)
+    assert torch.equal(grouped(x[1:], whole[1:], weights[1:]), both[1:])
+    assert expert_rows.ordered(whole[1:], COUNT, rows=16)[0] is None
+    made = grouped._launch_gate_up(x[1:], None, torch.tensor([0, -1, 4]), whole[1:].shape, experts.FEW)
+    wanted = grouped._launch_gate_up(x[1:], None, whole[1], whole[1:].shape, experts.FEW)
+    assert torch.equal(made[::2], wanted[::2])
 
 
 def test_pairs_are_ordered_by_expert_and_no_tile_has_rows_of_two() -> None:
     ids = torch.tensor([[0, 4], [0, 2], [2, 4], [0, 4], [0, 4]])
-    order, tiles = experts.ordered(ids, COUNT, rows=2)
+    order, tiles = expert_rows.ordered(ids, COUNT, rows=2)
+    assert order is not None
     assert order.tolist() == [0, 2, 6, 8, 3, 4, 1, 5, 7, 9]
     real = [[0, 0, 4], [0, 2, 4], [2, 4, 6], [4, 6, 10], [4, 8, 10]]
     assert tiles.tolist() == real + [[0, 0, 0]] * (len(tiles) - len(real))

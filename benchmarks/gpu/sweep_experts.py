@@ -1,7 +1,7 @@
 """F, with other tiles: the experts of one layer alone, dense and in 8 and 4 bits, and which tiles are best.
 
 Few rows and many have tiles of their own, which are swept one after the other, on the layer of Qwen3-30B-A3B. Only
-what changes no bits is tried: of dense weights, how many loads are in flight.
+what changes no bits is tried.
 """
 
 from __future__ import annotations
@@ -17,27 +17,36 @@ from benchmarks.gpu.job import Job
 from benchmarks.gpu.sweep import Choice, sweep, tile_words
 from benchmarks.gpu.sweep_quantized import FEW, FORMATS, MANY, OtherBits, choices, product_of
 from quire.ops.experts import Experts
-from quire.ops.triton import experts_quantized
+from quire.ops.triton import experts, experts_quantized
 from quire.ops.triton import weights as dense_weights
 from quire.ops.triton.kernels import TritonKernels
+from quire.ops.triton.linear_dense import Tile
 
 FEW_ROWS, MANY_ROWS = (1, 8, 32), (1024, 4096)
 CALLS = 8
 """Of one graph, each with other choices of experts."""
+DENSE: dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = {
+    "FEW": (FEW_ROWS, ((16, 64, 128, 4, 3), (16, 128, 64, 4, 4), (16, 128, 128, 4, 3), (16, 64, 128, 2, 4))),
+    "SOME": ((256,), ((32, 128, 64, 4, 4), (32, 128, 128, 4, 3))),
+}
+"""Rows of a call, and tiles beside those of the sources."""
+TALL = Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 3)
+QUANTIZED = {
+    "FEW": (FEW, FEW_ROWS, FORMATS),
+    "MANY": (MANY, MANY_ROWS, ("int8",)),
+    "MANY_INT4": (MANY, MANY_ROWS, ("int4",)),
+}
 
 
 @torch.inference_mode()
 def run(job: Job) -> None:
     """Dense experts, then those in fewer bits."""
-    dense = {"SHORT": (3, 5, 6), "TALL": (2, 4)}
-    for name, rows in (("SHORT", FEW_ROWS), ("TALL", MANY_ROWS)):
-        tiles: list[Choice] = [
-            {},
-            *({name: getattr(dense_weights, name)._replace(stages=count)} for count in dense[name]),
-        ]
-        _sweep(job, {name: dense_weights}, tiles, ("dense",), rows)
-    for name, others, rows in (("FEW", FEW, FEW_ROWS), ("MANY", MANY, MANY_ROWS)):
-        _sweep(job, {name: experts_quantized}, choices(name, others), FORMATS, rows)
+    for name, (rows, others) in DENSE.items():
+        tiles: list[Choice] = [{}, *({name: Tile(*other)} for other in others)]
+        _sweep(job, {name: experts}, tiles, ("dense",), rows)
+    _sweep(job, {"TALL": dense_weights}, [{}, *({"TALL": tile} for tile in TALL)], ("dense",), MANY_ROWS)
+    for name, (others, rows, formats) in QUANTIZED.items():
+        _sweep(job, {name: experts_quantized}, choices(name, others), formats, rows)
 
 
 def _sweep(

@@ -39,7 +39,7 @@ FORMATS = ("int8", "int4")
 
 FEW = ((16, 4, 3), (16, 4, 6), (16, 8, 4), (16, 2, 4), (32, 4, 4))
 """Rows, warps and stages, beside those of the sources; the likeliest first, since time may be over."""
-MANY = ((64, 4, 3), (64, 8, 2), (64, 8, 4), (128, 8, 2), (128, 8, 3), (32, 4, 4))
+MANY = ((32, 4, 4), (64, 4, 3), (64, 4, 2), (64, 8, 3), (32, 4, 3), (128, 8, 3))
 RESTORED_FROM = (256, 512, 2048, 4096)
 """Rows from which on a weight in fp8 is restored once."""
 
@@ -56,12 +56,12 @@ def choices(name: str, tiles: tuple[tuple[int, int, int], ...]) -> list[Choice]:
 @torch.inference_mode()
 def run(job: Job) -> None:
     """Few rows, many rows, and fp8."""
-    modules = {"FEW": linear_quantized, "MANY": linear_quantized}
-    for name, tiles, rows in (("FEW", FEW, FEW_ROWS), ("MANY", MANY, MANY_ROWS)):
+    swept = (("FEW", FEW, FEW_ROWS, FORMATS), ("MANY_HOPPER", MANY, MANY_ROWS, ("int8",)))
+    for name, tiles, rows, formats in (*swept, ("MANY_INT4", MANY, MANY_ROWS, ("int4",))):
         found: dict[tuple[str, Weight, int], torch.Tensor] = {}
-        timed = functools.partial(_timed, job, FORMATS, rows, found)
+        timed = functools.partial(_timed, job, formats, rows, found)
         picked = choices(name, tiles[:1] if job.rehearse else tiles)
-        sweep(job, modules, picked, timed, tile_words)
+        sweep(job, {name: linear_quantized}, picked, timed, tile_words)
     limits: list[Choice] = [{}, *({"MANY_ROWS": rows} for rows in RESTORED_FROM)]
     timed = functools.partial(_timed, job, ("fp8",), FP8_ROWS, {})
     sweep(job, {"MANY_ROWS": linear_fp8}, limits[:2] if job.rehearse else limits, timed, tile_words)

@@ -1,12 +1,8 @@
 """Mixture of experts: all experts of a layer at once, whatever the tokens chose.
 
-A token and one of its experts are a **pair**: pair `t * top_k + p` is token t's expert at place p. A call orders the
-pairs by expert and cuts them into **row tiles**, of which none has rows of two experts, so an expert that no token
-chose costs nothing. How many row tiles there are is known on the device alone: launches have as many programs as any
-choice could need, and those after the last tile end at once.
-
-A row's sum goes through all inputs in ascending order, in tiles of the shapes of `linear_dense`, whatever else is in
-them, so its bits depend on nothing but the row. Weights lie where they are, and kernels find them by their addresses.
+Rows are ordered and cut into tiles by `expert_rows`. A row's sum goes through all inputs in ascending order, in steps
+of the matrix instruction, whatever else is in its tile, so its bits depend on nothing but the row. Weights lie where
+they are, and kernels find them by their addresses.
 """
 
 from __future__ import annotations
@@ -17,10 +13,13 @@ from typing import Protocol
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.elementwise import WITHOUT_GATE, Activation
 from quire.ops.experts import ExpertSlots, of_all_ranks
 from quire.ops.linear import Product
+from quire.ops.triton.early import launch_options
+from quire.ops.triton.expert_rows import ordered, pairs_of, tile_at
 from quire.ops.triton.fp8 import restored
 from quire.ops.triton.linear_chunks import checked, place_of
 from quire.ops.triton.linear_dense import Tile
@@ -29,10 +28,15 @@ from quire.ops.triton.rows import activated
 from quire.ops.triton.weights import ALIGNMENT, MXFP4, Weights, pointer_at
 from quire.parallel.group import Gather
 
-PAIRS = 1024
-"""That a program which orders them reads at once: 8 a thread."""
 PART = 1024
 """Numbers of a token that a program adds up: 8 a thread."""
+
+FEW, SOME = Tile(16, 64, 128, 4, 4), Tile(32, 64, 128, 4, 4)
+"""For few rows an expert: programs that read little each, and of which more run beside one another."""
+MOST_FEW, MOST_SOME, MOST_SHORT = 8, 32, 64
+"""Rows an expert, on average, up to which these and the short tile are taken; for more it is the tall one."""
+TAIL = 64
+"""Rows of what computes an expert's last ones where there are no more."""
 
 
 # -- the loop that all products share ------------------------------------------------------------------------
@@ -149,57 +153,18 @@ def multiply(
 # -- experts -------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["pairs", "tiles"])
-def _order_kernel(
-    ids, order, tile_table, pairs, tiles, experts, BINS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr
-):
-    """One expert: its pairs in ascending order, after those of the experts before it, and its row tiles.
-
-    tile_table: [tiles, 3], expert, first row and the row after the expert's last; zeros where there is no tile.
-    """
-    expert = tl.program_id(0)
-    at = tl.arange(0, PAIRS)
-    counts = tl.zeros((BINS,), tl.int32)
-    for start in range(0, pairs, PAIRS):
-        found = tl.load(ids + start + at, mask=at < pairs - start, other=-1).to(tl.int32)
-        counts += tl.histogram(found, BINS, mask=found >= 0)
-    bins = tl.arange(0, BINS)
-    tiles_of = (counts + ROWS - 1) // ROWS
-    row = tl.sum(tl.where(bins < expert, counts, 0))
-    end = row + tl.sum(tl.where(bins == expert, counts, 0))
-    tile = tl.sum(tl.where(bins < expert, tiles_of, 0))
-    last = tl.where(expert == experts - 1, tiles, tile + (end - row + ROWS - 1) // ROWS)
-    for start in range(tile, last, PAIRS):
-        first = row + (start - tile + at) * ROWS
-        there, real = start + at < last, first < end
-        entry = tile_table + (start + at) * 3
-        tl.store(entry, tl.where(real, expert, 0), mask=there)
-        tl.store(entry + 1, tl.where(real, first, 0), mask=there)
-        tl.store(entry + 2, tl.where(real, end, 0), mask=there)
-    if row < end:
-        for start in range(0, pairs, PAIRS):
-            mine = tl.load(ids + start + at, mask=at < pairs - start, other=-1) == expert
-            tl.store(order + row + tl.cumsum(mine.to(tl.int32), 0) - 1, start + at, mask=mine)
-            row += tl.sum(mine.to(tl.int32))
-
-
 @triton.jit
-def tile_at(tile_table, tile):
-    """A tile's expert, its first row, and the row after its expert's last; zeros where there is no tile."""
-    entry = tile_table + tile * 3
-    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-
-
-@triton.jit(do_not_specialize=["tiles"])
-def _gate_up_kernel(
+def _gate_up_tile(
     x,
     addresses,
     scale_addresses,
     biases,
     order,
-    tile_table,
     inner,
-    tiles,
+    expert,
+    first,
+    end,
+    out_tile,
     hidden,
     intermediate,
     TOP_K: tl.constexpr,
@@ -213,18 +178,10 @@ def _gate_up_kernel(
     ACTIVATION: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """A tile of `activation(gate) * up`, inner [pairs, intermediate] in the order of `order`.
-
-    Columns of the product are by turns of gate and of up, so that a thread has both of what it multiplies; without a
-    gate, TURNS is 1.
-    """
+    """ROWS rows of an expert from `first` on: see `_gate_up_kernel`."""
     COLUMNS: tl.constexpr = OUTPUTS // TURNS
-    tile, out_tile = place_of(tl.program_id(0), tiles, tl.cdiv(intermediate, COLUMNS), 1)
-    expert, first, end = tile_at(tile_table, tile)
-    if first >= end:
-        return
     m = first + tl.arange(0, ROWS)
-    token = tl.load(order + m, mask=m < end, other=0) // TOP_K
+    token = pairs_of(order, m, end) // TOP_K
     column = tl.arange(0, OUTPUTS)
     n = out_tile * COLUMNS + column // TURNS
     weight_row = (n + column % TURNS * intermediate).to(tl.int64)
@@ -253,6 +210,97 @@ def _gate_up_kernel(
 
 
 @triton.jit(do_not_specialize=["tiles"])
+def _gate_up_kernel(
+    x,
+    addresses,
+    scale_addresses,
+    biases,
+    order,
+    tile_table,
+    inner,
+    tiles,
+    hidden,
+    intermediate,
+    TOP_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    STORED: tl.constexpr,
+    ROWS: tl.constexpr,
+    LEAST: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    TURNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """A tile of `activation(gate) * up`, inner [pairs, intermediate] in the order of `order`.
+
+    Columns of the product are by turns of gate and of up, so that a thread has both of what it multiplies; without a
+    gate, TURNS is 1. An expert's last tile is computed as one of LEAST rows if it has no more.
+    """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    tile, out_tile = place_of(tl.program_id(0), tiles, tl.cdiv(intermediate, OUTPUTS // TURNS), 1)
+    expert, first, end = tile_at(tile_table, tile, order is not None)
+    if first >= end:
+        return
+    if LEAST < ROWS and end - first <= LEAST:
+        _gate_up_tile(
+            *(x, addresses, scale_addresses, biases, order, inner, expert, first, end, out_tile, hidden, intermediate),
+            *(TOP_K, EVEN, GROUP, STORED, LEAST, OUTPUTS, INPUTS, ALIGNMENT, ACTIVATION, TURNS),
+        )
+    else:
+        _gate_up_tile(
+            *(x, addresses, scale_addresses, biases, order, inner, expert, first, end, out_tile, hidden, intermediate),
+            *(TOP_K, EVEN, GROUP, STORED, ROWS, OUTPUTS, INPUTS, ALIGNMENT, ACTIVATION, TURNS),
+        )
+
+
+@triton.jit
+def _down_tile(
+    inner,
+    addresses,
+    scale_addresses,
+    biases,
+    order,
+    weights,
+    parts,
+    expert,
+    first,
+    end,
+    out_tile,
+    hidden,
+    intermediate,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    STORED: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """ROWS rows of an expert from `first` on: see `_down_kernel`."""
+    m = first + tl.arange(0, ROWS)
+    n = (out_tile * OUTPUTS + tl.arange(0, OUTPUTS))[None, :]
+    where = n.to(tl.int64)
+    weight_tile = _rows_of(addresses, expert, where, intermediate, STORED, GROUP, ALIGNMENT)
+    scale_tile = None
+    if GROUP:
+        scale_tile = _scales_of(scale_addresses, expert, where, intermediate, GROUP, ALIGNMENT)
+    x_tile = inner + m.to(tl.int64)[:, None] * intermediate
+    there, outputs_there = (m < end)[:, None], n < hidden
+    places = there, outputs_there
+    total = multiply(x_tile, weight_tile, scale_tile, *places, intermediate, EVEN, GROUP, ROWS, OUTPUTS, INPUTS)
+    if biases is not None:
+        total += tl.load(biases + expert.to(tl.int64) * hidden + n, mask=n < hidden, other=0.0)
+    pair = pairs_of(order, m, end).to(tl.int64)
+    total *= tl.load(weights + pair, mask=m < end, other=0.0)[:, None]
+    tl.store(parts + pair[:, None] * hidden + n, total, mask=there & (n < hidden))
+
+
+@triton.jit(do_not_specialize=["tiles"])
 def _down_kernel(
     inner,
     addresses,
@@ -269,35 +317,36 @@ def _down_kernel(
     GROUP: tl.constexpr,
     STORED: tl.constexpr,
     ROWS: tl.constexpr,
+    LEAST: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A tile of the down product times the pairs' weights, to where the pairs belong: parts [pairs, hidden] fp32."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     tile, out_tile = place_of(tl.program_id(0), tiles, tl.cdiv(hidden, OUTPUTS), 1)
-    expert, first, end = tile_at(tile_table, tile)
+    expert, first, end = tile_at(tile_table, tile, order is not None)
     if first >= end:
         return
-    m = first + tl.arange(0, ROWS)
-    n = (out_tile * OUTPUTS + tl.arange(0, OUTPUTS))[None, :]
-    where = n.to(tl.int64)
-    weight_tile = _rows_of(addresses, expert, where, intermediate, STORED, GROUP, ALIGNMENT)
-    scale_tile = None
-    if GROUP:
-        scale_tile = _scales_of(scale_addresses, expert, where, intermediate, GROUP, ALIGNMENT)
-    x_tile = inner + m.to(tl.int64)[:, None] * intermediate
-    there, outputs_there = (m < end)[:, None], n < hidden
-    places = there, outputs_there
-    total = multiply(x_tile, weight_tile, scale_tile, *places, intermediate, EVEN, GROUP, ROWS, OUTPUTS, INPUTS)
-    if biases is not None:
-        total += tl.load(biases + expert.to(tl.int64) * hidden + n, mask=n < hidden, other=0.0)
-    pair = tl.load(order + m, mask=m < end, other=0).to(tl.int64)
-    total *= tl.load(weights + pair, mask=m < end, other=0.0)[:, None]
-    tl.store(parts + pair[:, None] * hidden + n, total, mask=there & (n < hidden))
+    if LEAST < ROWS and end - first <= LEAST:
+        _down_tile(
+            *(inner, addresses, scale_addresses, biases, order, weights, parts, expert, first, end, out_tile, hidden),
+            *(intermediate, EVEN, GROUP, STORED, LEAST, OUTPUTS, INPUTS, ALIGNMENT),
+        )
+    else:
+        _down_tile(
+            *(inner, addresses, scale_addresses, biases, order, weights, parts, expert, first, end, out_tile, hidden),
+            *(intermediate, EVEN, GROUP, STORED, ROWS, OUTPUTS, INPUTS, ALIGNMENT),
+        )
 
 
 @triton.jit
-def _add_places_kernel(parts, out, hidden, TOP_K: tl.constexpr, PART: tl.constexpr):
+def _add_places_kernel(parts, out, hidden, TOP_K: tl.constexpr, PART: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * PART + tl.arange(0, PART)
     parts += token * TOP_K * hidden + n
@@ -307,31 +356,19 @@ def _add_places_kernel(parts, out, hidden, TOP_K: tl.constexpr, PART: tl.constex
     tl.store(out + token * hidden + n, total.to(out.dtype.element_ty), mask=n < hidden)
 
 
-def ordered(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs of ids [tokens, top_k] ordered by expert, and the tiles of `rows` rows into which they are cut.
-
-    Pairs whose id is none of the experts (-1: another rank has it) are in no tile.
-
-    Returns:
-        (pairs [tokens * top_k] int32, table [tiles, 3] int32: see `_order_kernel`).
-    """
-    ids, pairs = ids.contiguous(), ids.numel()
-    chosen = min(experts, pairs)  # at most
-    tiles = (pairs + chosen * (rows - 1)) // rows
-    order = ids.new_empty(pairs, dtype=torch.int32)
-    tile_table = ids.new_empty(tiles, 3, dtype=torch.int32)
-    bins = max(32, triton.next_power_of_2(experts))  # one a thread of a warp, at least
-    _order_kernel[(experts,)](
-        ids, order, tile_table, pairs, tiles, experts, BINS=bins, ROWS=rows, PAIRS=PAIRS, enable_fp_fusion=False
-    )
-    return order, tile_table
-
-
 def add_places(parts: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """out [tokens, hidden]: parts [tokens * top_k, hidden] fp32 of each token, added in ascending order of places."""
     tokens, hidden = out.shape
     grid = (tokens, triton.cdiv(hidden, PART))
-    _add_places_kernel[grid](parts, out, hidden, TOP_K=len(parts) // tokens, PART=PART, enable_fp_fusion=False)
+    _add_places_kernel[grid](
+        parts,
+        out,
+        hidden,
+        TOP_K=len(parts) // tokens,
+        PART=PART,
+        **launch_options(parts.device),
+        enable_fp_fusion=False,
+    )
     return out
 
 
@@ -361,6 +398,11 @@ class Shared:
         self._slots = shared if isinstance(shared, ExpertSlots) else None
         self._turns = None if self._slots is None else self._slots.turns(device)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether they have columns each."""
+        return self._gather is not None
+
     def check(self, gate_up: AllWeights, down: AllWeights, turns: int) -> None:
         """Raises ValueError: an expert's products do not fit each other; `turns`: of its activation."""
         inner = gate_up.out_features // turns if self._gather is None else self._gather.width
@@ -382,6 +424,16 @@ class Shared:
     def of_all(self, parts: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Each pair's result, [pairs, hidden]."""
         return parts if self._slots is None else of_all_ranks(parts, slots, self._slots)
+
+
+def tile_for(weights: Weights, dtype: torch.dtype, pairs: int) -> Tile:
+    """The one for so many pairs of a row and an expert. All give the same bits: they differ in what a program computes,
+    and the order of a sum is that of the inputs."""
+    short, tall = weights.tiles(dtype)
+    share = pairs / len(weights)
+    if weights.low and share <= MOST_SOME:
+        return FEW if share <= MOST_FEW else SOME
+    return short if share <= MOST_SHORT else tall
 
 
 class GroupedExperts:
@@ -416,18 +468,21 @@ class GroupedExperts:
         out = x.new_empty(len(x), self._down.out_features)
         if len(x) == 0:
             return out
-        short, tall = self._gate_up.tiles(x.dtype)
-        tile = tall if ids.numel() >= len(self._gate_up) * tall.rows else short
+        tile = tile_for(self._gate_up, x.dtype, ids.numel())
         own, slots = self._ranks.own(ids)
         order, tile_table = ordered(own, len(self._gate_up), tile.rows)
-        inner = self._ranks.inner(self._launch_gate_up(x, order, tile_table, ids.shape[1], tile))
+        inner = self._ranks.inner(self._launch_gate_up(x, order, tile_table, ids.shape, tile))
         parts = self._launch_down(inner, order, tile_table, weights.contiguous(), tile)
         return add_places(self._ranks.of_all(parts, slots), out)
 
+    def _least_rows(self, tile: Tile) -> int:
+        """Of what computes an expert's last ones; of codes in MXFP4, which take registers, there is one form alone."""
+        return tile.rows if self._gate_up.group == MXFP4.value else min(tile.rows, TAIL)
+
     def _launch_gate_up(
-        self, x: torch.Tensor, order: torch.Tensor, tile_table: torch.Tensor, top_k: int, tile: Tile
+        self, x: torch.Tensor, order: torch.Tensor | None, tile_table: torch.Tensor, ids: torch.Size, tile: Tile
     ) -> torch.Tensor:
-        inner = x.new_empty(len(order), self._intermediate)
+        inner = x.new_empty(ids.numel(), self._intermediate)
         _gate_up_kernel[(len(tile_table) * triton.cdiv(self._intermediate, tile.outputs // self._turns),)](
             x,
             self._gate_up.addresses,
@@ -439,16 +494,18 @@ class GroupedExperts:
             len(tile_table),
             self._hidden,
             self._intermediate,
-            TOP_K=top_k,
+            TOP_K=ids[1],
             EVEN=self._hidden % tile.inputs == 0,
             GROUP=self._gate_up.group,
             STORED=self._gate_up.stored,
             ROWS=tile.rows,
+            LEAST=self._least_rows(tile),
             OUTPUTS=tile.outputs,
             INPUTS=tile.inputs,
             ALIGNMENT=ALIGNMENT,
             ACTIVATION=self._activation,
             TURNS=self._turns,
+            **launch_options(x.device),
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=False,
@@ -456,10 +513,15 @@ class GroupedExperts:
         return inner
 
     def _launch_down(
-        self, inner: torch.Tensor, order: torch.Tensor, tile_table: torch.Tensor, weights: torch.Tensor, tile: Tile
+        self,
+        inner: torch.Tensor,
+        order: torch.Tensor | None,
+        tile_table: torch.Tensor,
+        weights: torch.Tensor,
+        tile: Tile,
     ) -> torch.Tensor:
-        (hidden, intermediate), pairs = (self._down.out_features, self._down.in_features), len(order)
-        parts = inner.new_empty(pairs, hidden, dtype=torch.float32)
+        hidden, intermediate = self._down.out_features, self._down.in_features
+        parts = inner.new_empty(len(inner), hidden, dtype=torch.float32)
         _down_kernel[(len(tile_table) * triton.cdiv(hidden, tile.outputs),)](
             inner,
             self._down.addresses,
@@ -476,9 +538,11 @@ class GroupedExperts:
             GROUP=self._down.group,
             STORED=self._down.stored,
             ROWS=tile.rows,
+            LEAST=self._least_rows(tile),
             OUTPUTS=tile.outputs,
             INPUTS=tile.inputs,
             ALIGNMENT=ALIGNMENT,
+            **launch_options(inner.device),
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=False,

@@ -2,7 +2,7 @@
 `linear_quantized`, whose bits they share.
 
 A token is quantized once for all of its experts. What is between the two products is rounded to the data type of x
-and quantized anew, so gate and up are joined in a launch of their own.
+and quantized anew, so gate and up are joined in the launch that does that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from quire.ops.elementwise import Activation
 from quire.ops.experts import ExpertSlots
 from quire.ops.linear import Product
 from quire.ops.quantized import BLOCK
-from quire.ops.triton.experts import Shared, add_places, ordered, tile_at, turns_of
+from quire.ops.triton.expert_rows import ordered, pairs_of, tile_at
+from quire.ops.triton.experts import Shared, add_places, turns_of
 from quire.ops.triton.linear_chunks import checked, place_of
 from quire.ops.triton.linear_quantized import (
     COMPILED,
@@ -25,6 +26,7 @@ from quire.ops.triton.linear_quantized import (
     FEW,
     INT8_BLOCK,
     MANY,
+    MANY_INT4,
     OUTPUTS,
     QuantizedProduct,
     Tile,
@@ -46,7 +48,7 @@ from quire.parallel.group import Gather
 def _source(order, m, end, weights, TOP_K: tl.constexpr):
     """Where the codes of rows m are."""
     if weights is None:
-        return tl.load(order + m, mask=m < end, other=0).to(tl.int64) // TOP_K
+        return pairs_of(order, m, end).to(tl.int64) // TOP_K
     return m
 
 
@@ -61,7 +63,7 @@ def _finish(total, m, end, n, scales, biases, expert, order, weights, out, out_f
         total += tl.load(biases + expert.to(tl.int64) * out_features + n, mask=n < out_features, other=0.0)
     target = m
     if weights is not None:  # pairs are read here, for the loop needs the registers
-        target = tl.load(order + m, mask=there, other=0).to(tl.int64)
+        target = pairs_of(order, m, end).to(tl.int64)
         total *= tl.load(weights + target, mask=there, other=0.0)[None, :]
     out += target[None, :] * out_features + n
     tl.store(out, total.to(out.dtype.element_ty), mask=there[None, :] & (n < out_features))
@@ -94,7 +96,7 @@ def _int8_kernel(
 ):
     """A tile of W x^T of one expert; the blocks' sums come together as those of `linear_quantized`. rows: of codes."""
     tile, out_tile = place_of(tl.program_id(0), tiles, out_padded // OUTPUTS, 1)
-    expert, first, end = tile_at(tile_table, tile)
+    expert, first, end = tile_at(tile_table, tile, order is not None)
     if first >= end:
         return
     m = (first + tl.arange(0, ROWS)).to(tl.int64)
@@ -150,7 +152,7 @@ def _int4_kernel(
 ):
     """As `_int8_kernel`, with the sums of the groups."""
     tile, out_tile = place_of(tl.program_id(0), tiles, out_padded // OUTPUTS, 1)
-    expert, first, end = tile_at(tile_table, tile)
+    expert, first, end = tile_at(tile_table, tile, order is not None)
     if first >= end:
         return
     m = (first + tl.arange(0, ROWS)).to(tl.int64)
@@ -217,16 +219,21 @@ class QuantizedWeights:
     def multiply(
         self,
         x: torch.Tensor,
-        order: torch.Tensor,
+        order: torch.Tensor | None,
         tile_table: torch.Tensor,
         top_k: int,
         tile: Tile,
         weights: torch.Tensor | None,
+        activation: Activation | None = None,
     ) -> torch.Tensor:
-        """The product of each pair: [pairs, out], in fp32 with weights, else in x's data type: see `_source`."""
+        """The product of each pair: [pairs, out], in fp32 with weights, else in x's data type: see `_source`.
+
+        activation: of x, before it is multiplied; None: that has been done, or is not wanted.
+        """
         blocks, padded, width = self._shape
-        codes, row_scales = quantize_activations(x, self._padded_inputs)
-        out = x.new_empty(len(order), self.out_features, dtype=x.dtype if weights is None else torch.float32)
+        codes, row_scales = quantize_activations(x, self._padded_inputs, activation)
+        pairs = len(x) if weights is not None else len(x) * top_k
+        out = x.new_empty(pairs, self.out_features, dtype=x.dtype if weights is None else torch.float32)
         where = (
             codes,
             self._addresses,
@@ -285,10 +292,13 @@ class QuantizedExperts:
         out = x.new_empty(len(x), self._down.out_features)
         if len(x) == 0:
             return out
-        tile = MANY if ids.numel() >= len(self._gate_up) * FEW.rows else FEW
+        many = MANY if self._gate_up.is_int8 else MANY_INT4
+        tile = many if ids.numel() >= len(self._gate_up) * FEW.rows else FEW
         own, slots = self._ranks.own(ids)
         order, tile_table = ordered(own, len(self._gate_up), tile.rows)
         gate_up = self._gate_up.multiply(x, order, tile_table, ids.shape[1], tile, None)
-        inner = self._ranks.inner(activate(gate_up, self._activation))
-        parts = self._down.multiply(inner, order, tile_table, 1, tile, weights.contiguous())
+        rest: Activation | None = self._activation
+        if self._ranks.gathers:
+            gate_up, rest = self._ranks.inner(activate(gate_up, self._activation)), None
+        parts = self._down.multiply(gate_up, order, tile_table, 1, tile, weights.contiguous(), rest)
         return add_places(self._ranks.of_all(parts, slots), out)

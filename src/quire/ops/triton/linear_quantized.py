@@ -23,8 +23,11 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from quire.ops.elementwise import WITHOUT_GATE, Activation
 from quire.ops.quantized import BLOCK, PANEL, TINY, QuantizedWeight, codes_of
+from quire.ops.triton.early import major
 from quire.ops.triton.linear_chunks import Chunks, Ending, checked, finish, place_of, sum_chunks
+from quire.ops.triton.rows import activated
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of activations."""
@@ -53,20 +56,38 @@ class Tile(NamedTuple):
     stages: int
 
 
-FEW, MANY = Tile(16, 4, 4), Tile(64, 8, 3)
-"""Sums are kept apart for a group, a chunk and all of the inputs: larger tiles would not fit the registers."""
+FEW, MANY, MANY_HOPPER, MANY_INT4 = Tile(16, 4, 4), Tile(64, 8, 3), Tile(64, 4, 3), Tile(32, 4, 4)
+"""For up to 16 rows, and for more: in int8, there on compute capability 9.0, and in int4. Sums are kept apart for a
+group, a chunk and all of the inputs: larger tiles would not fit the registers."""
 
 
 # -- activations ---------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _quantize_kernel(x, codes, scales, size, padded, TINY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_kernel(
+    x,
+    codes,
+    scales,
+    size,
+    padded,
+    ACTIVATION: tl.constexpr,
+    UP: tl.constexpr,
+    TINY: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Codes of x [rows, size]; with an ACTIVATION, of what it makes of x, whose gate and up are UP numbers apart."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
     column = part[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     infinity = float("inf")
-    numbers = tl.load(x + row * size + column, mask=column < size, other=0.0).to(tl.float32)
+    x += row * (size + UP) + column
+    numbers = tl.load(x, mask=column < size, other=0.0).to(tl.float32)
+    if ACTIVATION is not None:
+        up = tl.load(x + UP, mask=column < size, other=0.0).to(tl.float32)
+        active, up = activated(numbers, up, x.dtype.element_ty, ACTIVATION)
+        numbers = (active * up).to(x.dtype.element_ty).to(tl.float32)
     # The maximum of a GPU passes over NaN.
     largest = tl.max(tl.where(tl.abs(numbers) < infinity, tl.abs(numbers), infinity), 1)
     largest = tl.where(largest < TINY, 0.0, largest)
@@ -80,15 +101,20 @@ def _quantize_kernel(x, codes, scales, size, padded, TINY: tl.constexpr, PARTS: 
     tl.store(scales + part * rows + row, scale, mask=part * BLOCK < size)
 
 
-def quantize_activations(x: torch.Tensor, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_activations(
+    x: torch.Tensor, padded: int, activation: Activation | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantized.quantize_activations`, bit by bit, but for where they lie: codes int8 [rows, padded], zeros after x's;
-    scales fp32 [BLOCKs + 1, rows], of which the last are read ahead, and not used."""
-    rows, size = x.shape
+    scales fp32 [BLOCKs + 1, rows], of which the last are read ahead, and not used. With an activation, of `activate`'s
+    result, which is left out."""
+    rows, width = x.shape
+    size = width // 2 if activation is not None and activation not in WITHOUT_GATE else width
     blocks = triton.cdiv(size, BLOCK)
     codes, scales = x.new_empty(rows, padded, dtype=torch.int8), x.new_empty(blocks + 1, rows, dtype=torch.float32)
     parts = min(triton.next_power_of_2(blocks), PARTS)
     grid, warps = (rows, triton.cdiv(padded, parts * BLOCK)), max(1, parts // 4)
-    _quantize_kernel[grid](x, codes, scales, size, padded, TINY, parts, BLOCK, num_warps=warps, enable_fp_fusion=False)
+    shape = {"ACTIVATION": activation, "UP": width - size, "TINY": TINY, "PARTS": parts, "BLOCK": BLOCK}
+    _quantize_kernel[grid](x, codes, scales, size, padded, **shape, num_warps=warps, enable_fp_fusion=False)
     return codes, scales
 
 
@@ -281,12 +307,17 @@ class QuantizedProduct:
         if rows == 0:
             return out
         activations = quantize_activations(x, len(self.blocks) * self.block_inputs)
-        tile = FEW if rows <= FEW.rows else MANY  # either gives the same bits
+        tile = FEW if rows <= FEW.rows else self._many()  # either gives the same bits
         tiles = triton.cdiv(rows, tile.rows) * self._out_tiles
         launch = self._launch_int8 if self.group is None else self._launch_int4
         ending = Ending(self.scales if self.group is None else None, self.bias)
         sum_chunks(functools.partial(launch, activations, tile), tiles, self.chunks, out, ending)
         return out
+
+    def _many(self) -> Tile:
+        if self.group is not None:
+            return MANY_INT4
+        return MANY_HOPPER if major(self.blocks.device) == 9 else MANY
 
     def _launch_int8(
         self, activations: Activations, tile: Tile, grid: tuple[int, int], span: int, out: torch.Tensor, ending: Ending

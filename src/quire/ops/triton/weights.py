@@ -85,6 +85,12 @@ class Weights:
             short, tall = short._replace(warps=8, stages=2), tall._replace(stages=2)
         return short, tall if one_instruction(self.device) else short
 
+    @property
+    def low(self) -> bool:
+        """Whether tiles of 16 and 32 rows are of use: on some GPUs their instruction is another, and their registers
+        are too few to restore codes in MXFP4."""
+        return self._tensors[0].dtype not in (torch.float32, torch.uint8) and one_instruction(self.device)
+
 
 class _Format(NamedTuple):
     """How a weight is stored.
