@@ -40,6 +40,17 @@ def test_a_replay_repeats_what_was_recorded_and_gives_the_same_tokens(folders, a
     assert device.num_replayed > 100 and engine.stats.drafted > 100 and engine.stats.accepted > 0
 
 
+def test_with_rejection_sampling_a_replay_gives_what_is_launched_without(folders):
+    found = []
+    for graphs in ("lazy", "off"):
+        device = TapedDevice()
+        more = {"speculative_acceptance": "rejection", "cuda_graphs": graphs, "max_num_batched_tokens": 64}
+        engine = taped(folders, "eagle", device, **more)
+        found.append(run(engine, range(16)))
+        assert (device.num_replayed > 100) == (graphs == "lazy") and engine.stats.drafted > 100
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_a_replay_of_trees_does_so_too(folders, alone, method):
     device = TapedDevice()

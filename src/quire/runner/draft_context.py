@@ -93,6 +93,10 @@ class DraftContext:
         state = self.sampler.unedited(requests)
         return None if state is None else self._recorded.chains(out, counts, self.rows_of(requests), state, positions)
 
+    def next_rows(self, out: Tensor, tokens: Tensor, requests: Sequence[int], starts: Sequence[int]) -> Tensor:
+        """Compute the rows of the latest drafts, see `DraftPasses.next_rows`."""
+        return self._recorded.next_rows(out, tokens.to(out.device), self.rows_of(requests), starts)
+
     @property
     def _recorded(self) -> DraftPasses:
         if self.passes is None:
@@ -200,15 +204,22 @@ class Line:
         self._drawn.append(tokens)
         return self._going[len(self._drawn)]
 
+    def _latest(self) -> Tensor:
+        """The latest drafts of the requests that want another one."""
+        tokens, going = self._drawn[-1].clamp(min=0), self._going[len(self._drawn)]
+        return tokens[:going] if len(tokens) > going else tokens
+
     def batch(self) -> RaggedBatch:
         """The batch of the latest drafts of the requests that want another one."""
-        depth = len(self._drawn)
-        tokens = self._drawn[-1].clamp(min=0)
-        if len(tokens) > self._going[depth]:
-            tokens = tokens[: self._going[depth]]
         if self._rows is None:
             self._rows = self._context.rows_ahead(self._wanted, self._lead)
-        return self._rows(depth - 1, tokens)
+        return self._rows(len(self._drawn) - 1, self._latest())
+
+    def recorded(self, out: Tensor) -> Tensor:
+        """The output of this batch's rows, if the context has passes, given the output `out` of the rows before."""
+        going, before = self._wanted[: self._going[len(self._drawn)]], len(self._drawn) - 1 - self._lead
+        starts = [want.position + before for want in going]
+        return self._context.next_rows(out, self._latest(), [want.request for want in going], starts)
 
     def drafts(self) -> list[list[int]]:
         """The drafts by request, up to one where all tokens were masked."""
@@ -239,10 +250,6 @@ class DeviceContext(DraftContext):
         """The lengths of these requests."""
         [rows] = self.upload(self.rows_of(requests).astype(np.int32))
         return Ends(rows, self._tables.lengths.index_select(0, rows).long())
-
-    def decodes(self, ends: Ends, offset: int, tokens: Tensor) -> RaggedBatch:
-        """One row per request, `offset` positions after its last known token: `tokens` [requests] int64."""
-        return self._tables.decodes(ends.rows, (ends.lengths - 1 + offset).to(torch.int32), tokens)
 
     def draw_ahead(self, logits: Tensor, asked: Sequence[Asked], ends: Ends, drafts: Tensor) -> Tensor:
         """Like `draw`: tokens [requests] after `drafts` [requests, count], without the host."""

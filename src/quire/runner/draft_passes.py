@@ -168,6 +168,34 @@ class DraftPasses:
             drafts.append(drawn.masked_fill(~goes, -1))
         return torch.stack(drafts, dim=1)
 
+    def next_rows(self, out: Tensor, tokens: Tensor, rows: NDArray[np.int64], starts: Sequence[int]) -> Tensor:
+        """Compute one drafted row of each request: a part of `chains`, for drafts that are sampled by the caller.
+
+        Args:
+            out: [requests, hidden], of the rows before.
+            tokens: [requests] int64 on the device, their drafts.
+            rows: the requests' rows in the block tables.
+            starts: positions; if the device knows the lengths, counted from these.
+
+        Returns [requests, hidden]. The next call may overwrite it.
+        """
+        forward, count = self._forward, len(tokens)
+        places = aligned([padded_decodes(count), padded_decodes(count), 1])
+        sent = np.zeros(places[-1].stop, np.int32)
+        sent[places[0]][:count], sent[places[1]][:count], sent[places[2]] = rows, starts, count
+
+        def run(inputs: Tensor, out: Tensor, tokens: Tensor) -> Tensor:
+            rows, starts, count = (inputs[place] for place in places)
+            goes = torch.arange(len(rows), dtype=torch.int32, device=rows.device) < count
+            if forward.keeps_lengths:
+                starts = forward.lengths.index_select(0, rows) + starts
+            batch = forward.decodes(rows, starts.masked_fill(~goes, 0), tokens, goes)
+            return self._model.forward(out, batch, self._kv)
+
+        size = padded_decodes(count)
+        given = _with_rows(out, size), F.pad(tokens, (0, size - count))
+        return forward.graphs(("next", size), sent, run, *given)[:count]
+
     # -- at start ------------------------------------------------------------------------------------------
 
     def record(self, sizes: set[Size], chains: set[ChainSize], report: Callable[[float], None]) -> None:

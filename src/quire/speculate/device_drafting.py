@@ -184,8 +184,8 @@ class DeviceDraftingProposer(DeviceProposer):
             count = sum(each.drafts > depth for each in asked)
             if depth:
                 fed = drafts[:count, depth - 1].clamp(min=0)
-                batch = context.decodes(ends.first(count), depth - self._lead, fed)
-                out = self._model.forward(out[:count], batch, context.kv)
+                requests = [each.request for each in asked[:count]]
+                out = context.next_rows(out[:count], fed, requests, [depth - 1 - self._lead] * count)
             logits = self._model.logits(out[:count])
             drafts[:count, depth] = context.draw_ahead(logits, asked[:count], ends.first(count), drafts[:count, :depth])
         return drafts

@@ -267,7 +267,10 @@ class DraftingProposer:
             going = line.draw(logits)
             if not going:
                 return line.drafts()
-            out = _first(self._forward(_first(out, going), line.batch(), context.kv), going)
+            if context.passes is not None:
+                out = line.recorded(_first(out, going))
+            else:
+                out = _first(self._forward(_first(out, going), line.batch(), context.kv), going)
 
     def _trees(self, shape: TreeShape, asked: Sequence[Wanted], out: Tensor, context: DraftContext) -> list[Drafts]:
         """Trees of drafts; those of all requests grow together, a layer at a time."""
