@@ -61,20 +61,20 @@ def test_a_replay_of_trees_does_so_too(folders, alone, method):
     for turn in range(1, 3):
         assert run(engine, range(16), first_id=100 * turn, stagger=turn) == alone["target"]
     graphs = engine.executor._runner._forward.graphs  # type: ignore[attr-defined]
-    assert {key[0] for key in graphs._recorded} == {"step", "rows", "nodes"}
+    assert {key[0] for key in graphs._recorded} >= {"step", "rows", "nodes"}
     assert any(key[0] == "step" and key[1].paths for key in graphs._recorded)
     assert engine.stats.drafted > 100 and engine.stats.accepted > 0
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_more_drafts_or_requests_launch_nothing_more(folders, waits):
-    """Outside of graphs only what follows them is launched: head and sampling, as without drafts."""
+    """Outside of graphs only what follows them is launched: head and sampling of the rows that are verified."""
     found = {}
-    for method, drafts, count in ((None, 0, 1), ("eagle", 2, 1), ("eagle", 6, 1), ("eagle", 6, 8)):
+    for drafts, count in ((2, 1), (6, 1), (6, 8)):
         device = TapedDevice()
         kind = OnHost if waits else methods.DeviceDraftingProposer
         with mock.patch.object(methods, "DeviceDraftingProposer", kind):
-            engine = taped(folders, method, device, drafts, cuda_graphs="eager")
+            engine = taped(folders, "eagle", device, drafts, cuda_graphs="eager")
         for number in range(count):
             engine.add(request(1, number, max_tokens=60))
         for _ in range(4):
@@ -83,9 +83,9 @@ def test_more_drafts_or_requests_launch_nothing_more(folders, waits):
         for _ in range(4):
             engine.step()
         assert device.num_recorded == recorded, "all was recorded at start"
-        assert (engine.stats.drafted > 0) == (drafts > 0)
-        found[method, drafts, count] = device.num_launched - launched
-    assert len(set(found.values())) == 1, found
+        assert engine.stats.drafted > 0
+        found[drafts, count] = device.num_launched - launched
+    assert len(set(found.values())) == 1 and found[2, 1] <= 4 * 3, found
 
 
 def test_what_drafts_is_recorded_at_start_and_said_so(folders):
@@ -94,7 +94,7 @@ def test_what_drafts_is_recorded_at_start_and_said_so(folders):
         told.clear()
         engine = start(folders, "eagle", cuda_graphs=mode, on_load=lambda *each: told.append(each))
         graphs = engine.executor._runner._forward.graphs  # type: ignore[attr-defined]
-        assert {key[0] for key in graphs._recorded} == kinds
+        assert {key[0] for key in graphs._recorded} >= kinds and bool(graphs) == bool(kinds)
         shares = [share for phase, share in told if phase == "recording CUDA graphs"]
         assert shares == sorted(shares) and shares[-1:] == [1.0] * bool(kinds)
 

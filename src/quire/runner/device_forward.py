@@ -256,7 +256,7 @@ class DeviceForward:
         row_starts = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
         span_of_row = row_starts[:-1]
         if goes is not None:
-            span_of_row = span_of_row.masked_fill(~goes, 0)
+            span_of_row = span_of_row.masked_fill(goes.logical_not(), 0)
             row_starts = torch.minimum(row_starts, goes.sum(dtype=torch.int32))
         spans = DeviceSpans(row_starts, starts, torch.empty_like(starts), table_rows, self._tables[0])
         return self._placed(tokens.to(torch.int32), span_of_row, spans)

@@ -160,12 +160,12 @@ class DraftPasses:
         for depth in range(size.drafts):
             goes = order < fields["going"][depth]
             if depth:
-                starts = (positions + (depth - 1 - self._lead)).masked_fill(~goes, 0)
+                starts = (positions + (depth - 1 - self._lead)).masked_fill(goes.logical_not(), 0)
                 batch = forward.decodes(rows, starts, drafts[-1].clamp(min=0), goes)
                 out = self._model.forward(out, batch, self._kv)
             keys = keys_at(fields["stream"], positions.long() + depth)
             drawn = forward.kernels.sample(self._model.logits(out), dataclasses.replace(filters, keys=keys))
-            drafts.append(drawn.masked_fill(~goes, -1))
+            drafts.append(drawn.masked_fill(goes.logical_not(), -1))
         return torch.stack(drafts, dim=1)
 
     def next_rows(self, out: Tensor, tokens: Tensor, rows: NDArray[np.int64], starts: Sequence[int]) -> Tensor:
@@ -189,7 +189,7 @@ class DraftPasses:
             goes = torch.arange(len(rows), dtype=torch.int32, device=rows.device) < count
             if forward.keeps_lengths:
                 starts = forward.lengths.index_select(0, rows) + starts
-            batch = forward.decodes(rows, starts.masked_fill(~goes, 0), tokens, goes)
+            batch = forward.decodes(rows, starts.masked_fill(goes.logical_not(), 0), tokens, goes)
             return self._model.forward(out, batch, self._kv)
 
         size = padded_decodes(count)
