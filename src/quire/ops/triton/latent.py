@@ -34,6 +34,7 @@ from quire.ops.triton.attention import (
 )
 from quire.ops.triton.cache import _quantized
 from quire.ops.triton.fp8 import stored_numbers, widen
+from quire.ops.triton.linear_dense import one_instruction
 from quire.ops.triton.rows import inverse_rms, normalized
 from quire.ops.triton.splits import Work, assigned, items_of, list_work, of_trees
 
@@ -165,6 +166,19 @@ def _store_latent(
 
 
 @triton.jit
+def _weigh(top, total, scores, seen, row_scales, dtype: tl.constexpr):
+    """Maxima with a tile's scores, what sums and outputs so far are multiplied by, the sums, and the tile's weights."""
+    scores = tl.where(seen, scores, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, 1))
+    shrink = tl.exp2(top - highest)
+    weights = tl.exp2(scores - highest[:, None])
+    total = total * shrink + summed(weights)
+    if row_scales is not None:
+        weights *= (row_scales * VALUE_UNIT)[None, :]
+    return highest, shrink, total, weights.to(dtype)
+
+
+@triton.jit
 def _take_in(
     top,
     total,
@@ -178,6 +192,7 @@ def _take_in(
     there,
     seen,
     scale,
+    always,
     ROW: tl.constexpr,
     WIDTH: tl.constexpr,
     ROPE: tl.constexpr,
@@ -187,7 +202,8 @@ def _take_in(
 ):
     """Merges a key tile into the rows' maxima [ROWS], sums [ROWS] and outputs [ROWS, DIM].
 
-    Its keys are rows `offset` of the planes `plane`, where they are `there` [KEYS]; `seen` is [ROWS, KEYS].
+    Its keys are rows `offset` of the planes `plane`, where they are `there` [KEYS]; `seen` is [ROWS, KEYS]. `always` is
+    true, but not known when this is compiled.
     """
     dim, rope_dim = tl.arange(0, DIM), tl.arange(0, ROPE_DIM)
     at = (numbers + plane + offset * ROW)[:, None]
@@ -196,21 +212,22 @@ def _take_in(
     in_keys = there[:, None] & (rope_dim < ROPE)[None, :]
     keys = widen(tl.load(at + WIDTH + rope_dim[None, :], mask=in_keys, other=0.0), queries.dtype)
 
-    scores = tl.dot(rope_queries, tl.trans(keys), input_precision="ieee")  # [ROWS, KEYS]
-    scores = tl.dot(queries, tl.trans(vectors), scores, input_precision="ieee")
+    row_scales, unit = None, scale
     if QUANTIZED:
         row_scales = tl.load(scales + plane // 4 + offset, mask=there, other=0.0)  # the plane is in bytes
-        scores *= (row_scales * scale)[None, :]
+        unit = (row_scales * scale)[None, :]
+    scores = tl.dot(queries, tl.trans(vectors), input_precision="ieee")  # [ROWS, KEYS]
+    # Each is multiplied before they are added: the compiler would make one product of a sum of two.
+    scores = scores * unit + tl.dot(rope_queries, tl.trans(keys), input_precision="ieee") * unit
+    if top.shape[0] == 16:
+        highest, shrink, total, weights = _weigh(top, total, scores, seen, row_scales, vectors.dtype)
     else:
-        scores *= scale
-    scores = tl.where(seen, scores, float("-inf"))
-    highest = tl.maximum(top, tl.max(scores, 1))
-    shrink = tl.exp2(top - highest)
-    weights = tl.exp2(scores - highest[:, None])
-    total = total * shrink + summed(weights)
-    if QUANTIZED:
-        weights *= (row_scales * VALUE_UNIT)[None, :]
-    out = tl.dot(weights.to(vectors.dtype), vectors, out * shrink[:, None], input_precision="ieee")
+        # Where the compiler sees that a product follows on another, it gives each warp all keys of its rows. There are
+        # more warps than 16 rows each, so that some would multiply the same; but it does not look into branches.
+        highest, shrink, weights = top, total, tl.full(scores.shape, scale, vectors.dtype)
+        if always:
+            highest, shrink, total, weights = _weigh(top, total, scores, seen, row_scales, vectors.dtype)
+    out = tl.dot(weights, vectors, out * shrink[:, None], input_precision="ieee")
     return highest, total, out
 
 
@@ -311,6 +328,7 @@ def _attend_latent(
                         there,
                         seen,
                         scale,
+                        key_tile < last,
                     ),
                     *(ROW, WIDTH, ROPE, QUANTIZED, DIM, ROPE_DIM),
                 )
@@ -339,7 +357,7 @@ def _attend_latent(
                                 place % BLOCK_SIZE,
                                 there,
                             ),
-                            *(seen, scale, ROW, WIDTH, ROPE, QUANTIZED, DIM, ROPE_DIM),
+                            *(seen, scale, turn < turns, ROW, WIDTH, ROPE, QUANTIZED, DIM, ROPE_DIM),
                         )
                         out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
             if listed:
@@ -355,7 +373,7 @@ def _attend_latent(
 
 
 class _Tile(NamedTuple):
-    """What a program works on at a time. Rows (tokens times heads) and keys change bits."""
+    """What a program works on at a time. Keys change bits; rows (tokens times heads), warps and stages do not."""
 
     rows: int
     keys: int
@@ -379,24 +397,29 @@ class _Plan(NamedTuple):
 
 def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, width: int) -> _Plan:
     tokens, heads, _ = q.shape
-    tile = _tile(q)
+    tile = _tile(q, -(-tokens // len(spans.starts)) * heads)
     group = min(heads, tile.rows)
     groups = -(-heads // group)
     work = list_work(spans, tokens, tile.rows // group, kv.block_size, None, groups, heads, width)
     return _Plan(tile, group, work)
 
 
-def _tile(q: torch.Tensor) -> _Tile:
-    """The same for all steps, whatever they hold, on one device in one data type.
+def _tile(q: torch.Tensor, rows_per_span: int) -> _Tile:
+    """Of the same keys for all steps, whatever they hold, on one device in one data type.
 
-    The sums of 64 rows of 512 numbers are 128 registers of each thread of 8 warps, half of what there is; their totals
-    lie in local memory, and are read and written once a split. With so many rows memory still bounds the decoding of
-    16 heads. They and three tiles of 32 keys take 200 KiB on a large GPU, of which 64 KiB only at a split's end, and
-    148 on one of compute capability 8.0. Consumer cards have 99, which is enough for 32 rows and two tiles.
+    Sums of products have one order, whatever the rows and their instruction: but for compute capability 10.x, which
+    therefore has one tile. Two programs of 16 rows fit a multiprocessor of a large GPU, and read 16 heads' keys at two
+    thirds of the memory's rate. The sums of 64 rows of 512 numbers are 128 registers of each thread of 8 warps, half of
+    what there is; their totals lie in local memory, and are read and written once a split. They and three tiles of 32
+    keys take 200 KiB on a large GPU, and 148 on one of compute capability 8.0. Consumer cards have 99, which is enough
+    for 32 rows and two tiles.
     """
     if q.element_size() == 4:  # no matrix instructions: this is for models in fp32, which are tests
         return _Tile(rows=16, keys=16, warps=4, stages=2)
-    if _shared_memory(q.device) < 160 * 1024:
+    one, room = one_instruction(q.device), _shared_memory(q.device) // 1024
+    if one and rows_per_span <= 16:
+        return _Tile(rows=16, keys=32, warps=4, stages=3)
+    if room < 160:
         return _Tile(rows=32, keys=32, warps=8, stages=2)
     return _Tile(rows=64, keys=32, warps=8, stages=3)
 
