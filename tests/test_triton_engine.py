@@ -27,6 +27,7 @@ from quire.ops import Kernels, KVCache, self_test, self_test_layers
 from quire.ops.quantized import Quantization
 from quire.ops.triton import linear_fp8
 from quire.ops.triton.kernels import TritonKernels
+from quire.parallel.group import OneRank
 from quire.runner import device_forward
 from quire.runner.device import Device
 from quire.runner.device_forward import DeviceForward
@@ -196,7 +197,7 @@ def test_penalties_hold_in_each_row_of_a_step_that_verifies_drafts():
 def test_a_row_of_a_growing_tree_reads_ancestors_that_lie_behind_it():
     """A tree that grows uses the slots of nodes again that nothing grows from any more."""
     kernels = TritonKernels("cpu", deterministic=True)
-    model: Any = SimpleNamespace(kernels=kernels)
+    model: Any = SimpleNamespace(kernels=kernels, vocab_size=1, ranks=OneRank())
     forward = DeviceForward(model, [KVCache(4, 1, 1, 16, 16, torch.float16)], DelayedDevice(), 2, 3)
     forward.set_blocks([0, 1], [0, 0], [[[2, 3]], [[1]]])
     branch = Branch(7, 14, [5], [1], [[0, 3, 1]])
