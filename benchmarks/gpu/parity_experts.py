@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.parity import Rig, Step, fp8_weight
 from quire.ops import Kernels, Quantization
+from quire.ops import experts as looped
 from quire.ops.experts import LoopedExperts, LoopedHeads, Routing
 from quire.ops.quantized import QuantizedProduct
 
@@ -115,7 +117,8 @@ def _coded(rig: Rig, case: Case, how: Quantization, counts: tuple[int, ...]) -> 
     experts = rig.kernels.experts(*products)
     found = experts(*sent)
     rig.within(f"{how}, {case}", found, reference(x, ids, weights), CODED_TOLERANCE)
-    rig.same(f"{how}, {case}: one after the other", found, LoopedExperts(*products)(*sent))
+    with mock.patch.object(looped, "activate", rig.kernels.activate):  # torch's exponential rounds otherwise
+        rig.same(f"{how}, {case}: one after the other", found, LoopedExperts(*products)(*sent))
     rig.same_rows(f"{how}, {case}", experts, sent)
 
 

@@ -358,7 +358,7 @@ def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, window: int | N
     group = heads // kv.kv_heads
     dim = max(16, _power_of_two(head_dim))
     head_bytes = dim * q.element_size()
-    rows = _row_tile(group, -(-tokens // len(spans.starts)) * group, q.device)
+    rows = _row_tile(group, -(-tokens // len(spans.starts)) * group, short_tiles(q, kv))
     return _Plan(
         rows=rows,
         keys=min(64, max(16, TILE_BYTES // head_bytes)),
@@ -372,14 +372,22 @@ def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, window: int | N
     )
 
 
-def _row_tile(group: int, rows_per_span: int, device: torch.device) -> int:
-    """Rows (tokens times group) of a tile, as fit what spans of the step have.
+def _row_tile(group: int, rows_per_span: int, short: bool) -> int:
+    """Rows (tokens times group) of a tile, as fit what spans of the step have; `short`: see `short_tiles`.
 
     64 are the fewest of the fast instruction of compute capability 9.0, and what long prompts take. 16 do for
-    decoding, which memory bounds: so little is computed in vain. The bits are the same where both are of instructions
-    that add up alike: see `linear_dense`.
+    decoding, which memory bounds: so little is computed in vain.
     """
-    return max(16 if rows_per_span <= 16 and one_instruction(device) else 64, _power_of_two(group))
+    return max(16 if short and rows_per_span <= 16 else 64, _power_of_two(group))
+
+
+def short_tiles(q: torch.Tensor, kv: KVCache) -> bool:
+    """Whether few rows may have tiles of 16, whose instruction must give the bits of the one for many rows.
+
+    It does where both sum alike (see `linear_dense`), and get their inputs in one order. Of numbers that are widened
+    from 8 bits in registers `mma.sync` gets them in another one: Triton then chooses a larger K width.
+    """
+    return kv.scales is None and one_instruction(q.device)
 
 
 def _power_of_two(n: int) -> int:

@@ -30,11 +30,11 @@ from quire.ops.triton.attention import (
     _place_of,
     _power_of_two,
     merge_splits,
+    short_tiles,
     summed,
 )
 from quire.ops.triton.cache import _quantized
 from quire.ops.triton.fp8 import stored_numbers, widen
-from quire.ops.triton.linear_dense import one_instruction
 from quire.ops.triton.rows import inverse_rms, normalized
 from quire.ops.triton.splits import Work, assigned, items_of, list_work, of_trees
 
@@ -397,29 +397,27 @@ class _Plan(NamedTuple):
 
 def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, width: int) -> _Plan:
     tokens, heads, _ = q.shape
-    tile = _tile(q, -(-tokens // len(spans.starts)) * heads)
+    tile = _tile(q, -(-tokens // len(spans.starts)) * heads, short_tiles(q, kv))
     group = min(heads, tile.rows)
     groups = -(-heads // group)
     work = list_work(spans, tokens, tile.rows // group, kv.block_size, None, groups, heads, width)
     return _Plan(tile, group, work)
 
 
-def _tile(q: torch.Tensor, rows_per_span: int) -> _Tile:
+def _tile(q: torch.Tensor, rows_per_span: int, short: bool) -> _Tile:
     """Of the same keys for all steps, whatever they hold, on one device in one data type.
 
-    Sums of products have one order, whatever the rows and their instruction: but for compute capability 10.x, which
-    therefore has one tile. Two programs of 16 rows fit a multiprocessor of a large GPU, and read 16 heads' keys at two
-    thirds of the memory's rate. The sums of 64 rows of 512 numbers are 128 registers of each thread of 8 warps, half of
-    what there is; their totals lie in local memory, and are read and written once a split. They and three tiles of 32
-    keys take 200 KiB on a large GPU, and 148 on one of compute capability 8.0. Consumer cards have 99, which is enough
-    for 32 rows and two tiles.
+    Sums of products have one order, whatever the rows and their instruction, where there are `short_tiles`. Two
+    programs of 16 rows fit a multiprocessor of a large GPU, and read 16 heads' keys at two thirds of the memory's rate.
+    The sums of 64 rows of 512 numbers are 128 registers of each thread of 8 warps, half of what there is; their totals
+    lie in local memory, and are read and written once a split. They and three tiles of 32 keys take 200 KiB on a large
+    GPU, and 148 on one of compute capability 8.0. Consumer cards have 99, which is enough for 32 rows and two tiles.
     """
     if q.element_size() == 4:  # no matrix instructions: this is for models in fp32, which are tests
         return _Tile(rows=16, keys=16, warps=4, stages=2)
-    one, room = one_instruction(q.device), _shared_memory(q.device) // 1024
-    if one and rows_per_span <= 16:
+    if short and rows_per_span <= 16:
         return _Tile(rows=16, keys=32, warps=4, stages=3)
-    if room < 160:
+    if _shared_memory(q.device) < 160 * 1024:
         return _Tile(rows=32, keys=32, warps=8, stages=2)
     return _Tile(rows=64, keys=32, warps=8, stages=3)
 

@@ -87,9 +87,12 @@ class Weights:
 
     @property
     def low(self) -> bool:
-        """Whether tiles of 16 and 32 rows are of use: on some GPUs their instruction is another, and their registers
-        are too few to restore codes in MXFP4."""
-        return self._tensors[0].dtype not in (torch.float32, torch.uint8) and one_instruction(self.device)
+        """Whether there are tiles of 16 and 32 rows: where their instruction gives the bits of the one for many rows.
+
+        It does not on some GPUs (see `linear_dense`), nor for numbers that are restored from codes in registers: of
+        these Triton gives `mma.sync` the inputs in another order than `wgmma`.
+        """
+        return not self.group and self._tensors[0].dtype != torch.float32 and one_instruction(self.device)
 
 
 class _Format(NamedTuple):
