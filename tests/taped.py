@@ -1,5 +1,5 @@
 """A stand-in for a GPU whose graphs know nothing of the program: as on a real one, a replay repeats operations on the
-memory that they had, and no line of the host runs again.
+memory that they had, and no line of the host runs again; nor is the memory a recording's own but for its results.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class TapedDevice(DelayedDevice):
         super().__init__(**options)
         self._tape: list[tuple[Callable[..., Any], Any, Any, Any]] | None = None
         self._in_kernel = False
+        self._results: list[list[Tensor]] = []  # of each recording
         self.num_launched = 0
         self.kernels = self._watched(_Padded())
 
@@ -45,11 +46,14 @@ class TapedDevice(DelayedDevice):
         finally:
             self._tape = None
         self.num_recorded += 1
-        for tensor in tree_flatten(tuple(made) if isinstance(made, tuple) else made)[0]:
-            tensor.fill_(torch.nan if tensor.dtype.is_floating_point else 1)  # recording computes nothing
+        self._results.append(tree_flatten(tuple(made) if isinstance(made, tuple) else made)[0])
+        _forget(self._results[-1])  # recording computes nothing
+        later = len(self._results)
 
         def replay() -> None:
             self.num_replayed += 1
+            for results in self._results[later:]:  # they may lie where this one computed
+                _forget(results)
             with self._inside():
                 for call, args, kwargs, before in tape:
                     _write(before, call(*args, **kwargs))
@@ -106,6 +110,11 @@ class _Taping(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         self._device.took(func, args, kwargs or {}, made)
         return made
+
+
+def _forget(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.fill_(torch.nan if tensor.dtype.is_floating_point else 1)
 
 
 def _write(before: Any, now: Any) -> None:

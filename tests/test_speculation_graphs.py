@@ -11,6 +11,7 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.parallel.group import OneRank
+from quire.runner.draft_passes import DraftPasses
 from quire.speculate import methods
 from tests.devices import DelayedDevice
 from tests.taped import TapedDevice
@@ -38,6 +39,25 @@ def test_a_replay_repeats_what_was_recorded_and_gives_the_same_tokens(folders, a
     assert run(engine, range(16)) == outcomes
     assert run(engine, range(15, -1, -1), first_id=100, stagger=2) == outcomes
     assert device.num_replayed > 100 and engine.stats.drafted > 100 and engine.stats.accepted > 0
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_head_is_given_what_the_target_computed_whatever_was_replayed_since(folders, monkeypatch, waits):
+    """Also of a step that was recorded after the head's rows, and so lies where these are computed."""
+    given: list[bool] = []
+    compute = DraftPasses.rows
+
+    def rows(self: DraftPasses, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        given.append(bool(hidden.isfinite().all()))
+        return compute(self, hidden, *args)
+
+    device = TapedDevice()
+    with mock.patch.object(methods, "DeviceDraftingProposer", OnHost if waits else methods.DeviceDraftingProposer):
+        engine = taped(folders, "eagle", device, max_num_batched_tokens=200, prefix_cache="off")
+    monkeypatch.setattr(DraftPasses, "rows", rows)
+    for turn in range(2):
+        run(engine, (0, 1, 2, 3, 4, 5, 8, 7, 9, 10, 11, 13, 14), first_id=100 * turn, stagger=1)
+    assert len(given) > 20 and all(given)
 
 
 def test_with_rejection_sampling_a_replay_gives_what_is_launched_without(folders):

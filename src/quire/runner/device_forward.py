@@ -185,9 +185,10 @@ class DeviceForward:
         Returns:
             [requests] int64, which may be overwritten by the next call.
         """
-        sent = recorded_sampling.described(len(hidden), state, keys, rows, nobody=len(self.recent) - 1)
+        count = len(hidden)
+        sent = recorded_sampling.described(count, state, keys, rows, nobody=len(self.recent) - 1)
         run = functools.partial(recorded_sampling.sample, self._model, self.last_tokens)
-        [tokens] = self.graphs(("sampling", len(hidden)), sent, run, hidden)
+        [tokens] = self.graphs(("sampling", count), sent, run, hidden, records=self.records(Size(count, count)))
         return tokens[: len(rows)]
 
     def size_of(self, tokens: int, spans: int, paths: int = 0) -> Size:

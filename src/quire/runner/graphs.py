@@ -2,6 +2,9 @@
 
 What is recorded is a function of tensors whose launches depend on nothing but their shapes. Before a replay its inputs
 are written into the same memory; its result is in the same memory as before, too.
+
+Memory that a function no longer uses when it has been recorded is used for those that are recorded after it. So a
+replay may overwrite results of what was recorded later: read or copy a result before anything else is replayed.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ class Graphs:
     def __call__(
         self, key: Hashable, sent: NDArray[np.int32], run: Callable[..., T], *tensors: Tensor, records: bool = True
     ) -> T:
-        """The result of `run(inputs, *tensors)`, which is overwritten by the next call with this key.
+        """The result of `run(inputs, *tensors)`. The next call with this key overwrites it, and one with another may.
 
         Args:
             key: of the kind of work, and all sizes on which its launches depend.

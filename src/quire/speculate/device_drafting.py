@@ -88,6 +88,8 @@ class DeviceDraftingProposer(DeviceProposer):
             if len(self._hidden):
                 grown[: len(self._hidden)] = self._hidden
             self._hidden = grown
+        if self._lead and computed:
+            hidden = hidden.clone()  # which `context.rows` may overwrite: see `Graphs`
         try:
             self._follow_prompts([each for each in computed if each.request in self._requests], hidden, context)
         finally:  # even after a failure the next step continues from here

@@ -136,6 +136,8 @@ class DraftingProposer:
         full = [i for i, lag in enumerate(lags) if lag >= CHUNK // 2] if max(lags, default=0) >= CHUNK else []
         try:
             if full:
+                if hidden is not None and context.passes is not None:
+                    hidden = hidden.clone()  # which `context.rows` may overwrite: see `Graphs`
                 parts = [part for i in full for part in self._parts(computed[i], waiting[i], hidden)]
                 self._catch_up([computed[i].request for i in full], parts, context)
         finally:  # even after a failure the next step continues from here

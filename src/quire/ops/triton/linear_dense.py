@@ -213,5 +213,6 @@ def quicker(short: Tile, tall: Tile, rows: int, columns: int) -> Tile:
 
 
 def one_instruction(device: torch.device) -> bool:
-    """Whether the tall tile is computed with the short one's instruction."""
+    """Whether tiles of any height sum alike: the tall one by the short one's instruction, and those of 16 and 32 rows
+    by that of sm_80, which gave the bits of sm_90's on an H200 (of 16-bit numbers from memory: see `Weights.low`)."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in TALL_INSTRUCTION
