@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from quire.models.model import Model
 from quire.ops import KVCache
 from quire.ops.elementwise import Activation
 from quire.parallel.group import OneRank
+from quire.runner import device_forward
 from quire.runner.device_forward import (
     CHUNK,
     LARGEST_GRAPH,
@@ -28,6 +30,7 @@ from quire.runner.device_forward import (
     largest_graph,
     padded,
 )
+from quire.runner.graphs import Graphs
 from quire.runner.model_runner import OUT_OF_MEMORY, STEP_FAILED
 from quire.runner.start import COMPILING
 from tests.devices import DelayedDevice, SpanKernels, on_device
@@ -194,6 +197,31 @@ def test_where_no_more_graphs_fit_steps_go_on_without(folder, alone, caplog, gra
     [warning] = warnings_in(caplog)
     assert f"no memory for more than {most} CUDA graphs" in warning
     assert any(note.startswith(f"recorded {most} CUDA graphs in ") for note in engine.notes)
+
+
+def test_without_memory_for_a_graphs_inputs_the_result_is_there_all_the_same(monkeypatch, caplog):
+    """What was done must not be done again: sampling replaces the last token, which it would then be given."""
+
+    def none(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no")
+
+    graphs = Graphs(DelayedDevice(), OneRank(0, 1), "lazy")
+    monkeypatch.setattr(torch.Tensor, "clone", none)
+    [made] = graphs("key", np.ones(1, np.int32), lambda inputs, more: (inputs + more,), torch.ones(1))
+    assert made == 2 and graphs.full and len(graphs) == 0
+    assert len(warnings_in(caplog)) == 1
+
+
+def test_sampling_is_recorded_for_the_sizes_of_recorded_steps_alone(folder, monkeypatch):
+    monkeypatch.setattr(device_forward, "LARGEST_SMALL_GRAPH", 4)
+    with on_device(DelayedDevice(), SpanKernels()):
+        engine = Engine(options(folder))
+    for id in range(6):
+        engine.add(Request(id, [5, 6, 7 + id], SamplingParams(temperature=0.0).resolved(), max_tokens=8))
+    while not engine.idle:
+        engine.step()
+    graphs = engine.executor._runner._forward.graphs  # type: ignore[attr-defined]
+    assert {size for kind, size in graphs._recorded if kind == "sampling"} == {1, 2, 4}
 
 
 def test_graphs_leave_the_largest_step_its_memory(folder, caplog):

@@ -86,14 +86,15 @@ class Graphs:
         self._device.write(inputs, sent)
         made = run(inputs, *tensors)  # this call itself, which also compiles kernels
         if records and self.mode != "off" and not self.full:
-            self._record(key, [inputs, *(tensor.clone() for tensor in tensors)], run)
+            self._record(key, [inputs, *tensors], run)
         return made
 
-    def _record(self, key: Hashable, inputs: list[Tensor], run: Callable[..., Any]) -> None:
+    def _record(self, key: Hashable, given: list[Tensor], run: Callable[..., Any]) -> None:
+        """Record it, if there is memory; no lack of it fails a step whose work has been done, which would be redone."""
         begin = time.perf_counter()
         self._device.release()  # cached memory cannot be used for recording
         try:
-            enough = self._device.memory()[0] >= self._spare
+            enough, inputs = self._device.memory()[0] >= self._spare, [tensor.clone() for tensor in given]
             recorded = self._device.record(lambda: run(*inputs)) if enough else None
         except torch.OutOfMemoryError:
             recorded = None
