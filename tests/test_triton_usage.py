@@ -28,6 +28,10 @@ MODULES = tuple(
 KEPT = ("kernel", "registers", "stack", "shared", "warps", "matrix")
 SLACK = 64
 """Bytes a thread that may be spilled where none were: no loop suffers from a few numbers that are kept outside it."""
+QUICK = "attention"
+"""The module whose kernels are compiled in the quick tests, too."""
+ONE_TILE = ("_score",)
+"""Kernels whose tile is a matter of the model, never of the step: there is no other whose sums theirs must equal."""
 
 Usage = dict[str, Any]
 
@@ -59,6 +63,22 @@ def test_no_kernel_takes_much_more_than_the_table_says(module: str, arch: int) -
         assert now["stack"] <= max(2 * before["stack"] - 1, before["stack"] + SLACK), (now, before)
         assert now["shared"] <= before["shared"] * 1.5, (now, before)
         assert now["matrix"] == before["matrix"], (now, before)
+
+
+@pytest.mark.parametrize(
+    "module", [QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in MODULES if each != QUICK)]
+)
+def test_products_of_few_rows_add_up_as_those_of_many_do(module: str) -> None:
+    """On sm_90, where few rows may be computed with mma.sync and many with wgmma, and must have the same bits.
+
+    Both add up 16 consecutive numbers an instruction, if Triton lays 16-bit operands out as such: 2 beside each other.
+    Of operands that were loaded as bytes and widened it lays out 4. Then the 16 of an instruction of mma.sync are
+    others, and so are the sums (as seen on an H200). Sums of whole numbers are exact, in any order.
+    """
+    for use in compile_all(f"tests.test_triton_{module}", 90):
+        assert use["k_widths"] or "mma.sync" not in use["matrix"], use
+        if use["kernel"] not in ONE_TILE:
+            assert use["k_widths"].get("f32", [2]) == [2], use
 
 
 def test_the_table_has_every_module_for_every_gpu_and_two_versions_of_triton() -> None:

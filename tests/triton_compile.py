@@ -86,7 +86,7 @@ def main(module: str, *architectures: str) -> None:
 
 
 def _usage(kernel: Any) -> dict[str, Any]:
-    """Bytes of shared memory, registers a thread, bytes spilled, and which matrix instructions there are."""
+    """Bytes of shared memory, registers a thread, bytes spilled, matrix instructions, and how these lay out K."""
     ptx = kernel.asm["ptx"]
     import triton
 
@@ -103,7 +103,21 @@ def _usage(kernel: Any) -> dict[str, Any]:
         "warps": kernel.metadata.num_warps,
         "matrix": sorted({word for word in ("wgmma", "mma.sync", "tcgen05") if word in ptx}),
         "asynchronous": ptx.count("cp.async"),
+        "k_widths": _k_widths(kernel.asm["ttgir"]),
     }
+
+
+def _k_widths(ttgir: str) -> dict[str, list[int]]:
+    """Of `mma.sync`, by the type of what is summed: how many numbers beside each other along K a thread takes at once.
+
+    It multiplies those of all threads in one instruction, so this is the order of the sum. wgmma and tcgen05 read
+    their operands as they lie.
+    """
+    found: dict[str, set[int]] = {}
+    for operands, sums in re.findall(r"= tt\.dot .* : (.*) -> tensor<[\dx]+x([fi]\d+),", ttgir):
+        for width in re.findall(r"kWidth = (\d+)", operands):
+            found.setdefault(sums, set()).add(int(width))
+    return {sums: sorted(widths) for sums, widths in found.items()}
 
 
 if __name__ == "__main__":
