@@ -314,8 +314,9 @@ def tiles_of(room: int) -> Iterator[None]:
     """Those for the GPU that is compiled for, with so many KiB of shared memory, or what it has."""
     arch = triton.runtime.driver.active.get_current_target().arch
     most = min(room, 163 if arch == 80 else 227) * 1024
-    with mock.patch.multiple(
-        latent, _shared_memory=lambda device: most, one_instruction=lambda device: arch // 10 not in TALL_INSTRUCTION
+    with (
+        mock.patch.object(latent, "_shared_memory", lambda device: most),
+        mock.patch.object(attention, "one_instruction", lambda device: arch // 10 not in TALL_INSTRUCTION),
     ):
         yield
 

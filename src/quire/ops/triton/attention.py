@@ -419,7 +419,7 @@ def attend(
     if spans is None:
         raise ValueError("this batch's spans are not on the device")
     tokens, heads, head_dim = q.shape
-    key = ("triton attention", q.shape, q.dtype, kv.kv_heads, window, causal)
+    key = ("triton attention", q.shape, q.dtype, kv.kv_heads, kv.scales is None, window, causal)
     plan = batch.once(key, lambda: _make_plan(q, kv, spans, window, causal))
     work = plan.work
     result = q.new_empty(tokens, heads * head_dim)

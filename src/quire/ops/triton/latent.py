@@ -444,7 +444,7 @@ def attend_latent(
         raise ValueError("this batch's spans are not on the device")
     q = q.contiguous()
     tokens, heads, size = q.shape
-    key = ("triton latent attention", q.shape, q.dtype, width)
+    key = ("triton latent attention", q.shape, q.dtype, kv.scales is None, width)
     plan = batch.once(key, lambda: _make_plan(q, kv, spans, width))
     work, groups = plan.work, -(-heads // plan.group)
     result = q.new_empty(tokens, heads, width)
