@@ -417,7 +417,7 @@ def test_kernels_compile_for_gpus(arch: int) -> None:
     assert all(use["matrix"] == [instruction] for use in (prompt, fp8, both_ways))
     # Where a row's totals and its split's outputs do not fit beside each other, totals are spilled: loads and
     # stores once a split, none in the loop over its tiles (so says the disassembly).
-    assert max(use["stack"] for use in kernels) <= 448, kernels
+    assert max(use["stack"] for use in kernels) <= 480, kernels
     assert all(use["asynchronous"] for use in kernels)
     # What two programs share: 99 KiB on consumer cards, which have the instructions of 80; 227 on the others.
     most = 99 if arch == 80 else 113
