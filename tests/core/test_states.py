@@ -60,6 +60,13 @@ def test_a_prompt_is_found_where_an_equal_one_could_go_on():
     assert complete(scheduler, runner, 1, prompt) == 41
 
 
+@pytest.mark.parametrize("length", range(41, 51))
+def test_an_equal_prompt_goes_on_in_its_last_block_however_long_the_reply_was(length):
+    scheduler, runner = started()
+    first, second = (complete(scheduler, runner, id, prompt_of(length), max_tokens=9) for id in range(2))
+    assert first == 0 and (length - 1) // SIZE * SIZE <= second < length
+
+
 def test_whoever_continues_a_reply_goes_on_at_its_end():
     scheduler, runner = started()
     prompt = prompt_of(21)
@@ -113,6 +120,13 @@ def test_most_blocks_of_a_request_are_few_whatever_its_length():
     assert Retention(17, States(96)).peak_blocks(100_000, 2048, 16) == 4
     assert Retention(17, States(96, uncertain=6)).peak_blocks(100_000, 2048, 16) == 5
     assert Retention(17, States(96)).peak_blocks(20, 2048, 16) == 2
+
+
+def test_token_by_token_a_request_needs_two_states_and_no_more():
+    assert Retention(17, States(96)).peak_blocks(100, 1, 16) == 2
+    assert Retention(17, States(96)).peak_blocks(100, 2, 16) == 4
+    scheduler, runner = started((400, 1 + 2), long_prefill_token_threshold=1, min_chunk=1)
+    complete(scheduler, runner, 0, prompt_of(30), max_tokens=9)
 
 
 @pytest.mark.parametrize("seed", range(60))

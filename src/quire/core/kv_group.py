@@ -41,19 +41,17 @@ class States:
         """The first block, of those filled by a step up to position `end`, from which the next step may continue."""
         return max(0, (end - self.uncertain) // block_size - 1)
 
-    def marks(self, num_tokens: int, found: int, matched: int, block_size: int) -> frozenset[int]:
+    def marks(self, num_tokens: int, found: int, block_size: int) -> frozenset[int]:
         """Blocks of a request at whose end the state is kept for others, in addition to every `interval`.
 
         These are the last block from which an equal prompt could continue, and the block where the request diverges
-        from what others computed, if their state was not kept there.
+        from what others computed.
 
         Args:
             num_tokens: number of its tokens.
             found: number of its blocks that are cached, whether or not it can continue from there.
-            matched: number of its blocks after which it does continue.
         """
-        ends = {(num_tokens - 1) // block_size - 1, *({found - 1} if found > matched else ())}
-        return frozenset(ends)
+        return frozenset([(num_tokens - 1) // block_size - 1, found - 1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,7 +238,7 @@ class KVManager:
         for number in self._recurrent:
             states, size = self.groups[number].retention.states, self.block_size
             if states is not None:
-                request.marks = states.marks(len(request.tokens), match.num_found, match.num_blocks, size)
+                request.marks = states.marks(len(request.tokens), match.num_found, size)
         request.tip = match.tip if match.num_blocks else None
         request.num_published = match.num_blocks
         request.num_computed = match.num_blocks * self.block_size
