@@ -34,6 +34,7 @@ def test_a_block_is_found_once_it_is_filled():
     tier.filled(slot)
     [third] = filled(tier, 3)
     assert [tier.slot(named(number)) for number in (1, 2, 3)] == [slot, None, third]
+    assert [named(number) in tier for number in (1, 2, 3)] == [True, False, True]
 
 
 def test_the_least_recently_used_block_gives_way_and_none_that_is_read_or_on_its_way():
@@ -100,6 +101,29 @@ def test_what_is_withdrawn_while_it_is_read_is_not_found_and_not_given_away_befo
     assert tier.take(named(2)) is None
     tier.unpin(slot)
     assert tier.take(named(2)) == slot
+
+
+def test_what_is_withdrawn_while_nobody_reads_it_gives_its_slot_back_at_once():
+    tier = Tier(2)
+    for slot in filled(tier, 1, 2):
+        if slot:
+            tier.pin(slot)
+            tier.unpin(slot)  # read before, and no more
+        tier.withdraw(slot)
+    assert tier.counts == {"free": 2, "filling": 0, "kept": 0, "quarantined": 0}
+
+
+def test_whoever_follows_a_tier_is_told_of_each_block_that_comes_and_goes():
+    tier, told = Tier(2), []
+    tier.changed = lambda name: told.append((name, name in tier))
+    slot = tier.take(named(1))
+    assert told == [], "it is on its way"
+    tier.filled(slot)
+    filled(tier, 2, 3)
+    tier.withdraw(tier.kept[named(3)])
+    tier.withdraw(slot)  # both found out
+    came = [(named(number), True) for number in (1, 2)]
+    assert told == [*came, (named(1), False), (named(3), True), (named(3), False)]
 
 
 def test_a_slot_in_quarantine_is_given_away_once_it_is_released():

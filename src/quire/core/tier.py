@@ -40,7 +40,7 @@ class Tier:
         """Make every slot free."""
         own = list(pairwise(self._begins))
         self._free = [list(range(end - 1, begin - 1, -1)) for begin, end in own]  # by group
-        self._filling: dict[bytes, int] = {}
+        self._filling: set[bytes] = set()
         self._kept: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}  # by slot, for those that are filling or kept
         self._pins: dict[int, int] = {}
@@ -100,21 +100,21 @@ class Tier:
         if not self._free[group] and not self._give_way(group):
             return None
         slot = self._free[group].pop()
-        self._filling[block_hash] = slot
+        self._filling.add(block_hash)
         self._names[slot] = block_hash
         return slot
 
     def filled(self, slot: int) -> None:
         """The block has arrived: it is kept, and found from now on."""
         block_hash = self._names[slot]
-        del self._filling[block_hash]
+        self._filling.remove(block_hash)
         self._kept[block_hash] = slot
         self._idle[self.group(slot)][slot] = None
         self.changed(block_hash)
 
     def dropped(self, slot: int) -> None:
         """The block will not come, and nothing more will be written: the slot is free."""
-        del self._filling[self._names.pop(slot)]
+        self._filling.remove(self._names.pop(slot))
         self._free[self.group(slot)].append(slot)
 
     def pin(self, slot: int) -> None:
@@ -153,7 +153,7 @@ class Tier:
 
     def quarantine(self, slot: int) -> None:
         """The block will not come, but something may still be written, until `released` is called."""
-        del self._filling[self._names.pop(slot)]
+        self._filling.remove(self._names.pop(slot))
         self._quarantined.add(slot)
 
     def released(self, slot: int) -> None:
