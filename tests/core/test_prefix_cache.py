@@ -10,7 +10,7 @@ import pytest
 from quire.core.block_hash import BlockHasher
 from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import Handle, KVManager
-from quire.core.prefix_cache import common_tokens
+from quire.core.prefix_cache import Match, common_tokens
 from tests.core.fake_runner import expected_output, make_request, make_scheduler, matched, outputs, run_all, run_prompts
 
 
@@ -120,6 +120,35 @@ def test_hashes_depend_on_key_scope_fingerprint_and_every_token_before():
     assert chain(fingerprint="ab", scope="c") != chain(fingerprint="a", scope="bc")
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_prompt_has_its_own_hashes_whatever_was_hashed_before_it_and_a_common_beginning_is_hashed_once(size):
+    def manager():
+        return KVManager([KVGroup(2)], size, "radix", BlockHasher(bytes(32), "f"))
+
+    rnd, kv, before = random.Random(size), manager(), make_request(0, [9])
+    for id in range(1, 80):
+        scope, prompt = rnd.choice("aaab"), [*before.tokens[: rnd.randrange(50)], *rnd.choices(range(3), k=5)]
+        request, alone = (make_request(id, list(prompt), scope=scope) for _ in range(2))
+        kv.match(request)
+        manager().match(alone)
+        assert request.hashes == alone.hashes and len(request.hashes) == len(prompt) // size
+        pairs = list(zip(request.hashes, before.hashes, strict=False))
+        assert [new is old for new, old in pairs] == [new == old for new, old in pairs]
+        before = request
+
+
+def test_what_a_match_held_gives_way_tail_first_once_it_is_let_go():
+    scheduler, _ = cached(block_size=2, prompts=[range(9)])
+    kv, prompt = scheduler.kv, [*range(9), 50]
+    match = kv.match(make_request(1, prompt))
+    kv.lock(match)
+    assert match.partial is not None and not kv.groups[0].idle
+    kv.unlock(match)
+    for left in (8, 6, 4, 2, 0):
+        assert kv.cache.evict(0, 1) == 1
+        assert matched(scheduler, prompt) == left
+
+
 def test_both_caches_find_what_a_plain_search_finds():
     rnd = random.Random(0)
     for kind in ("radix", "hash"):
@@ -213,3 +242,13 @@ def test_a_block_that_was_to_be_copied_is_let_go_with_its_request():
     assert request.copies and kv.num_available < kv.num_usable
     kv.free(request)
     assert kv.num_available == kv.num_usable
+
+
+def test_a_table_grows_by_all_the_blocks_it_needs_or_by_none():
+    kv, request = KVManager([KVGroup(4)], 4, "off", BlockHasher(bytes(32), "f")), make_request(0, [1] * 13)
+    kv.admit(request, Match())
+    assert not kv.reserve(request, 13)
+    assert request.tables == [[]] and kv.num_available == 3
+    assert kv.reserve(request, 12) and request.tables == [[1, 2, 3]]
+    assert kv.reserve(request, 12) and not kv.reserve(request, 13)
+    assert request.tables == [[1, 2, 3]] and not kv.num_available
