@@ -63,7 +63,7 @@ def test_a_gpu_is_chosen_with_its_own_defaults(monkeypatch):
     with_driver(monkeypatch, FakeDriver(1))
     config = EngineConfig.from_options({"model": "m"})
     assert (config.device, config.max_num_seqs, config.max_num_batched_tokens) == ("cuda", 256, 8192)
-    assert config.async_scheduling and not config.deterministic
+    assert config.async_scheduling and config.deterministic
     assert EngineConfig.from_options({"model": "m", "deterministic": True}).deterministic
     assert EngineConfig.from_options({"model": "m"}, "chat").max_num_seqs == 16, "a preset wins over a device"
     assert EngineConfig.from_options({"model": "m", "device": "cpu"}).max_num_seqs == 64
