@@ -6,6 +6,7 @@ or with the cluster's key where tiers are shared.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 from blake3 import blake3
@@ -42,3 +43,15 @@ class BlockHasher:
             parent = blake3(parent + block_key, key=key).digest()
             hashes.append(parent)
         return hashes
+
+
+def common_blocks(a: array[int], b: array[int], size: int, most: int) -> int:
+    """With how many of the same blocks of `size` keys both begin, at most `most`; by bisection, no key twice."""
+    same, end = 0, most
+    while same < end:
+        middle = (same + end + 1) // 2
+        if a[same * size : middle * size] == b[same * size : middle * size]:
+            same = middle
+        else:
+            end = middle - 1
+    return same

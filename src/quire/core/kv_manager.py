@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from quire.core.block_hash import BlockHasher
+from quire.core.block_hash import BlockHasher, common_blocks
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.chain import Chain, Part
 from quire.core.fetches import WORTH, Fetch, Fetches
@@ -304,7 +304,7 @@ class KVManager:
             scope, keys, hashes = self._latest
             if scope == request.scope and not request.hashes:
                 most = min(count, len(hashes))
-                request.hashes = hashes[: _common_blocks(keys, request.keys, self.block_size, most)]
+                request.hashes = hashes[: common_blocks(keys, request.keys, self.block_size, most)]
             self._extend_hashes(request, count)
             self._latest = (request.scope, request.keys[:], request.hashes[:])
 
@@ -586,18 +586,6 @@ class KVManager:
             table[index] = NULL_BLOCK
         request.num_passed[number] = max(passed, request.num_passed[number])
         self._give_back(request, number, blocks)
-
-
-def _common_blocks(a: array[int], b: array[int], size: int, most: int) -> int:
-    """With how many of the same blocks of `size` keys both begin, at most `most`; by bisection, no key twice."""
-    same, end = 0, most
-    while same < end:
-        middle = (same + end + 1) // 2
-        if a[same * size : middle * size] == b[same * size : middle * size]:
-            same = middle
-        else:
-            end = middle - 1
-    return same
 
 
 def _after(parts: Sequence[Part]) -> int:

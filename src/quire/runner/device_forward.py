@@ -186,7 +186,7 @@ class DeviceForward:
             [requests] int64, which may be overwritten by the next call.
         """
         count = len(hidden)
-        sent = recorded_sampling.described(count, state, keys, rows, nobody=len(self.recent) - 1)
+        sent = recorded_sampling.described(count, state, keys, rows, unused_row=len(self.recent) - 1)
         run = functools.partial(recorded_sampling.sample, self._model, self.last_tokens)
         [tokens] = self.graphs(("sampling", count), sent, run, hidden, records=self.records(Size(count, count)))
         return tokens[: len(rows)]

@@ -23,9 +23,9 @@ TEMPERATURE, LOG_MIN_P, KEYS, ROWS = range(4)
 
 
 def described(
-    count: int, state: NDArray[Any], keys: NDArray[np.int64], rows: NDArray[np.int64], nobody: int
+    count: int, state: NDArray[Any], keys: NDArray[np.int64], rows: NDArray[np.int64], unused_row: int
 ) -> NDArray[np.int32]:
-    """How to sample the first of `count` rows; those of padding are greedy, and `nobody`'s.
+    """How to sample the first of `count` rows; those of padding are greedy, and of `unused_row`.
 
     Args:
         state: rows of `SamplingTable.rows`, one for each request.
@@ -35,7 +35,7 @@ def described(
     sent = np.zeros((4, _width(count)), np.int64)
     sent[TEMPERATURE].view(np.float32)[: len(rows)] = state["temperature"]
     sent[LOG_MIN_P].view(np.float32)[: len(rows)] = state["log_min_p"]
-    sent[KEYS, : len(rows)], sent[ROWS] = keys, nobody
+    sent[KEYS, : len(rows)], sent[ROWS] = keys, unused_row
     sent[ROWS, : len(rows)] = rows
     return sent.reshape(-1).view(np.int32)
 

@@ -376,7 +376,7 @@ def _row_tile(group: int, rows_per_span: int, short: bool) -> int:
     """Rows (tokens times group) of a tile, as fit what spans of the step have; `short`: see `short_tiles`.
 
     64 are the fewest of the fast instruction of compute capability 9.0, and what long prompts take. 16 do for
-    decoding, which memory bounds: so little is computed in vain.
+    decoding, which memory bounds: fewer of them are padding.
     """
     return max(16 if short and rows_per_span <= 16 else 64, _power_of_two(group))
 

@@ -291,13 +291,14 @@ def _down_tile(
         scale_tile = _scales_of(scale_addresses, expert, where, intermediate, GROUP, ALIGNMENT)
     x_tile = inner + m.to(tl.int64)[:, None] * intermediate
     there, outputs_there = (m < end)[:, None], n < hidden
-    places = there, outputs_there
-    total = multiply(x_tile, weight_tile, scale_tile, *places, intermediate, EVEN, GROUP, ROWS, OUTPUTS, INPUTS)
+    total = multiply(
+        *(x_tile, weight_tile, scale_tile, there, outputs_there, intermediate, EVEN, GROUP, ROWS, OUTPUTS, INPUTS)
+    )
     if biases is not None:
         total += tl.load(biases + expert.to(tl.int64) * hidden + n, mask=n < hidden, other=0.0)
     pair = pairs_of(order, m, end).to(tl.int64)
     total *= tl.load(weights + pair, mask=m < end, other=0.0)[:, None]
-    tl.store(parts + pair[:, None] * hidden + n, total, mask=there & (n < hidden))
+    tl.store(parts + pair[:, None] * hidden + n, total, mask=there & outputs_there)
 
 
 @triton.jit(do_not_specialize=["tiles"])

@@ -39,8 +39,7 @@ class TritonKernels(Kernels):
 
     Args:
         device: where it runs.
-        deterministic: every row's bits are independent of the other rows. Otherwise plain products are cuBLAS's and
-            attention takes the tiles that suit the step.
+        deterministic: every row's bits are independent of the other rows. Otherwise plain products are cuBLAS's.
 
     Attributes:
         library: what of cuBLAS may be used where rows must be independent; None: nothing, or all.

@@ -144,9 +144,10 @@ def prefer_quietly(library: str) -> None:
         torch.backends.cuda.preferred_blas_library(library)
         return 0.0
 
-    warnings.filterwarnings("ignore", "torch.backends.cuda.preferred_blas_library is an experimental feature")
     one = torch.zeros(1)
-    one.map_(one, prefer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.backends.cuda.preferred_blas_library is an experimental feature")
+        one.map_(one, prefer)
 
 
 class LibraryProduct:
