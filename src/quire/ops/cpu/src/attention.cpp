@@ -264,15 +264,9 @@ struct Item {
             source.scales(source.start + g * LANES, KEYS, p.key_scales + g * LANES);
             source.scales(source.start + g * LANES, VALUES, p.value_scales + g * LANES);
         }
-        auto score = [&](auto at_once) {
-            score_keys<L, S, R, decltype(at_once)::value>({at, next_keys, stride}, count, step.kv.head_dim,
-                                                          scratch.q + state * p.depth, p.depth, rows(),
-                                                          scratch.scores + seen.first * LANES);
-        };
-        if (R == 8 || tiles_in_runs<L, S>(step.kv))
-            score(std::integral_constant<int, 1>{});
-        else  // they share what they take of q
-            score(std::integral_constant<int, 2>{});
+        constexpr int AT_ONCE = R < 8 ? 2 : 1;  // two share what they take of q
+        score_keys<L, S, R, AT_ONCE>({at, next_keys, stride}, count, step.kv.head_dim, scratch.q + state * p.depth, p.depth,
+                                     rows(), scratch.scores + seen.first * LANES);
         for (int64_t r = 0; r < rows(); r++) softmax(tile, r, state + r, seen);
         find(VALUES);
         constexpr int64_t LENGTH = KEY_TILE / L::NUMBERS, STEP = LANES / L::NUMBERS;
@@ -351,7 +345,7 @@ void attend(const AttentionStep& step, int64_t layer, const T* q, int64_t q_stri
             const int64_t* of = step.item + i * 7;
             return Item<T, L, S>{step, scratch, of[0], of[1], of[2], of[3], of[4], of[5], of[6], layer, sinks};
         };
-        Ahead ahead(step.kv, layer, tiles_in_runs<L, S>(step.kv));
+        Ahead ahead(step.kv, layer);
         for (int64_t i = first; i < last; i++) ahead.add(item(i).reads());
         ahead.begin();
         for (int64_t i = first; i < last; i++) item(i).run(q, q_stride, out, ahead);

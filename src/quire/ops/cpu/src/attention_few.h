@@ -13,13 +13,6 @@ constexpr int64_t FEW_ROWS = 8;
 template <class L>
 constexpr bool FEW_APART = WIDTH == 64 && !IN_TILES<L>;
 
-// Whether a tile's keys, or values, are one run of memory that takes longer to read than to multiply: read from begin to
-// end, a run comes faster. Codes, and numbers that do not meet in pairs, take longer to multiply. Does not change bits.
-template <class L, class S>
-bool tiles_in_runs(const KvCache& kv) {
-    return L::NUMBERS == 2 && !is_code<S> && kv.block_size >= KEY_TILE;
-}
-
 // Groups of 16 rows of the cache: where each begins, and how far apart its rows are. Meanwhile those at `next`, which are
 // needed later, are asked for: see `Ahead`.
 struct RowGroups {
@@ -51,7 +44,7 @@ void score_groups(const RowGroups& keys, int64_t size, const typename L::lane* q
 #pragma GCC unroll 2
             for (int g = 0; g < G; g++) {
                 if (d * LINES % LANES == 0)
-                    __builtin_prefetch(keys.next[g] + i * LANES * sizeof(S) + d * LINES / LANES * 64);
+                    Ahead::ask(keys.next[g] + i * LANES * sizeof(S) + d * LINES / LANES * 64);
                 L::template of_stored<S>(turned[g][d], part[g]);
             }
             for (int p = 0; p < EACH && (WHOLE || d * EACH + p < lanes); p++)
@@ -95,7 +88,7 @@ void add_columns(const RowGroups& values, int64_t groups, int64_t column, int64_
         const char *rows = values.at[g] + column * sizeof(S), *next = values.next[g] + N * column * sizeof(S);
         for (int key = 0; key < LANES; key += N, rows += N * stride, next += N * stride) {
 #pragma GCC unroll 16
-            for (int line = 0; line < int(N * V * LANES * sizeof(S)); line += 64) __builtin_prefetch(next + line);
+            for (int line = 0; line < int(N * V * LANES * sizeof(S)); line += 64) Ahead::ask(next + line);
             typename L::part by[R];
             for (int r = 0; r < R; r++) by[r] = L::spread(weight[r] + key / N);
 #pragma GCC unroll 8
