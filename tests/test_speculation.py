@@ -346,8 +346,7 @@ def test_a_device_that_works_by_itself_verifies_drafts_too(plain, choice, overla
     folder, _, _ = plain
     with on_device(DelayedDevice(), SpanKernels()):
         options = {"device": "cuda", "deterministic": True, "gpu_memory_utilization": 1.0, "num_kv_blocks": 60}
-        engine = Engine(config(folder, options, 0, prefix_cache="off"))
-        outcomes = [run(engine, [index])[0] for index in range(16)]
+        outcomes = run(Engine(config(folder, options, 0, prefix_cache="off")), range(16))
         proposer = Recorded(outcomes, CHOICES[choice])
         engine = Engine(
             config(folder, options, 4, async_scheduling=overlap, max_num_batched_tokens=64), proposer=proposer
