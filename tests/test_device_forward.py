@@ -164,7 +164,7 @@ def test_decodes_are_sampled_by_a_graph_unless_one_of_them_asks_for_more(folder,
         asked[1] = SamplingParams(temperature=0.9, seed=1, ignore_eos=True, **other)
     made, calls, sample = {}, [0], DeviceForward.sample
 
-    def counted(self: DeviceForward, *args: Any) -> torch.Tensor:
+    def counted(self: DeviceForward, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         calls[0] += len(args[-1]) > 0
         return sample(self, *args)
 
@@ -181,6 +181,34 @@ def test_decodes_are_sampled_by_a_graph_unless_one_of_them_asks_for_more(folder,
         made[graphs] = tokens
     assert made["lazy"] == made["off"]
     assert calls[0] == (8 if other is None else 0)
+
+
+def test_a_step_whose_tokens_find_no_memory_on_the_host_is_computed_again_from_the_same_tokens(folder):
+    class Scarce(DelayedDevice):
+        """Has no memory on the host for some results of several rows."""
+
+        started, draw = False, random.Random(0)
+
+        def download(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+            if self.started and len(tensors[0]) > 1 and self.draw.random() < 0.3:
+                raise torch.OutOfMemoryError("no")
+            return super().download(*tensors)
+
+    made, scarce = [], Scarce()
+    for device in (DelayedDevice(), scarce):
+        with on_device(device, SpanKernels()):
+            engine = Engine(options(folder, cuda_graphs="lazy"))
+        scarce.started = device is scarce
+        tokens: dict[int, list[int]] = {number: [] for number in range(4)}
+        for number in tokens:
+            params = SamplingParams(temperature=0.9, seed=number, ignore_eos=True)
+            engine.add(Request(number, prompts()[number], params.resolved(), max_tokens=16))
+        while not engine.idle:
+            for update in engine.step():
+                tokens[update.request] += update.tokens
+        made.append(tokens)
+    assert made[0] == made[1]
+    assert engine.executor._runner.num_halved > 2
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -175,21 +175,23 @@ class DeviceForward:
 
         return self.graphs(("step", size), sent, run, records=self.records(size))
 
-    def sample(self, hidden: Tensor, state: NDArray[Any], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> Tensor:
-        """Sample a token for each request of a step of decodes; it is the request's last one in the next step.
+    def sample(
+        self, hidden: Tensor, state: NDArray[Any], keys: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor]:
+        """Sample a token for each request of a step of decodes.
 
         Args:
             hidden: [padded, hidden], of `Forwarded`.
             state, keys, rows: see `recorded_sampling.described`.
 
         Returns:
-            [requests] int64, which may be overwritten by the next call.
+            The tokens and `rows`, both [requests] int64, which may be overwritten by the next call.
         """
         count = len(hidden)
-        sent = recorded_sampling.described(count, state, keys, rows, unused_row=len(self.recent) - 1)
-        run = functools.partial(recorded_sampling.sample, self._model, self.last_tokens)
-        [tokens] = self.graphs(("sampling", count), sent, run, hidden, records=self.records(Size(count, count)))
-        return tokens[: len(rows)]
+        sent = recorded_sampling.described(count, state, keys, rows)
+        run = functools.partial(recorded_sampling.sample, self._model)
+        tokens, places = self.graphs(("sampling", count), sent, run, hidden, records=self.records(Size(count, count)))
+        return tokens[: len(rows)], places[: len(rows)]
 
     def size_of(self, tokens: int, spans: int, paths: int = 0) -> Size:
         """See `padded`; `paths`: of trees, see `Size`."""

@@ -22,10 +22,8 @@ TEMPERATURE, LOG_MIN_P, KEYS, ROWS = range(4)
 """Rows of the input [4, width] of 64-bit numbers; the first two have 32-bit ones, one after the other."""
 
 
-def described(
-    count: int, state: NDArray[Any], keys: NDArray[np.int64], rows: NDArray[np.int64], unused_row: int
-) -> NDArray[np.int32]:
-    """How to sample the first of `count` rows; those of padding are greedy, and of `unused_row`.
+def described(count: int, state: NDArray[Any], keys: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    """How to sample the first of `count` rows; those of padding are greedy.
 
     Args:
         state: rows of `SamplingTable.rows`, one for each request.
@@ -35,17 +33,19 @@ def described(
     sent = np.zeros((4, _width(count)), np.int64)
     sent[TEMPERATURE].view(np.float32)[: len(rows)] = state["temperature"]
     sent[LOG_MIN_P].view(np.float32)[: len(rows)] = state["log_min_p"]
-    sent[KEYS, : len(rows)], sent[ROWS] = keys, unused_row
-    sent[ROWS, : len(rows)] = rows
+    sent[KEYS, : len(rows)], sent[ROWS, : len(rows)] = keys, rows
     return sent.reshape(-1).view(np.int32)
 
 
-def sample(model: Model, last_tokens: Tensor, inputs: Tensor, hidden: Tensor) -> tuple[Tensor]:
-    """Sample a token [requests] int64 for each row of hidden states, and put it into `last_tokens`.
+def sample(model: Model, inputs: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample a token for each row of hidden states.
 
     Args:
         inputs: as from `described`.
         hidden: [requests, hidden].
+
+    Returns:
+        The tokens and `rows`, both [requests] int64.
     """
     count = len(hidden)
     read = inputs.view(torch.int64).view(4, _width(count))
@@ -53,9 +53,7 @@ def sample(model: Model, last_tokens: Tensor, inputs: Tensor, hidden: Tensor) ->
     top_k = torch.full((count,), model.vocab_size, dtype=torch.int64, device=hidden.device)
     top_p = torch.full((count,), math.inf, dtype=torch.float64, device=hidden.device)
     filters = Filters(temperature, log_min_p, top_k, top_p, read[KEYS, :count], some_top_k=False, some_top_p=False)
-    tokens = model.kernels.sample(model.logits(hidden), filters)
-    last_tokens.index_copy_(0, read[ROWS, :count], tokens)
-    return (tokens,)
+    return model.kernels.sample(model.logits(hidden), filters), read[ROWS, :count]
 
 
 def _width(count: int) -> int:

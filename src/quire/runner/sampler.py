@@ -196,18 +196,16 @@ class Sampler:
         self.goes_on(sampled)
         return sampled
 
-    def launch_plain(
-        self, sample: Callable[..., Tensor], rows: Sequence[tuple[int, int]], table_rows: NDArray[np.int64]
-    ) -> Sampled | None:
+    def launch_plain(self, sample: Callable[..., Tensor], rows: Sequence[tuple[int, int]]) -> Sampled | None:
         """`launch` where the logits are not needed here; None if a row asks for more than temperature and min-p.
 
         Args:
-            sample: returns tokens [rows], given each row's state, key and row of the block tables.
+            sample: returns tokens [rows], given each row's state and key.
         """
         slots, state = self._table.next(rows)
         if not state["plain"].all():
             return None
-        tokens = sample(state, filter_arrays(state, state["next"])[-1], table_rows)
+        tokens = sample(state, filter_arrays(state, state["next"])[-1])
         [on_host] = self._device.download(tokens)
         self._table.rows["next"][slots] += 1
         return Sampled(tokens, on_host, torch.empty(0, dtype=torch.bool), [], [], np.empty(0, np.int64), None)
