@@ -97,8 +97,15 @@ def test_a_half_precision_model_errs_no_more_than_transformers(architecture: str
     assert_errs_no_more(folder, PROMPT, 1.2)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kernels", [None, Kernels()], ids=["chosen", "torch"])
+@pytest.mark.parametrize(
+    ("dtype", "kernels"),
+    [
+        pytest.param("bfloat16", None, id="bfloat16-chosen"),
+        pytest.param("float32", None, id="float32-chosen"),
+        pytest.param("bfloat16", Kernels(), id="bfloat16-torch"),
+        pytest.param("float32", Kernels(), id="float32-torch", marks=pytest.mark.slow),
+    ],
+)
 def test_chunks_of_any_length_give_the_same_bits(dtype: str, kernels: Kernels | None, tmp_path: Path) -> None:
     model = load_model(save_checkpoint(tmp_path, "deepseek_v3", dtype=torch.bfloat16), dtype, kernels=kernels)
     whole = chunked_logits(model, PROMPT, len(PROMPT))

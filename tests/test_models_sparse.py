@@ -67,8 +67,15 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
     assert_parity(folder, PROMPT)
 
 
-@pytest.mark.parametrize("kernels", [None, Kernels()], ids=["chosen", "torch"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "kernels"),
+    [
+        pytest.param(torch.bfloat16, None, id="bfloat16-chosen"),
+        pytest.param(torch.float32, None, id="float32-chosen"),
+        pytest.param(torch.bfloat16, Kernels(), id="bfloat16-torch"),
+        pytest.param(torch.float32, Kernels(), id="float32-torch", marks=pytest.mark.slow),
+    ],
+)
 def test_chunks_of_any_length_give_the_same_bits(dtype: torch.dtype, kernels: Kernels | None, tmp_path: Path) -> None:
     prompt = random_prompt(300)
     folder = save_checkpoint(tmp_path, "glm_moe_dsa", dtype=dtype, index_topk=130, **SHARED)

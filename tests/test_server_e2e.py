@@ -234,13 +234,14 @@ def test_a_reader_that_does_not_read_slows_nobody(server):
     def slow(body):
         return EventStream(server.port, "/v1/completions", {**LONG, "prompt": "x", "stream": True, **body}, buffer=4096)
 
-    much = slow({"max_tokens": 400, "logprobs": 5, "n": 4})
+    much = [slow({"max_tokens": 400, "logprobs": 5, "n": 4}) for _ in range(2)]
     little = slow({"max_tokens": 60})
     for index in range(3):
         assert whole(server, index)
     wait_until(lambda: nothing_is_left(server))  # their tokens are made, and wait in bounded memory
     assert list(little.events())[-1] == "[DONE]"
-    much.close()
+    for stream in much:
+        stream.close()
 
 
 # -- the server as a whole ------------------------------------------------------------------------------------
