@@ -641,3 +641,10 @@ def test_a_variable_that_is_no_option_is_named_with_the_nearest() -> None:
     first, second = unknown_variables(option_names(), environment)
     assert "QUIRE_MAX_MODEL_LENGTH is no option, and is ignored; did you mean QUIRE_MAX_MODEL_LEN?" in first
     assert "QUIRE_XYZZY is no option, and is ignored; 'quire serve --help-all' lists" in second
+
+
+def test_a_missing_package_is_one_line_that_names_it():
+    code = "import sys; sys.modules['zmq'] = None; from quire.__main__ import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code, "serve", "demo"], capture_output=True, text=True, timeout=60)
+    wanted = "quire: error: a package is missing: zmq; 'pip install .' in a checkout installs all\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", wanted)

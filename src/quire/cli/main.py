@@ -102,6 +102,12 @@ def _run(arguments: list[str]) -> int:
         return _fail(error, USAGE)
     except QuireError as error:
         return _fail(error, FAILED)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "quire":
+            raise
+        return _fail(
+            QuireError(f"a package is missing: {error.name}; 'pip install .' in a checkout installs all"), FAILED
+        )
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
