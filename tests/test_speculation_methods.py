@@ -16,7 +16,6 @@ from quire.engine.engine import Engine
 from quire.engine.executor import InlineExecutor, PendingResult
 from quire.errors import ConfigError
 from quire.models.checkpoint import resolve
-from quire.models.eagle3 import AUX_LAYERS_FIELD
 from quire.runner.host_forward import HostForward
 from quire.runner.model_runner import ModelRunner
 from quire.speculate.config import SpeculativeConfig
@@ -54,11 +53,10 @@ def folders(tmp_path_factory) -> dict[str, str]:
     """Targets and what drafts for them; DeepSeek's drafts for itself."""
     made = {name: tmp_path_factory.mktemp(name) for name in ("target", "deep", "draft_model", "eagle", "eagle3", "mtp")}
     save_checkpoint(made["target"], "llama", num_hidden_layers=2)
-    save_checkpoint(made["deep"], "llama", num_hidden_layers=4)
+    save_checkpoint(made["deep"], "llama", num_hidden_layers=7)
     save_checkpoint(made["draft_model"], "llama", num_hidden_layers=1)
     write(made["eagle"], eagle_tensors())
-    head = eagle3_tensors()
-    write(made["eagle3"], head, draft_vocab_size=len(head["lm_head.weight"]), **{AUX_LAYERS_FIELD: [1, 2, 3]})
+    write(made["eagle3"], eagle3_tensors(), draft_vocab_size=len(eagle3_tensors()["lm_head.weight"]))
     save_with_mtp(made["mtp"])
     return {name: str(folder) for name, folder in made.items()}
 

@@ -111,11 +111,7 @@ def test_blocks_that_are_not_there_are_neither_read_nor_written(kind: str) -> No
 
 ENGINES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
-    "granitemoehybrid": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "mamba_n_heads": 2,
-        "mamba_d_head": 64,
-    },
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
     "kimi_linear": {
