@@ -228,7 +228,7 @@ def test_where_no_more_graphs_fit_steps_go_on_without(folder, alone, caplog, gra
 
 
 def test_without_memory_for_a_graphs_inputs_the_result_is_there_all_the_same(monkeypatch, caplog):
-    """What was done must not be done again: sampling replaces the last token, which it would then be given."""
+    """What was computed is not computed again."""
 
     def none(tensor: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("no")

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -360,35 +360,20 @@ class ModelRunner:
         """Launch the sampling of one token for each span that reaches its request's last known token."""
         chosen, spans = np.array(part.chosen), [part.spans[index] for index in part.chosen]
         places = [(span.request, span.start + len(span.tokens)) for span in spans]
-        if len(chosen) < part.row_starts[-1]:
-            last, table_rows = self.device.upload(np.array(part.row_starts)[chosen + 1] - 1, rows[chosen])
-            sampled = self.sampler.launch(self.model.logits(hidden.index_select(0, last)), places)
-        elif (decoded := self._sample_decodes(hidden, places, rows)) is not None:
-            sampled, table_rows = decoded
-        else:
+        forward, drawn, decodes = self._forward, None, len(chosen) == part.row_starts[-1]
+        if decodes and isinstance(forward, DeviceForward) and forward.samples:
+            drawn = self.sampler.launch_plain(functools.partial(forward.sample, hidden), places, rows)
+        if drawn is not None:
+            sampled, table_rows = drawn
+        elif decodes:
             [table_rows] = self.device.upload(rows)
             sampled = self.sampler.launch(self.model.logits(hidden[: len(chosen)]), places)
-        # At the very end: until then the step can be computed again, from the tokens that it has begun with.
-        self._forward.last_tokens.index_copy_(0, table_rows, sampled.tokens)
+        else:
+            last, table_rows = self.device.upload(np.array(part.row_starts)[chosen + 1] - 1, rows[chosen])
+            sampled = self.sampler.launch(self.model.logits(hidden.index_select(0, last)), places)
+        # Last: a step that runs out of memory before this is computed again, from the tokens that are replaced here.
+        forward.last_tokens.index_copy_(0, table_rows, sampled.tokens)
         return sampled
-
-    def _sample_decodes(
-        self, hidden: Tensor, places: Sequence[tuple[int, int]], rows: IntArray
-    ) -> tuple[Sampled, Tensor] | None:
-        """Replay the head and the sampling of a step of decodes, if they can be; also returns `rows` on the device."""
-        forward = self._forward
-        if not (isinstance(forward, DeviceForward) and forward.samples):
-            return None
-
-        table_rows: list[Tensor] = []
-
-        def draw(state: NDArray[Any], keys: IntArray) -> Tensor:
-            tokens, on_device = forward.sample(hidden, state, keys, rows)
-            table_rows.append(on_device)
-            return tokens
-
-        sampled = self.sampler.launch_plain(draw, places)
-        return None if sampled is None else (sampled, table_rows[0])
 
 
 class LaunchedStep:

@@ -196,19 +196,29 @@ class Sampler:
         self.goes_on(sampled)
         return sampled
 
-    def launch_plain(self, sample: Callable[..., Tensor], rows: Sequence[tuple[int, int]]) -> Sampled | None:
+    def launch_plain(
+        self,
+        sample: Callable[..., tuple[Tensor, Tensor]],
+        rows: Sequence[tuple[int, int]],
+        table_rows: NDArray[np.int64],
+    ) -> tuple[Sampled, Tensor] | None:
         """`launch` where the logits are not needed here; None if a row asks for more than temperature and min-p.
 
         Args:
-            sample: returns tokens [rows], given each row's state and key.
+            sample: returns tokens [rows] and `table_rows` on the device, given each row's state, key and row of the
+                block tables.
+
+        Returns:
+            What was sampled, and `table_rows` on the device.
         """
         slots, state = self._table.next(rows)
         if not state["plain"].all():
             return None
-        tokens = sample(state, filter_arrays(state, state["next"])[-1])
+        tokens, on_device = sample(state, filter_arrays(state, state["next"])[-1], table_rows)
         [on_host] = self._device.download(tokens)
         self._table.rows["next"][slots] += 1
-        return Sampled(tokens, on_host, torch.empty(0, dtype=torch.bool), [], [], np.empty(0, np.int64), None)
+        none = torch.empty(0, dtype=torch.bool)
+        return Sampled(tokens, on_host, none, [], [], np.empty(0, np.int64), None), on_device
 
     def goes_on(self, sampled: Sampled) -> None:
         """The sampled tokens are the requests' next ones: give them to requests whose masks depend on them."""

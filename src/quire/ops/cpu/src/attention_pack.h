@@ -116,7 +116,8 @@ struct Groups {
 // Where keys and values lie that are needed soon, 16 rows after 16 rows in the order of the work: of each part the key
 // tiles, of a tile the heads, of a head the keys and then the values. Whoever works on 16 rows asks for those that
 // `next` names, little by little: a core has room for few lines on their way, and more would hold up the work. They come
-// to the second-level cache, which has more of that room than the first: on Zen 4 a core reads half as fast again.
+// to the second-level cache, which has more of that room than the first: on Zen 4 a core reads half as fast again. (Scores
+// in tile registers ask for them in the first, see attention_tiles.h: not measured.)
 class Ahead {
   public:
     // Positions first .. end - 1 of a span, which some heads see.
