@@ -498,6 +498,23 @@ def test_wherever_memory_runs_out_no_request_gets_other_tokens(folders, plain, m
         assert tuple(tokens) == (wanted[: len(tokens)] if index in failed else wanted)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), torch.AcceleratorError("CUDA error: out of memory")])
+def test_a_proposer_without_memory_for_what_follows_the_tokens_leaves_them_accepted(folders, plain, error):
+    """Those of the device, or of the host, where torch has no class for it."""
+    engine = start(folders, "eagle", cuda_graphs="off")
+    proposer, draw = engine.speculation.proposer, random.Random(4)
+    follow = proposer.follow
+
+    def sometimes(*args: Any) -> None:
+        if draw.random() < 0.2:
+            raise error
+        follow(*args)
+
+    with mock.patch.object(proposer, "follow", sometimes):
+        assert run(engine, range(16)) == plain["target"]
+    assert engine.executor._runner.num_halved == 0
+
+
 def test_a_request_that_does_not_fit_alone_ends_alone(folders, plain):
     engine = start(folders, "eagle", cuda_graphs="off")
     forward = engine.model.forward

@@ -9,9 +9,13 @@ from unittest import mock
 import pytest
 import torch
 
+from quire.core.step import Span
 from quire.engine.engine import Engine
 from quire.parallel.group import OneRank
+from quire.runner.device_forward import DeviceForward
 from quire.runner.draft_passes import DraftPasses
+from quire.runner.host_forward import Forwarded
+from quire.runner.proposer import Computed
 from quire.speculate import methods
 from tests.devices import DelayedDevice
 from tests.taped import TapedDevice
@@ -64,6 +68,38 @@ def test_a_head_is_given_what_the_target_computed_whatever_was_replayed_since(fo
     for turn in range(2):
         run(engine, (0, 1, 2, 3, 4, 5, 8, 7, 9, 10, 11, 13, 14), first_id=100 * turn, stagger=1)
     assert len(given) > 20 and all(given)
+
+
+def followed_in_halves(folders: dict[str, str], graphs: str) -> dict[tuple[int, int], torch.Tensor]:
+    """By request and position, what a head is given where no more than two requests fit into a step."""
+
+    def few(forward: DeviceForward, spans: list[Span], *args: Any) -> Forwarded:
+        if len(spans) > 2:
+            raise torch.OutOfMemoryError("no")
+        return compute(forward, spans, *args)
+
+    def seen(computed: Sequence[Computed], features: torch.Tensor, context: Any) -> None:
+        for each in computed:
+            given.update({(each.request, each.start + i): features[row].clone() for i, row in enumerate(each.rows)})
+        follow(computed, features, context)
+
+    given: dict[tuple[int, int], torch.Tensor] = {}
+    with mock.patch.object(methods, "DeviceDraftingProposer", OnHost):
+        engine = taped(folders, "eagle", device := TapedDevice(), cuda_graphs=graphs, max_num_batched_tokens=64)
+    proposer: Any = engine.speculation.proposer  # type: ignore[union-attr]
+    compute, follow = DeviceForward.__call__, proposer.follow
+    with mock.patch.object(proposer, "follow", seen), mock.patch.object(DeviceForward, "__call__", few):
+        run(engine, (1, 2, 4, 5, 11, 14))
+    assert engine.executor._runner.num_halved > 5  # type: ignore[attr-defined]
+    assert (device.num_replayed > 20) == (graphs == "lazy")
+    return given
+
+
+def test_of_a_step_in_halves_a_head_is_given_what_each_of_them_computed(folders):
+    """Although they may be the same graph, whose result is in one place."""
+    launched, replayed = (followed_in_halves(folders, graphs) for graphs in ("off", "lazy"))
+    assert launched.keys() == replayed.keys()
+    assert all(torch.equal(replayed[place], row) for place, row in launched.items())
 
 
 def test_with_rejection_sampling_a_replay_gives_what_is_launched_without(folders):

@@ -80,7 +80,7 @@ class Guard:
         """The result of `call`; None if it fails."""
         try:
             return call()
-        except (torch.AcceleratorError, DeviceLostError):
+        except DeviceLostError:
             raise
         except Exception as error:
             if is_lost(error) or not self._alone:

@@ -283,7 +283,7 @@ class ModelRunner:
     def _compute(self, spans: list[Span], drafts: Mapping[int, Drafts], halvings: int = 0) -> list[Part]:
         """Compute all spans at once; if that fails, usually for lack of memory, in two halves."""
         try:
-            return [self._compute_at_once(spans, drafts)]
+            return [self._compute_at_once(spans, drafts, whole=not halvings)]
         except Exception as error:
             if is_lost(error) or not self._halves:
                 raise
@@ -311,15 +311,21 @@ class ModelRunner:
         self._failed.add(span.request)
         return Part(spans, error=OUT_OF_MEMORY if scarce else STEP_FAILED)
 
-    def _compute_at_once(self, spans: list[Span], drafts: Mapping[int, Drafts]) -> Part:
-        """Launch the forward pass, the scoring of prompts, and sampling."""
+    def _compute_at_once(self, spans: list[Span], drafts: Mapping[int, Drafts], whole: bool = True) -> Part:
+        """Launch the forward pass, the scoring of prompts, and sampling; `whole`: the step has no other parts."""
         rows = np.array([self._requests[span.request].row for span in spans])
         row_starts = np.cumsum([0, *(len(span.tokens) for span in spans)])
         made = self._forward(spans, rows, row_starts, branches_of(spans, drafts))
-        return self._finish(spans, rows, row_starts, made, drafts)
+        return self._finish(spans, rows, row_starts, made, drafts, whole)
 
     def _finish(
-        self, spans: list[Span], rows: IntArray, row_starts: IntArray, made: Forwarded, drafts: Mapping[int, Drafts]
+        self,
+        spans: list[Span],
+        rows: IntArray,
+        row_starts: IntArray,
+        made: Forwarded,
+        drafts: Mapping[int, Drafts],
+        whole: bool = True,
     ) -> Part:
         """Launch everything after the forward pass."""
         hidden, finite, features = made
@@ -334,7 +340,7 @@ class ModelRunner:
         [part.finite] = self.device.download(finite)
         drafter, part.drafts = self._drafter, drafts
         if drafter is not None and drafter.waits:  # otherwise `sample` launches what needs the features
-            part.features = features
+            part.features = features if whole else features.clone()  # another part may be the same graph
         if drafter is not None and (drafts or not drafter.waits):
             part.sampled, part.ahead = drafter.sample(spans, part.row_starts, made, drafts, self.model.logits)
         elif part.chosen:
