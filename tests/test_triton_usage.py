@@ -28,8 +28,8 @@ MODULES = tuple(
 KEPT = ("kernel", "registers", "stack", "shared", "warps", "matrix")
 SLACK = 64
 """Bytes a thread that may be spilled where none were: no loop suffers from a few numbers that are kept outside it."""
-QUICK = "attention"
-"""The module whose kernels are compiled in the quick tests, too."""
+QUICK = ("attention", "experts")
+"""Modules whose kernels are compiled in the quick tests, too: what the interpreter runs, the compiler may refuse."""
 ONE_TILE = ("_score",)
 """Kernels whose tile is a matter of the model, never of the step: there is no other whose sums theirs must equal."""
 
@@ -66,7 +66,7 @@ def test_no_kernel_takes_much_more_than_the_table_says(module: str, arch: int) -
 
 
 @pytest.mark.parametrize(
-    "module", [QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in MODULES if each != QUICK)]
+    "module", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in MODULES]
 )
 def test_products_of_few_rows_add_up_as_those_of_many_do(module: str) -> None:
     """On sm_90, where few rows may be computed with mma.sync and many with wgmma, and must have the same bits.

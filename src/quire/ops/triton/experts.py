@@ -291,9 +291,8 @@ def _down_tile(
         scale_tile = _scales_of(scale_addresses, expert, where, intermediate, GROUP, ALIGNMENT)
     x_tile = inner + m.to(tl.int64)[:, None] * intermediate
     there, outputs_there = (m < end)[:, None], n < hidden
-    total = multiply(
-        *(x_tile, weight_tile, scale_tile, there, outputs_there, intermediate, EVEN, GROUP, ROWS, OUTPUTS, INPUTS)
-    )
+    places = there, outputs_there  # a scale tile that is not there must not be in a tuple, for it has no type
+    total = multiply(x_tile, weight_tile, scale_tile, *places, intermediate, EVEN, GROUP, ROWS, OUTPUTS, INPUTS)
     if biases is not None:
         total += tl.load(biases + expert.to(tl.int64) * hidden + n, mask=n < hidden, other=0.0)
     pair = pairs_of(order, m, end).to(tl.int64)
