@@ -24,6 +24,7 @@ from quire.ops.triton.linear_dense import DenseProduct
 from quire.ops.triton.linear_fp8 import Fp8Product
 from tests.oracle import edit_json, save_checkpoint
 from tests.test_triton_engine import run, small_steps, start  # noqa: F401
+from tests.triton_compile import compile_all
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
 CPU = torch.device("cpu")
@@ -102,6 +103,24 @@ def test_many_rows_have_the_bits_that_few_have(monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(ours.matmul(x), few)
         assert torch.equal(few, dense(weight, torch.float16, outputs=outputs).matmul(x))
         assert restored.pop() == (40, 1100)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_no_weight_is_restored_for_many_rows_where_its_sums_would_have_another_order(
+    arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the compiled kernels for codes and for dense weights, which all of the module's launches are."""
+    kernels = [each for each in compile_all("tests.test_triton_linear", arch) if each["kernel"] == "_dense_kernel"]
+    orders = {tuple(each["k_widths"].get("f32", ())) for each in kernels if each["matrix"]}
+    restored: list[int] = []
+    usual = linear_fp8.restored_weight
+    monkeypatch.setattr(linear_fp8, "MANY_ROWS", 5)
+    monkeypatch.setattr(linear_fp8, "restored_weight", lambda *args: restored.append(1) or usual(*args))
+    monkeypatch.setattr(linear_fp8, "major", lambda device: arch // 10)
+    weight, x = weight_of(40, 328), draw(9, 328, dtype=torch.float16)
+    found = KERNELS.pack_fp8([weight], torch.float16).matmul(x)
+    assert torch.equal(found, dense(weight, torch.float16).matmul(x))
+    assert bool(restored) == (len(orders) == 1), orders
 
 
 def test_a_device_with_fp8_finds_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,13 +24,13 @@ from quire.ops.triton.experts import GroupedExperts
 from quire.ops.triton.experts_quantized import QuantizedExperts
 from quire.ops.triton.heads import GroupedHeads
 from quire.ops.triton.linear_dense import DenseProduct
-from quire.ops.triton.linear_fp8 import Fp8Product, can_multiply
+from quire.ops.triton.linear_fp8 import Fp8Product, adds_up_as_dense, can_multiply
 from quire.ops.triton.linear_mxfp4 import Mxfp4Product
 from quire.ops.triton.linear_quantized import QuantizedProduct
 from quire.ops.triton.linear_vendor import Library, VendorProduct
 from quire.parallel.group import Gather
 
-VERSION = 5
+VERSION = 6
 """Grows with every change of a kernel's bits."""
 
 
@@ -101,7 +101,9 @@ class TritonKernels(Kernels):
         bias: torch.Tensor | None = None,
         outputs: int | None = None,
     ) -> Product:
-        many = functools.partial(DenseProduct, outputs=outputs) if self.deterministic else VendorProduct
+        many: linear.Make | None = VendorProduct
+        if self.deterministic:
+            many = functools.partial(DenseProduct, outputs=outputs) if adds_up_as_dense(self.device) else None
         return Fp8Product(parts, bias, self.device, dtype, many, outputs)
 
     def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:

@@ -1,9 +1,8 @@
 """Products with weights in fp8, which stay in 8 bits in memory: a kernel restores their numbers as it reads them.
 
-The numbers are those of `quire.ops.fp8`, rounded as they are when a weight is restored once and for all, and they go
-through the same instructions in the same order; so the bits are those of `linear_dense`, with half of the bytes read.
-With many rows a weight would be restored again for each tile of rows: there it is restored once a product, for which
-its dense form is held as long as that takes.
+The numbers are those of `quire.ops.fp8`, rounded as they are when a weight is restored once and for all. With many rows
+a weight would be restored again for each tile of rows: there it is restored once a product, for which its dense form is
+held as long as that takes; where both have the same bits, which is where `adds_up_as_dense` says so.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import triton.language as tl
 from quire.errors import CheckpointError
 from quire.ops.fp8 import Fp8Weight, joined
 from quire.ops.linear import Product
+from quire.ops.triton.early import major
 from quire.ops.triton.fp8 import as_read, restored
 from quire.ops.triton.linear import Make
 from quire.ops.triton.linear_chunks import checked
@@ -35,7 +35,8 @@ class Fp8Product:
 
     Args:
         dtype: of what it is multiplied with, and of the numbers that its codes stand for.
-        make: what multiplies with many rows; where bits count, a `DenseProduct` that cuts sums as this one does.
+        make: what multiplies with many rows; where bits count, a `DenseProduct` that cuts sums as this one does. None:
+            the same as with few.
         outputs: see `Kernels.pack`.
 
     Attributes: for kernels that multiply with several at once.
@@ -53,7 +54,7 @@ class Fp8Product:
         bias: torch.Tensor | None,
         device: torch.device,
         dtype: torch.dtype,
-        make: Make,
+        make: Make | None,
         outputs: int | None = None,
     ) -> None:
         whole = joined(parts, device)
@@ -67,7 +68,7 @@ class Fp8Product:
 
     def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in `out_dtype`, x's unless said."""
-        if len(x) < MANY_ROWS:
+        if self._make is None or len(x) < MANY_ROWS:
             return self._few.matmul(x, out_dtype)
         checked(x, self.in_features, (self.scales.dtype,), out_dtype)
         many: Product = self._make(restored_weight(self.weight, self.scales), self.bias)
@@ -77,6 +78,16 @@ class Fp8Product:
 def can_multiply(weight: Fp8Weight) -> bool:
     """Whether kernels take scales of such groups: otherwise it is restored once and for all."""
     return weight.group % STEP == 0
+
+
+def adds_up_as_dense(device: torch.device) -> bool:
+    """Whether sums over codes have the order of those over the restored numbers.
+
+    They do where matrix instructions read their operands as they lie (wgmma, tcgen05). `mma.sync` takes them from
+    registers, in an order that Triton chooses by the width of what was loaded: 4 numbers beside each other of bytes, 2
+    of 16 bits. It is all that compute capabilities 8.x and 12.x have.
+    """
+    return major(device) not in (8, 12)
 
 
 def restored_weight(codes: torch.Tensor, scales: Scales) -> torch.Tensor:
