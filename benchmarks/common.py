@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM
+from quire.cli.doctor import cpu_name
 from quire.core.sampling_params import SamplingParams
 from quire.engine.outputs import RequestOutput
 from quire.models.random_checkpoint import random_checkpoint
@@ -107,13 +108,9 @@ def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     import torch
 
-    cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
+    cpuinfo = Path("/proc/cpuinfo")
     return {
-        "cpu": cpu,
+        "cpu": cpu_name(cpuinfo.read_text() if cpuinfo.exists() else ""),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

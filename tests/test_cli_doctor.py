@@ -316,6 +316,8 @@ def test_the_machine_is_read_from_cpuinfo() -> None:
     assert (found["cpu"], found["cores"]) == ("Some CPU 9000", 2)
     assert found["instruction_sets"] == ["avx2", "avx512f", "avx512_bf16"]
     assert machine("")["instruction_sets"] == []
+    virtual = "cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n"
+    assert machine(virtual)["cpu"] == "AMD EPYC, family 25 model 17"
 
 
 def test_the_memory_is_read_from_meminfo() -> None:

@@ -136,16 +136,27 @@ def _read(path: str) -> str:
         return ""
 
 
+def cpu_name(cpuinfo: str) -> str:
+    """The processor's name, family and model, from the text of /proc/cpuinfo.
+
+    In a virtual machine the name alone ("AMD EPYC") may be that of processors half as fast as one another.
+    """
+    keys = ("model name", "cpu family", "model")
+    found = [re.search(rf"^{key}\s*:\s*(.+)$", cpuinfo, re.MULTILINE) for key in keys]
+    name, family, model = [match[1].strip() if match else "" for match in found]
+    name = name or platform.processor() or "unknown"
+    return f"{name}, family {family} model {model}" if family and model else name
+
+
 def machine(cpuinfo: str) -> dict[str, Any]:
     """System, CPU, cores usable by this process, and instruction sets, from the text of /proc/cpuinfo."""
-    name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     present = set(flags[1].split()) if flags else set()
     cores = set(re.findall(r"^physical id\s*:\s*(\d+)[\s\S]*?^core id\s*:\s*(\d+)", cpuinfo, re.MULTILINE))
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": name[1].strip() if name else platform.processor() or "unknown",
+        "cpu": cpu_name(cpuinfo),
         "cores": len(cores) or usable,
         "usable_threads": usable,
         "instruction_sets": [name for name in INSTRUCTION_SETS if name in present],
