@@ -188,9 +188,9 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
 ON = {"cpu": "c", "capability": "AVX2", "threads": 1, "torch": "2", "python": "3", "date": "2026-01-01"}
 
 
-def write_rate(weights: str, rate: float, **more: str) -> None:
+def write_rate(weights: str, rate: float, cpu: str = "c", **more: str) -> None:
     runs = [line for line in lines_of(("Quire", weights, rate)) if line["kind"] == "run"]
-    driver._write([line | {"on": ON} | more for line in runs])
+    driver._write([line | {"on": ON | {"cpu": cpu}} | more for line in runs])
 
 
 def test_measuring_one_kind_of_weights_again_keeps_the_others(written: tuple[Path, Path]) -> None:
@@ -216,7 +216,18 @@ def test_each_model_has_tables_of_its_own_which_others_leave_alone(written: tupl
     assert "| Quire 7 | 2.0 |" in sparse and "| Quire 7 | 3.0 |" not in sparse
 
 
-@pytest.mark.parametrize("name", [*driver.SECTIONS.values(), structured.SECTION])
+def test_a_processor_has_tables_of_its_own_where_the_readme_compares_it(
+    written: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "OTHER_PROCESSORS", {("qwen3-0.6b", "d"): driver.SECTIONS["qwen3-moe-1b"]})
+    for cpu, rate in (("c", 1.0), ("d", 2.0), ("e", 3.0)):
+        write_rate("bf16", rate, cpu)
+    first, _, second = written[1].read_text().partition("<!-- end peers -->")
+    assert "| Quire 7 | 3.0 |" in first and "| Quire 7 | 1.0 |" not in first
+    assert "| Quire 7 | 2.0 |" in second
+
+
+@pytest.mark.parametrize("name", [*driver.SECTIONS.values(), *driver.OTHER_PROCESSORS.values(), structured.SECTION])
 def test_the_readme_has_a_place_for_the_tables(name: str) -> None:
     text = driver.run_all.README.read_text("utf-8")
     assert driver.run_all.with_section(text, name, "new") != text

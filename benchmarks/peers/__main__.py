@@ -40,6 +40,8 @@ SECTIONS = {
     "deepseek-v2-lite-1b": "peers deepseek-v2-lite-1b",
 }
 """The shapes whose tables the README has, and between which markers."""
+OTHER_PROCESSORS = {("qwen3-0.6b", "AMD EPYC, family 25 model 17"): "peers zen4"}
+"""Tables of their own, by shape and processor; on any other, `SECTIONS` says which one is replaced."""
 DEFAULT_SHAPE = "qwen3-0.6b"
 LOAD_SECONDS, PREFILL_RATE, DECODE_RATE = 10, 280, 110
 """About what an engine needs to load and makes per second: for the estimate alone."""
@@ -97,20 +99,21 @@ def main() -> int:
 
 
 def _write(done: Sequence[Line]) -> None:
-    """Replace the lines of the shape's kinds of weights that were measured, and the shape's tables in the README."""
+    """Replace the lines of the table's kinds of weights that were measured, and the table in the README."""
     measured = {_what(line) for line in done}
     old = [json.loads(line) for line in RAW.read_text("utf-8").splitlines()] if RAW.exists() else []
     lines = [*(line for line in old if _what(line) not in measured), *done]
     RAW.write_text(_jsonl(lines), "utf-8")
-    [shape] = {shape for shape, _ in measured}
+    [section] = {section for section, _ in measured}
     readme = run_all.README.read_text("utf-8")
-    text = run_all.section(tables([line for line in lines if _what(line)[0] == shape]), done[-1]["on"])
-    run_all.README.write_text(run_all.with_section(readme, SECTIONS[shape], text), "utf-8")
+    text = run_all.section(tables([line for line in lines if _what(line)[0] == section]), done[-1]["on"])
+    run_all.README.write_text(run_all.with_section(readme, section, text), "utf-8")
 
 
 def _what(line: Line) -> tuple[str, str]:
-    """Shape and weights of a line. The first ones that were written do not say a shape."""
-    return line.get("shape", DEFAULT_SHAPE), line["weights"]
+    """Table and weights of a line. The first ones that were written do not say a shape."""
+    shape = line.get("shape", DEFAULT_SHAPE)
+    return OTHER_PROCESSORS.get((shape, line["on"]["cpu"]), SECTIONS.get(shape, shape)), line["weights"]
 
 
 def _jsonl(lines: Sequence[Line]) -> str:
