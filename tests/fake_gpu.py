@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -37,14 +37,23 @@ LOOKS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__
 Index = int | slice | Tensor | EllipsisType | None
 
 
+Launch = tuple[str, str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
+"""Of a kernel: its module and name, and its arguments as `described`, by place and by name."""
+
+
 class FakeGpu(Unpinned):
-    """A device of such tensors."""
+    """A device of such tensors.
+
+    Attributes:
+        launched: what a compiler needs of each launch.
+    """
 
     describe, release = Device.describe, Device.release
 
     def __init__(self) -> None:
         super().__init__()
         self.torch = GPU
+        self.launched = set[Launch]()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -163,12 +172,15 @@ def _set(tensor: Tensor, index: Index | tuple[Index, ...], value: Any) -> None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """An H100 whose kernels are launched and do nothing; their tensors must lie there."""
+    made = FakeGpu()
 
     def launch(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool = False, **kwargs: Any) -> None:
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         for name, value in given.items():
             assert not isinstance(value, Tensor) or value.device == GPU, f"{self.fn.__name__}: {name} {value.device}"
         assert all(count > 0 for count in grid) and all(count < 2**16 for count in grid[1:]), (self.fn.__name__, grid)
+        by_name = tuple(sorted((name, described(value)) for name, value in kwargs.items()))
+        made.launched.add((self.fn.__module__, self.fn.__name__, tuple(map(described, args)), by_name))
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", launch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -180,7 +192,25 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         monkeypatch.setattr(module, "addresses_of", _addresses_of)
     monkeypatch.setattr(weights, "_aligned", lambda weight: weight)
     monkeypatch.setattr(quantized, "finished", _finished)
-    return FakeGpu()
+    return made
+
+
+def described(value: Any) -> Any:
+    """An argument of a kernel, without memory: a tensor is its type, a kernel where it is defined."""
+    if isinstance(value, Tensor):
+        return value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(map(described, value))
+    if isinstance(value, interpreter.InterpretedFunction):
+        return Kernel(value.fn.__module__, value.fn.__name__)
+    return value
+
+
+class Kernel(NamedTuple):
+    """Stands for a kernel that another one is given."""
+
+    module: str
+    name: str
 
 
 def _addresses_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -294,7 +294,7 @@ def check_attention(
     kernels: Kernels,
     dtype: torch.dtype,
     kv_cache_dtype: KVCacheDtype = "auto",
-    chunkings: Sequence[Sequence[int]] = CHUNKINGS,
+    chunkings: Sequence[Sequence[int]] | None = None,
 ) -> Check:
     """A context's attention cut into chunks, and beside another request, against all of it at once."""
     return _check_chunks("attention", self_test_layers.Attention, kernels, dtype, kv_cache_dtype, chunkings)
@@ -304,7 +304,7 @@ def check_latent_attention(
     kernels: Kernels,
     dtype: torch.dtype,
     kv_cache_dtype: KVCacheDtype = "auto",
-    chunkings: Sequence[Sequence[int]] = CHUNKINGS,
+    chunkings: Sequence[Sequence[int]] | None = None,
 ) -> Check:
     """As `check_attention`, of latent attention, with the products of its heads."""
     return _check_chunks(
@@ -336,7 +336,7 @@ def _check_chunks(
     kernels: Kernels,
     dtype: torch.dtype,
     kv_cache_dtype: KVCacheDtype = "auto",
-    chunkings: Sequence[Sequence[int]] = CHUNKINGS,
+    chunkings: Sequence[Sequence[int]] | None = None,
 ) -> Check:
     failures, cases = [], 1
     with kernels.threads(1):
@@ -345,7 +345,7 @@ def _check_chunks(
         failures.append("against plain torch")
     for block_size, neighbour, threads in ((16, 0, 1), (64, 37, 2)):
         attend = kind(kernels, dtype, kv_cache_dtype, block_size)
-        for chunks in chunkings:
+        for chunks in chunkings or CHUNKINGS:
             cases += 1
             with kernels.threads(threads):
                 same = torch.equal(attend(chunks, neighbour), whole)
