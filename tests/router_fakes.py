@@ -62,6 +62,7 @@ class FakeServer:
         stalls_after: events after which it says nothing more, whatever it is asked: it is stalled.
         chunk: characters an event. pause: seconds before each. die_after: events after which it goes away, once.
         status: of answers to requests for text. answers: status and content by path, instead of those.
+        answer_dies_after: bytes of such content after which it goes away.
         requests: bodies that came, with their headers in "headers".
         told: of itself, and replicas: of each of its engines; by default it has one, which tells the same.
         cached: what each engine tells of its cache; empty: nothing. lives: of requests.
@@ -79,6 +80,7 @@ class FakeServer:
     status: int = 200
     error_code: str = "busy"
     answers: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    answer_dies_after: int | None = None
     last_words: str | None = None
     models_answer: tuple[int, Any] | None = None
     told: dict[str, Any] = field(default_factory=dict)
@@ -166,7 +168,7 @@ class FakeServer:
             return _json(writer, 400, {"error": {"message": "no JSON", "code": "invalid_json"}})
         self.requests.append({**body, "path": path, "headers": headers})
         if path in self.answers:
-            return _json(writer, *self.answers[path])
+            return await self._given(writer, *self.answers[path])
         if path not in ("/v1/completions", "/v1/chat/completions"):
             return _json(writer, 404 if "nobody" in path else 200, {"path": path, "server": self.port})
         if self.status != 200:
@@ -179,6 +181,15 @@ class FakeServer:
         else:
             usage = {"prompt_tokens": len(str(body["prompt"])) // 4, "completion_tokens": 60}
             _json(writer, 200, {"choices": [{"index": 0, "text": answer_text(body)}], "usage": usage})
+
+    async def _given(self, writer: asyncio.StreamWriter, status: int, content: Any) -> None:
+        if self.answer_dies_after is None:
+            return _json(writer, status, content)
+        head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(content))
+        writer.write(head + content[: self.answer_dies_after])
+        await writer.drain()
+        writer.close()  # what was written still arrives
+        await writer.wait_closed()
 
     def _dies(self, events: int) -> bool:
         dies = self.die_after is not None and events >= self.die_after

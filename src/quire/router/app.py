@@ -20,7 +20,7 @@ from quire.router.relay import RESUMABLE_PATHS, Relay, no_server, parsed, unknow
 from quire.router.servers import Server
 from quire.router.site import Site
 from quire.router.status import life_of, status_document
-from quire.router.upstream import UpstreamError
+from quire.router.upstream import NoAnswerError, UpstreamError
 from quire.server import request_log
 from quire.server.app import middleware
 from quire.server.auth import METRICS_PATH, forbidden, tenant_of
@@ -47,6 +47,8 @@ TEXT_PATHS = (
 PASSED_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens")
 """Any server of the model can answer these."""
 ANSWER_SECONDS = 60.0
+ANSWER_BYTES = 64 << 20
+"""Largest response that is passed on in one piece: the tokens of the largest body, with their texts."""
 RESPONSES, MODELS = "/v1/responses/", "/v1/models/"
 DRAIN, UNDRAIN, JOIN, ABORT = "/admin/drain/", "/admin/undrain/", "/admin/join", "/abort/"
 LIFE = "/router/requests/"
@@ -190,7 +192,11 @@ class RouterApp:
         if query := scope.get("query_string"):
             path = f"{path.partition('?')[0]}?{query.decode('latin-1')}"
         try:
-            return await server.upstream.fetch(scope["method"], path, headers, body=body, seconds=ANSWER_SECONDS)
+            return await server.upstream.fetch(
+                scope["method"], path, headers, body=body, seconds=ANSWER_SECONDS, most=ANSWER_BYTES
+            )
+        except NoAnswerError as error:  # which says something about the request, and nothing about the server's health
+            raise ApiError(502, f"the server's answer cannot be passed on: {error}", code="no_answer") from None
         except UpstreamError as error:
             self._site.servers.failed(server, str(error))
             raise ApiError(502, "the server went away; try again", code="server_lost") from None

@@ -101,6 +101,7 @@ class Relay:
         self._answer: Answer | None = None  # the one being read
         self._left = False  # the client has disconnected
         self._begun = False  # the status has been sent
+        self._streams = False  # and events follow it
         self._position = StreamPosition()
         self._continues: Continuation | None = None
         self._seed: dict[str, object] = {}
@@ -138,6 +139,12 @@ class Relay:
             self._seed = {"seed": secrets.randbits(SEED_BITS)}  # so that it says the same wherever it goes on
         note_call(scope, prompt.model, None)
         return prompt
+
+    def _on_asked(self, answer: Answer) -> None:
+        """A request has been sent; the headers of its answer may take as long as the answer."""
+        self._answer = answer
+        if self._left:
+            answer.abort()
 
     def _on_left(self, done: asyncio.Future[Any]) -> None:
         """The client has disconnected, or the response is complete."""
@@ -225,11 +232,11 @@ class Relay:
         server.num_requests += 1
         answer = None
         try:
-            self._answer = answer = await server.upstream.ask(self._request(prompt, choice))
-            if not self._begun and (answer.status in _BUSY or (prompt.follows and answer.status in (400, 404))):
+            answer = await server.upstream.ask(self._request(prompt, choice), self._on_asked)
+            if answer.status in _BUSY or (prompt.follows and answer.status in (400, 404)):
                 return await self._refused(answer, server)
-            if self._begun and answer.status != 200:
-                raise UpstreamError(f"it answered {answer.status} to a stream that was to go on", reached=True)
+            if self._begun and (answer.status != 200 or not _is_stream(answer)):
+                raise CannotResumeError(f"the server died, and another one answered {answer.status}; try again")
             if _is_stream(answer):
                 self._learn_from_headers(prompt, answer.headers)
                 await self._stream(answer, sending)
@@ -259,7 +266,7 @@ class Relay:
 
     def _resumes(self, server: Server) -> bool:
         """Whether another server can resume this server's stream."""
-        return server.is_quire and self._scope["path"] in RESUMABLE_PATHS
+        return server.is_quire and self._scope["path"] in RESUMABLE_PATHS and (self._streams or not self._begun)
 
     def _request(self, prompt: Prompt, choice: Choice) -> bytes:
         """The request to forward: the client's, plus fields that make the response reproducible on another server."""
@@ -331,6 +338,7 @@ class Relay:
     async def _stream(self, answer: Answer, sending: Sending) -> None:
         """Pass on events as they come. Only whole events are sent, so that an error event can still follow."""
         server = sending.choice.server
+        self._streams = True
         if not self._begun:
             await self._start(200, [header for header in answer.headers if header[0] not in _HOP])
         rest = b""
@@ -378,12 +386,21 @@ class Relay:
         self._summary.reason, self._summary.error = "error", answer.message
         if self._position.has_finished:
             return
+        if not self._streams:
+            self._drop()  # a document that breaks off must not look like a whole one
+            return
         data = b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(answer.body())
         if self._scope["path"] not in RESUMABLE_PATHS:
             data = b"event: error\ndata: %b\n\n" % msgspec.json.encode(answer.stream_body(self._scope["path"]))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSING_SECONDS):
                 await self._send({"type": "http.response.body", "body": data})
+
+    def _drop(self) -> None:
+        """Close the connection at once."""
+        drop = self._scope.get("quire.drop")
+        if drop is not None:
+            drop()
 
 
 async def parsed(body: bytes, scope: bytes = b"") -> Prompt:

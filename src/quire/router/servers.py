@@ -344,6 +344,8 @@ class Servers:
     def failed(self, server: Server, reason: str) -> None:
         """A server could not be reached, or its response broke off; the backoff doubles each time."""
         now = self.clock()
+        if server.state == "down" and now < server.retry_at:
+            return  # one of many requests that it had when it failed
         if now - server.failed_at > WELL_SECONDS:
             server.failures = 0
         if server.state != "down":

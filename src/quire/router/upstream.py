@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import httptools
@@ -24,6 +24,8 @@ UNREAD_BYTES = 256 << 10
 KEPT_CONNECTIONS = 256
 """Idle connections kept open per server."""
 MAX_HEAD_BYTES = 64 << 10
+FETCHED_BYTES = 4 << 20
+"""Most bytes of a response that is fetched whole, unless said otherwise."""
 
 
 class UpstreamError(Exception):
@@ -32,6 +34,10 @@ class UpstreamError(Exception):
     def __init__(self, message: str, *, reached: bool = False) -> None:
         super().__init__(message)
         self.reached = reached
+
+
+class NoAnswerError(UpstreamError):
+    """A server did not lose its connection, but its answer took too long, or is too large."""
 
 
 class Answer(asyncio.Protocol):
@@ -124,8 +130,9 @@ class Answer(asyncio.Protocol):
 
     @property
     def can_be_kept(self) -> bool:
-        """Whether the response is complete and the connection can be used again."""
-        return self._done and self._stays and self.is_usable
+        """Whether the response was read to its end and the connection can be used again: one with unread data may be
+        paused."""
+        return self.has_ended and self._stays and self.is_usable
 
     # -- called by the transport ----------------------------------------------------------------------------
 
@@ -199,10 +206,13 @@ class Upstream:
         self._idle: list[Answer] = []
         self._busy: set[Answer] = set()
 
-    async def ask(self, data: bytes) -> Answer:
+    async def ask(self, data: bytes, begun: Callable[[Answer], None] = lambda answer: None) -> Answer:
         """Send a request; returns the response once its headers are there. Give it back with `release`.
 
         If the server has closed an idle connection in the meantime, a new one is opened.
+
+        Args:
+            begun: called with each connection before the request is sent there, so that it can be aborted.
 
         Raises:
             UpstreamError: there is no connection, or no response.
@@ -213,21 +223,22 @@ class Upstream:
             if not answer.is_usable:
                 continue
             try:
-                return await self._asked(answer, data)
+                return await self._asked(answer, data, begun)
             except UpstreamError:
                 if not answer.was_closed:
                     raise
                 reached = True
         try:
-            return await self._asked(await self._connect(), data)
+            return await self._asked(await self._connect(), data, begun)
         except UpstreamError as error:
             error.reached = error.reached or reached
             raise
 
-    async def _asked(self, answer: Answer, data: bytes) -> Answer:
+    async def _asked(self, answer: Answer, data: bytes, begun: Callable[[Answer], None]) -> Answer:
         self._busy.add(answer)
         try:
             answer.send(data)
+            begun(answer)
             await answer.head()
         except BaseException:
             self._busy.discard(answer)
@@ -261,12 +272,19 @@ class Upstream:
             answer.abort()
 
     async def fetch(
-        self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]] = (), *, body: bytes = b"", seconds: float
+        self,
+        method: str,
+        path: str,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        *,
+        body: bytes = b"",
+        seconds: float,
+        most: int = FETCHED_BYTES,
     ) -> tuple[int, bytes]:
-        """Fetch a small response: its status and body, at most 4 MiB.
+        """Fetch a whole response: its status and body, at most this many bytes.
 
         Raises:
-            UpstreamError: it did not come in time, or broke off.
+            UpstreamError: it broke off. NoAnswerError: it did not come in time, or is too large.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -276,13 +294,13 @@ class Upstream:
                     while data := await answer.piece():
                         pieces.append(data)
                         size += len(data)
-                        if size > 4 << 20:
-                            raise UpstreamError("its answer is too large")
+                        if size > most:
+                            raise NoAnswerError(f"its answer is larger than {most} bytes")
                     return answer.status, b"".join(pieces)
                 finally:
                     self.release(answer)
         except TimeoutError:
-            raise UpstreamError(f"no answer within {seconds:g} s") from None
+            raise NoAnswerError(f"no answer within {seconds:g} s") from None
 
     def break_off(self) -> None:
         """Abort all requests in progress: the server is assumed to be gone."""

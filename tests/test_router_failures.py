@@ -1,0 +1,121 @@
+"""What a router does with servers that fail, refuse or say too much, and with clients that leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2
+import pytest
+
+from quire.router.servers import Server
+from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
+from tests.server_fakes import wait_until
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    one = Loop()
+    yield one
+    one.close()
+
+
+FAST, SLOW = {"prefill_tokens_per_second": 1e6}, {"prefill_tokens_per_second": 1.0}
+"""Of two servers that tell this, the first is asked first."""
+
+
+def server_of(router: RouterThread, fake: FakeServer) -> Server:
+    return router.site.servers.by_name[fake.address]
+
+
+def test_a_client_that_leaves_before_the_answer_begins_ends_its_request_at_the_server(loop: Loop) -> None:
+    server = FakeServer(loop, pause=30.0)
+    with RouterThread([server]) as router:
+        with pytest.raises(httpx2.TimeoutException):
+            router.http.post("/v1/completions", json={"prompt": "p"}, timeout=0.3)
+        assert len(server.requests) == 1
+        load = server_of(router, server).engines[0].load
+        assert wait_until(lambda: (load.running, load.waiting, load.queued) == (0, 0, 0), 5.0)
+        assert wait_until(lambda: router.thread.num_tasks == 0)
+        assert router.states[server.address] == "up"
+    server.stop()
+
+
+def test_many_requests_that_a_server_loses_at_once_are_one_failure(loop: Loop) -> None:
+    first, second = FakeServer(loop, told=FAST, pause=0.2), FakeServer(loop, told=SLOW)
+    with RouterThread([first, second]) as router, ThreadPoolExecutor(16) as pool:
+        streams = [pool.submit(router.stream, prompt=f"{number}") for number in range(12)]
+        assert wait_until(lambda: server_of(router, first).running >= 6)
+        first.stop()
+        assert all(stream.result()[-1] == "[DONE]" for stream in streams)
+        server = server_of(router, first)
+        assert server.retry_at - server.failed_at < 3.0
+    second.stop()
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_stream_goes_on_at_a_third_server_if_the_second_is_busy_which_is_no_failure(loop: Loop, status: int) -> None:
+    first = FakeServer(loop, told=FAST, die_after=5)
+    busy = FakeServer(loop, told={"prefill_tokens_per_second": 1e3}, status=status)
+    third = FakeServer(loop, told=SLOW, chunk=7)
+    with RouterThread([first, busy, third]) as router:
+        events = router.stream()
+        assert text_of(events) == answer_text(first.requests[0]) and events[-1] == "[DONE]"
+        assert len(busy.requests) == 1
+        server = server_of(router, busy)
+        assert (server.state, server.num_failures) == ("up", 0)
+    for one in (first, busy, third):
+        one.stop()
+
+
+def test_a_stream_waits_for_a_busy_server_if_there_is_no_other(loop: Loop) -> None:
+    first, busy = FakeServer(loop, told=FAST, die_after=5), FakeServer(loop, told=SLOW, status=429)
+    with RouterThread([first, busy]) as router, ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(router.stream)
+        assert wait_until(lambda: len(busy.requests) > 1)
+        busy.status = 200
+        assert text_of(stream.result()) == answer_text(first.requests[0])
+    busy.stop()
+
+
+def test_a_stream_that_no_other_server_takes_ends_with_an_error_and_that_server_stays_up(loop: Loop) -> None:
+    first, strict = FakeServer(loop, told=FAST, die_after=5), FakeServer(loop, told=SLOW, status=400)
+    with RouterThread([first, strict]) as router:
+        events = router.stream()
+        assert [error["code"] for error in errors_of(events)] == ["server_lost"] and events[-1] == "[DONE]"
+        assert server_of(router, strict).num_failures == 0
+    strict.stop()
+
+
+def test_a_large_answer_is_passed_on_and_one_too_large_is_not_the_servers_failure(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = FakeServer(loop)
+    server.answers["/tokenize"] = 200, json.dumps({"tokens": "x" * (5 << 20)}).encode()
+    with RouterThread([server]) as router:
+        answer = router.http.post("/tokenize", json={"prompt": "p"})
+        assert answer.status_code == 200 and answer.content == server.answers["/tokenize"][1]
+        monkeypatch.setattr("quire.router.app.ANSWER_BYTES", 1 << 20)
+        answer = router.http.post("/tokenize", json={"prompt": "p"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "no_answer")
+        assert server_of(router, server).num_failures == 0
+        assert router.complete().status_code == 200
+    server.stop()
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/completions"])
+def test_a_large_document_that_breaks_off_does_not_look_like_a_whole_one(loop: Loop, path: str) -> None:
+    server, other = FakeServer(loop, told=FAST), FakeServer(loop, told=SLOW)
+    for one in (server, other):
+        one.answers[path] = 200, b"x" * (8 << 20)
+        one.answer_dies_after = 3 << 20
+    with RouterThread([server, other]) as router:
+        with pytest.raises(httpx2.RemoteProtocolError):
+            router.http.post(path, json={"input": "p", "prompt": "p"})
+        assert len(server.requests) + len(other.requests) == 1
+        assert wait_until(lambda: router.thread.num_tasks == 0)
+    for one in (server, other):
+        with contextlib.suppress(Exception):
+            one.stop()
