@@ -236,6 +236,8 @@ BAD_SCHEMAS: list[tuple[Any, str]] = [
     ('{"const": NaN}', "no number of JSON"), ('{"type": "null", "type": "string"}', "twice"),
     ({"properties": []}, "must be an object of schemas"), ({"anyOf": {}}, "must be a list"),
     ({"items": 5}, "a schema is an object"), ({"format": "regex"}, "the format 'regex'"),
+    ({"format": {"a": 1}}, "at #/format is"), ({"type": {}}, "at #/type is"), ({"type": [1]}, "at #/type is"),
+    ({"type": "array", "minItems": [5]}, "at #/minItems is"), ({"type": "array", "maxItems": "a"}, "at #/maxItems is"),
     ({"$ref": "#/$defs/none"}, "no schema"), ({"$ref": "other.json#/a"}, "within the schema"),
     ({"$ref": 5}, "no string"), ({"$ref": "#here"}, "anchors"), ({"$ref": "#/default", "default": {}}, "no schema"),
     ({"$ref": "#"}, "leads back"),

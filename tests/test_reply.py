@@ -56,6 +56,19 @@ def test_without_a_syntax_all_is_content_at_once() -> None:
     assert parser.events == [ContentText(" <think> ")]
 
 
+def test_a_marker_in_the_wrong_place_is_valid_text_wherever_it_stands() -> None:
+    parser = ReplyParser(ReplyForm(THINKS), ["<think>", "</think>"])
+    parser.special("<think>")
+    parser.text("a")
+    parser.special("<think>")
+    parser.text("b")
+    parser.special("</think>")
+    parser.special("</think>")
+    parser.finish()
+    reply = Reply.of(parser.events)
+    assert (reply.reasoning.encode(), reply.content.encode()) == (b"a<think>b", b"</think>")
+
+
 def test_reasoning_comes_while_it_is_made() -> None:
     parser = ReplyParser(ReplyForm(THINKS, in_reasoning=True))
     parser.text("Two and ")

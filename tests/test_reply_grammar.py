@@ -673,6 +673,8 @@ TREE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#/$de
         ({"a": {"minProperties": 1, "type": "object"}}, "minProperties"),
         ({"a": {"type": "array", "prefixItems": [{}]}}, "prefixItems"),
         ({"a": {"type": "array", "minItems": 20_000}}, "parts"),
+        ({"a": {"type": "array", "items": [{}]}}, "a list in 'items'"),
+        ({"a": {"$ref": "#/$defs/c0"}}, "without recursion"),
         ({"a": {"allOf": [{"type": "string"}]}}, "allOf"),
         ({"a": {"type": "string", "format": "date"}}, "format"),
         ({"a": {"minLength": 2}}, "without a type"),
@@ -688,7 +690,9 @@ def test_what_cannot_be_enforced_between_quotes_is_refused_or_becomes_any_object
     properties: dict[str, Any], why: str
 ) -> None:
     doubling = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(30)} | {"d30": {}}
-    schema = {"type": "object", "properties": properties, "$defs": {"t": TREE, **doubling}}
+    chain: dict[str, Any] = {f"c{i}": {"$ref": f"#/$defs/c{i + 1}"} for i in range(990)} | {"c990": {}}
+    more = chain if "c0" in str(properties) else doubling
+    schema = {"type": "object", "properties": properties, "$defs": {"t": TREE, **more}}
     with pytest.raises(SamplingParamsError, match=why):
         quoted_calls(schema)
     made = quoted_calls(schema, strict=False)
@@ -783,7 +787,10 @@ def ascii_only(text: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", ["qwen3_coder", "hermes"])
 @pytest.mark.parametrize(
     "text",
-    [{"pattern": 5}, {"minLength": "x"}, {"maxLength": -1}, {"maxLength": 2.5}, {"enum": 5}, {"enum": []}],
+    [
+        *({"pattern": 5}, {"minLength": "x"}, {"maxLength": -1}, {"maxLength": 2.5}, {"enum": 5}, {"enum": []}),
+        *({"format": {"a": 1}}, {"type": {}}, {"type": [{}]}, {"type": []}),
+    ],
     ids=str,
 )
 def test_what_no_schema_can_say_is_refused_and_loosened_where_a_tool_is_not_strict(name: str, text: Any) -> None:
@@ -795,3 +802,12 @@ def test_what_no_schema_can_say_is_refused_and_loosened_where_a_tool_is_not_stri
     for parameters in (tool["function"]["parameters"], {"properties": 5}, {"required": 5}, {"required": [5]}):
         loose = {"type": "function", "function": {"name": "f", "parameters": parameters}}
         assert list(reply_grammar(form, ReplyRequest(tools=[loose], tool_choice="required")).loosened) == ["f"]
+
+
+@pytest.mark.parametrize("text", [{"enum": [1, None]}, {"const": 5}, {"enum": ["a"], "const": "a"}], ids=str)
+def test_a_text_that_nothing_meets_or_that_is_said_twice_is_refused_or_loosened(text: dict[str, Any]) -> None:
+    form, tool = ReplyForm(template("qwen3_coder").reply_syntax), text_tool(**text)
+    with pytest.raises(SamplingParamsError, match="'const'"):
+        reply_grammar(form, ReplyRequest(tools=[tool], tool_choice="required"))
+    del tool["function"]["strict"]
+    assert list(reply_grammar(form, ReplyRequest(tools=[tool], tool_choice="required")).loosened) == ["f"]

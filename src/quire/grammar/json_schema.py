@@ -86,6 +86,10 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
+def _are_types(value: Any) -> bool:
+    return isinstance(value, str) or (bool(value) and _are_names(value))
+
+
 FAR = 2**63 - 1024
 """The largest number that is both a double and a 64-bit integer: the library holds numbers as doubles, and whole ones
 in 64 bits."""
@@ -99,8 +103,12 @@ VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "pattern": (lambda value: isinstance(value, str), "a regular expression"),
     "minLength": (_is_count, "a count"),
     "maxLength": (_is_count, "a count"),
+    "minItems": (_is_count, "a count"),
+    "maxItems": (_is_count, "a count"),
+    "type": (_are_types, "a type's name, or a list of names"),
+    "format": (lambda value: isinstance(value, str), "a format's name"),
 }
-"""Checks of values that are read here or in `text/reply_grammar.py`; the library checks the others."""
+"""Checks of values that are read here or in `text/reply_arguments.py`; the library checks the others."""
 
 
 def check_schema(text: str) -> None:

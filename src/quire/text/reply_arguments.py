@@ -74,10 +74,13 @@ def _value(schema: Any, shared: Mapping[str, Any]) -> Format:
     odd = schema.keys() - {"type", "enum", "const", "pattern", "minLength", "maxLength"} - ANNOTATIONS
     bounds = {"pattern", "minLength", "maxLength"} & schema.keys()
     if odd or ("enum" in schema) + ("const" in schema) + bool(bounds) > 1:
-        what = sorted(odd or bounds)[0]
+        what = sorted(odd or bounds or {"const"})[0]
         raise SamplingParamsError(f"{what!r} of a text cannot be enforced where parameters are written one by one")
     if "enum" in schema or "const" in schema:
-        return either([const(one) for one in schema.get("enum", [schema.get("const")]) if isinstance(one, str)])
+        texts = [one for one in schema.get("enum", [schema.get("const")]) if isinstance(one, str)]
+        if not texts:
+            raise SamplingParamsError("'enum' or 'const' of a text has no text, so nothing meets it")
+        return either([const(one) for one in texts])
     if "pattern" in bounds and len(bounds) > 1:
         raise SamplingParamsError(
             "'pattern' beside a length cannot be enforced where parameters are written one by one"
@@ -144,7 +147,10 @@ class QuotedValues:
         self._quote, self._shared, self._parts = quote, shared, 0
 
     def arguments(self, properties: Mapping[str, Any], required: Sequence[str]) -> Format:
-        made = self._members(properties, required, 0)
+        try:
+            made = self._members(properties, required, 0)
+        except RecursionError:  # a long chain of references
+            raise self._too_large() from None
         if _size(made, {}) > MAX_PARTS:
             raise self._too_large()
         return made
@@ -201,6 +207,8 @@ class QuotedValues:
                 return tag(self._quote, _value({"type": "string", **own}, {}), self._quote)
             case "array":
                 self._check(own, {"items", "minItems", "maxItems"})
+                if isinstance(own.get("items"), list):
+                    raise SamplingParamsError("a list in 'items' cannot be enforced in this model's syntax")
                 return self._list(own.get("items", True), own.get("minItems", 0), own.get("maxItems"), level)
             case "object":
                 self._check(own, {"properties", "required", "additionalProperties"})

@@ -121,7 +121,7 @@ class ReplyParser:
         text, found = self._take_until(self._marker(reasoning.end), final)
         if self._fresh:
             text = text.lstrip()
-        kept = self._hold_white(text, drop=found or final)
+        kept = self._hold_white(text, drop=found or final).replace(SPECIAL, "")
         if kept:
             self._fresh = False
             self.events.append(ReasoningText(kept))
