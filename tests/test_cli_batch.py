@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.cli.batch import _Starting
 from quire.cli.main import main
 from quire.errors import BatchError, ConfigError
 from quire.server.batch_lines import Answer, Answers, Counts, Requests
@@ -250,3 +251,15 @@ def test_answers_of_another_batch_are_not_gone_on_with(tmp_path):
 
     with pytest.raises(ConfigError, match="not a request of this batch; it seems to belong to another input file"):
         batch([request("a")], tmp_path, post)
+
+
+def test_a_servers_other_words_do_not_hide_that_it_is_ready():
+    lines = ["5", "[1]", '"\\xff', "null", json.dumps({"event": "started", "url": "http://x"})]
+    program = f"import sys\nfor line in {lines!r}: sys.stderr.write(line + chr(10))"
+
+    async def url():
+        with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as process:
+            async with asyncio.timeout(30.0):
+                return await _Starting(process).ready()
+
+    assert asyncio.run(url()) == "http://x"

@@ -119,3 +119,22 @@ def test_a_large_document_that_breaks_off_does_not_look_like_a_whole_one(loop: L
     for one in (server, other):
         with contextlib.suppress(Exception):
             one.stop()
+
+
+ODD_ANSWERS = [
+    {"usage": {"prompt_tokens": 5, "prompt_tokens_details": 7}},
+    {"usage": {"prompt_tokens": 5, "completion_tokens": "many"}},
+    {"usage": [5]},
+    b'{"usage": {"prompt_tokens": 5, "\xff": 1}}',
+    b'{"content": ' + b"[" * 5000 + b"]" * 5000 + b', "usage": {"prompt_tokens": 5}}',
+]
+
+
+@pytest.mark.parametrize("answer", ODD_ANSWERS, ids=range(len(ODD_ANSWERS)))
+def test_an_answer_that_the_router_cannot_read_is_passed_on(loop: Loop, answer: object) -> None:
+    server = FakeServer(loop, quire=False)
+    server.answers["/v1/completions"] = 200, answer
+    with RouterThread([server]) as router:
+        assert router.complete().status_code == 200
+        assert wait_until(lambda: router.thread.num_tasks == 0)
+    server.stop()

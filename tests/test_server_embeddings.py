@@ -13,6 +13,7 @@ import pytest
 from quire import LLM
 from quire.models.checkpoint import resolve
 from quire.server.errors import ApiError
+from quire.server.pooling import probability
 from quire.server.pooling_protocol import parse_embedding, parse_rerank, parse_score
 from tests.http_tools import ServeProcess
 from tests.test_pooling import copy_of, declare
@@ -159,3 +160,7 @@ def test_a_bad_field_is_named(parse, body, field):
     with pytest.raises(ApiError) as refused:
         parse(json.dumps(body).encode())
     assert refused.value.status == 400 and refused.value.param.startswith(field)
+
+
+def test_a_probability_is_a_number_however_far_the_logits_are_apart():
+    assert [probability(1e4, -1e4), probability(-1e4, 1e4), probability(2.0, 2.0)] == pytest.approx([1.0, 0.0, 0.5])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import msgspec
@@ -451,3 +452,14 @@ def test_the_store_keeps_nothing_of_another_tenant():
             store.delete("a", owner)
     asyncio.run(asyncio.wait_for(store.delete("a", "one").done.wait(), 1))
     assert len(store) == 0
+
+
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_the_time_to_read_a_body_grows_with_its_size_alone(role):
+    """Of one turn in many items, and of many messages whose refusal is about one of them."""
+    items = [{"role": "user", "content": "a"}] + [{"role": role, "content": "x" * 200}] * 40_000
+    body = json.dumps({"input": items, "tool_choice": "required"}).encode()
+    began = time.process_time()
+    with pytest.raises(ApiError):
+        parse_response(body, find=lambda response_id: b"[]")
+    assert time.process_time() - began < 3.0

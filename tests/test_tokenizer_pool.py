@@ -446,6 +446,18 @@ async def test_closing_ends_every_process_and_every_job(start: Any) -> None:
         await pool.encode(["x"])
 
 
+async def test_closing_at_the_moment_at_which_a_job_comes_ends_both(start: Any) -> None:
+    pool = await start()
+    await asyncio.sleep(0.1)  # the workers wait for a job
+    job = asyncio.ensure_future(pool.encode(["a"]))
+    await asyncio.sleep(0)  # it is queued, and no worker has seen that yet
+    async with asyncio.timeout(10.0):
+        await pool.close()
+    with pytest.raises(EngineClosedError):
+        await job
+    assert pool.pids == []
+
+
 async def test_closing_while_workers_start_leaves_no_process(folder: Path) -> None:
     for pause in (0.0, 0.02, 0.1):
         pool = TokenizerPool(folder, 2, 60.0)

@@ -36,6 +36,7 @@ from quire.server.batch_lines import Answer, Answers, Counts, Requests
 from quire.server.batch_lines import run as run_batch
 from quire.server.http_options import read_keys
 from quire.tls import CACERT
+from quire.typed_json import BAD_JSON
 
 CONCURRENCY = 128
 BUSY = (429, 502, 503)
@@ -287,8 +288,8 @@ class _Starting:
     def _read(self) -> None:
         for line in self._process.stderr or ():
             try:
-                said = msgspec.json.decode(line)
-            except msgspec.DecodeError:
+                said = msgspec.json.decode(line, type=dict[str, Any])
+            except BAD_JSON:  # a library's own words
                 said = {"text": line.decode(errors="replace").strip()}
             if said.get("event") == "started":
                 self._tell(said["url"])

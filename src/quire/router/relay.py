@@ -71,10 +71,20 @@ _PROMPT_TOKENS = PROMPT_TOKENS.encode()
 _ERROR_EVENT = b'data: {"error"'
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
 class _Whole(msgspec.Struct):
     """The parts of a non-streaming response that the router reads."""
 
-    usage: dict[str, Any] | None = None
+    usage: _Usage | None = None
 
 
 class _Failed(msgspec.Struct):
@@ -320,13 +330,13 @@ class Relay:
 
     def _learn(self, prompt: Prompt, body: bytes) -> None:
         """Learn from usage how many tokens the prompt had."""
-        with contextlib.suppress(msgspec.DecodeError):
-            usage = _whole.decode(body).usage or {}
-            if isinstance(usage.get("prompt_tokens"), int):
-                self._site.servers.learn_size(prompt.size, usage["prompt_tokens"])
-                self._summary.prompt_tokens = usage["prompt_tokens"]
-                self._summary.output_tokens = usage.get("completion_tokens") or 0
-                self._summary.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        with contextlib.suppress(*BAD_JSON):  # whatever it is, it is passed on
+            usage = _whole.decode(body).usage or _Usage()
+            if usage.prompt_tokens is not None:
+                self._site.servers.learn_size(prompt.size, usage.prompt_tokens)
+                self._summary.prompt_tokens = usage.prompt_tokens
+                self._summary.output_tokens = usage.completion_tokens or 0
+                self._summary.cached_tokens = (usage.prompt_tokens_details or _PromptDetails()).cached_tokens or 0
 
     def _learn_from_headers(self, prompt: Prompt, headers: list[tuple[bytes, bytes]]) -> None:
         """Learn how many tokens the prompt of a stream has, if the server's headers say so."""

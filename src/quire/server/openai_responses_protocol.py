@@ -253,40 +253,57 @@ def messages_of(items: Iterable[Item], first: int = 0) -> list[tuple[int, dict[s
     Raises:
         ApiError: an item's type is not supported.
     """
-    messages: list[tuple[int, dict[str, Any]]] = []
-    turn: dict[str, Any] | None = None
+    found: list[tuple[int, dict[str, Any] | _Turn]] = []
+    turn: _Turn | None = None
     for index, item in enumerate(items, first):
         where = f"input[{index}]"
         if item.type == "function_call_output":
             turn = None
             result = {"role": "tool", "tool_call_id": item.call_id, "content": _text(where, item.output)}
-            messages.append((index, result))
+            found.append((index, result))
         elif item.type == "message" and item.role != "assistant":
             turn = None
-            messages.append((index, {"role": item.role, "content": _content(where, item.content)}))
+            found.append((index, {"role": item.role, "content": _content(where, item.content)}))
         else:
             if turn is None:
-                turn = {"role": "assistant", "content": ""}
-                messages.append((index, turn))
-            _add_to_turn(where, turn, item)
-    return messages
+                turn = _Turn()
+                found.append((index, turn))
+            turn.add(where, item)
+    return [(index, one.message() if isinstance(one, _Turn) else one) for index, one in found]
 
 
-def _add_to_turn(where: str, turn: dict[str, Any], item: Item) -> None:
-    if item.type == "message":
-        turn["content"] += _text(where, item.content or "")
-    elif item.type == "reasoning":
-        text = _text(where, item.content or item.summary)
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
-    elif item.type == "function_call":
-        function = {"name": item.name, "arguments": item.arguments}
-        turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
-    else:
-        message = (
-            f"{where} is of type {item.type[:64]!r}; supported are message, function_call, function_call_output "
-            "and reasoning"
-        )
-        raise invalid(message, "input", "unsupported_content")
+class _Turn:
+    """A turn of the assistant's. Its texts are joined at the end, since there may be many."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+
+    def add(self, where: str, item: Item) -> None:
+        """Append an item. Raises `ApiError` if its type is not supported."""
+        if item.type == "message":
+            self._texts.append(_text(where, item.content or ""))
+        elif item.type == "reasoning":
+            self._reasoning.append(_text(where, item.content or item.summary))
+        elif item.type == "function_call":
+            function = {"name": item.name, "arguments": item.arguments}
+            self._calls.append({"id": item.call_id, "type": "function", "function": function})
+        else:
+            message = (
+                f"{where} is of type {item.type[:64]!r}; supported are message, function_call, function_call_output "
+                "and reasoning"
+            )
+            raise invalid(message, "input", "unsupported_content")
+
+    def message(self) -> dict[str, Any]:
+        """The turn as a message."""
+        made: dict[str, Any] = {"role": "assistant", "content": "".join(self._texts)}
+        if self._reasoning:
+            made["reasoning_content"] = "".join(self._reasoning)
+        if self._calls:
+            made["tool_calls"] = self._calls
+        return made
 
 
 def _content(where: str, content: str | Sequence[Part] | None) -> str | list[dict[str, str]]:

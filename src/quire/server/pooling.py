@@ -135,7 +135,7 @@ class _Responder(Responder):
 
     def _scores(self, call: ScoreCall, pooled: list[list[float]]) -> list[float]:
         if not self._config.declared:
-            return [1 / (1 + math.exp(no - yes)) for yes, no in pooled]
+            return [probability(yes, no) for yes, no in pooled]
         made = [self._config.embedding(one) for one in pooled]
         by_text = dict(zip(_texts(call, self._config), made, strict=True))
         return [_cosine(by_text[query], by_text[text]) for query, text in _prompted(call, self._config)]
@@ -148,6 +148,11 @@ class _Responder(Responder):
             for index in order[: call.top_n or None]
         ]
         return _encode({**self._head, "results": results})
+
+
+def probability(yes: float, no: float) -> float:
+    """Of "yes" against "no", by their logits."""
+    return 1 / (1 + math.exp(min(no - yes, 700.0)))  # beyond that the exponential is no double
 
 
 def _prompted(call: ScoreCall, config: PoolingConfig) -> list[tuple[str, str]]:

@@ -6,7 +6,6 @@ are. What the chat route checks is not checked here; its errors are given the na
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -106,11 +105,17 @@ def message_names(places: Sequence[str]) -> dict[str, str]:
 
 def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """The error, about the field that the client sent."""
-    for name, theirs in names.items():
-        at_name = re.compile(rf"{re.escape(name)}(?!\w)")
-        if error.param is not None and at_name.match(error.param):
-            error.param = theirs + error.param[len(name) :]
-            if at_name.match(error.message):
+    param = error.param
+    for name, theirs in names.items() if param is not None else ():
+        if param is not None and _begins_with(param, name):
+            error.param = theirs + param[len(name) :]
+            if _begins_with(error.message, name):
                 error.message = theirs + error.message[len(name) :]
             break
     return error
+
+
+def _begins_with(text: str, name: str) -> bool:
+    """Whether a text begins with this name, and not with a longer one. There may be thousands of names."""
+    following = text[len(name) : len(name) + 1]
+    return text.startswith(name) and not (following.isalnum() or following == "_")

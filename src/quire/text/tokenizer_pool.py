@@ -286,7 +286,8 @@ class TokenizerPool:
                 return job
             self._bell.clear()
             try:
-                await asyncio.wait_for(self._bell.wait(), PING_SECONDS)
+                async with asyncio.timeout(PING_SECONDS):  # `wait_for` may swallow a cancellation in Python 3.11
+                    await self._bell.wait()
             except TimeoutError:
                 await self._ping(worker)
         return None
@@ -295,7 +296,8 @@ class TokenizerPool:
         """Ping an idle worker; one that does not answer is dead."""
         try:
             await worker.begin(_PING)
-            await asyncio.wait_for(worker.receive(), BEGIN_SECONDS)
+            async with asyncio.timeout(BEGIN_SECONDS):
+                await worker.receive()
         except TimeoutError:
             worker.dead, worker.end = True, NO_LIFE
         except (OSError, EOFError):
