@@ -39,6 +39,8 @@ MAX_DEATHS = 3
 """After this many servers have died while handling a request, it ends with an error."""
 WAIT_SECONDS = 15.0
 """How long a request that has lost its server waits for another one."""
+BUSY_SECONDS = 1.0
+"""How long it waits before it asks servers again that were busy."""
 WHOLE_BYTES = 1 << 20
 """A response that is not a stream is buffered up to this size, so that another server can still take over."""
 
@@ -197,8 +199,8 @@ class Relay:
                     raise unknown_model(servers.by_name.values())
                 if not self._patience_end or time.monotonic() >= self._patience_end:
                     raise no_server()
-            self._tried.clear()  # servers that died may be back
-            await servers.wait_for_change(0.25)
+            self._tried.clear()  # servers that died may be back, and busy ones may have room
+            await servers.wait_for_change(0.25 if self._refusal is None else BUSY_SECONDS)
             if self._left:
                 raise ClientDisconnect
 

@@ -73,6 +73,7 @@ class StreamPosition:
         self._kept_bytes = 0
         self._choices: dict[int, _Choice] = {}
         self._head: dict[str, Any] = {}  # fields that all events of the stream share
+        self._has_usage = False  # the event without choices was sent
 
     def sent(self, events: bytes) -> None:
         """Take note of whole events that were sent."""
@@ -93,13 +94,14 @@ class StreamPosition:
     def _count_one(self, event: dict[str, Any]) -> None:
         for name in ("id", "created", "system_fingerprint"):
             self._head.setdefault(name, event.get(name))
+        self._has_usage = self._has_usage or event.get("choices") == []
         for choice in event.get("choices", ()):
             self._choices.setdefault(choice["index"], _Choice()).count(choice)
 
     def follow(self) -> Continuation:
         """A `Continuation` that cuts what has been sent from a second stream."""
         self._count()
-        return Continuation(self._head, copy.deepcopy(self._choices))
+        return Continuation(self._head, copy.deepcopy(self._choices), self._has_usage)
 
 
 class Continuation:
@@ -107,10 +109,11 @@ class Continuation:
 
     Args:
         had: what has been sent of each choice; counted down as the stream repeats it.
+        had_usage: the event with the usage of the whole response has been sent.
     """
 
-    def __init__(self, head: dict[str, Any], had: dict[int, _Choice]) -> None:
-        self._head, self._left = head, had
+    def __init__(self, head: dict[str, Any], had: dict[int, _Choice], had_usage: bool = False) -> None:
+        self._head, self._left, self._had_usage = head, had, had_usage
 
     def events(self, data: bytes) -> bytes:
         """The part of these whole events that is new to the client.
@@ -138,7 +141,7 @@ class Continuation:
                 event[name] = self._head[name]
         choices = event.get("choices", ())
         event["choices"] = [choice for choice in choices if self._cut_choice(choice)]
-        return bool(event["choices"]) or not choices
+        return bool(event["choices"]) or not (choices or self._had_usage)
 
     def _cut_choice(self, choice: dict[str, Any]) -> bool:
         """The same for one choice."""
