@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -214,6 +215,18 @@ def test_a_message_that_was_interrupted_is_sent_to_its_end_before_the_next() -> 
         with contextlib.suppress(KeyboardInterrupt):
             link._finish()
         assert begun.startswith(stream.sent)
+
+
+def test_messages_of_several_threads_all_arrive_once_and_whole() -> None:
+    """A replica's rank sends its results while the thread that reads its new experts says that it has them."""
+    ours, theirs = socket.socketpair()
+    link, told = Link(ours), [bytes([thread]) * (1 + number % 300) for thread in (1, 2) for number in range(2000)]
+    with ours, theirs, ThreadPoolExecutor(3) as threads:
+        heard = threads.submit(lambda: [Link(theirs).receive() for _ in told])
+        list(threads.map(lambda some: list(map(link.send, some)), (told[:2000], told[2000:])))
+        ours.shutdown(socket.SHUT_WR)
+        assert sorted(each or b"" for each in heard.result()) == sorted(told)
+        assert not theirs.recv(1)
 
 
 def test_a_rank_that_does_not_answer_is_lost_to_all() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import msgspec
 
@@ -63,10 +64,11 @@ FromRank = Loaded | Measured | Ready | Failed | Prepared | Computed | Timed
 
 
 class Link:
-    """One end."""
+    """One end. Any thread may send: a rank's that computes, and the one that reads its new experts."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
+        self._sending = threading.Lock()
         self._message, self._sent = b"", [0]  # the last one, and how many bytes of it each call has sent
 
     def send(self, payload: bytes) -> None:
@@ -75,9 +77,10 @@ class Link:
         Raises:
             OSError: the other end is gone, or does not read within the socket's timeout.
         """
-        self._finish()
-        self._message, self._sent = len(payload).to_bytes(LENGTH_BYTES, "little") + payload, [0]
-        self._finish()
+        with self._sending:
+            self._finish()
+            self._message, self._sent = len(payload).to_bytes(LENGTH_BYTES, "little") + payload, [0]
+            self._finish()
 
     def _finish(self) -> None:
         while (sent := sum(self._sent)) < len(self._message):
