@@ -114,6 +114,18 @@ def test_a_rank_that_is_lost_on_one_machine_is_lost_on_all() -> None:
         assert time.monotonic() - begin < 5
 
 
+def test_a_counter_that_grows_into_its_upper_half_is_no_new_beginning() -> None:
+    """After 2^32 collectives without a step that was given up, which ranks of two machines reach within weeks."""
+    memory = new_memory(MATRIX)
+    here, there = Mirror(memory, MATRIX, 2, range(1, 2)), Mirror(memory, MATRIX, 2, range(1))
+    here._seen[1] = 2**32 - 3
+    for arrived in range(2**32 - 2, 2**32 + 4):
+        news = struct.pack("<QQqqqq", arrived, arrived % 1000, 0, 0, 0, 0)
+        there.bring(1, memoryview(news))  # stands for the rank
+        assert [(rank, bytes(each)) for rank, each in here.news()] == [(1, news)]
+    os.close(memory)
+
+
 def test_a_mirror_takes_nothing_that_does_not_fit(tmp_path: Path) -> None:
     memory = new_memory(MATRIX)
     mirror = Mirror(memory, MATRIX, 3, range(1))

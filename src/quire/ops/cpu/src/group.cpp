@@ -348,7 +348,7 @@ QUIRE_API int32_t quire_mirror_look(Group* group, int32_t first, int32_t end, ui
         const Place& place = group->shared->places[rank];
         const uint64_t newest = place.arrived.load();
         if (newest == seen[rank]) continue;
-        const bool anew = newest >> 32 != seen[rank] >> 32;
+        const bool anew = newest - seen[rank] > 2;  // not by the upper half, into which a long epoch's counter grows
         const uint64_t next = (anew ? first_of(newest >> 32) : seen[rank]) + 1;
         const int slot = (next - 1) & 1;
         *news = {next, place.word[slot].load(), place.region[slot].load()};
