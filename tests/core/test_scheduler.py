@@ -210,6 +210,15 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
     scheduler.add(make_request(1, list(range(10)), max_tokens=7))
 
 
+def test_a_request_longer_than_a_context_is_refused():
+    """As an engine that computes prompts for one with longer contexts may be asked: its block tables end there."""
+    scheduler, _ = make_scheduler(max_model_len=10)
+    with pytest.raises(RequestTooLargeError, match="11 tokens and max_tokens=0 do not fit into a context of 10 tokens"):
+        scheduler.add(make_request(0, list(range(11)), max_tokens=0))
+    scheduler.add(make_request(1, list(range(10)), max_tokens=0))
+    scheduler.add(make_request(2, list(range(6)), max_tokens=5))
+
+
 @pytest.mark.parametrize("length", [1, 7, 8, 9])
 @pytest.mark.parametrize("max_tokens", [0, 1, 2, 3, 9])
 @pytest.mark.parametrize("drafts", [0, 4])

@@ -127,18 +127,20 @@ class KVManager:
         """Most blocks of each group that a request holds at once: see `Retention.peak_blocks`."""
         return [group.retention.peak_blocks(num_tokens, max_chunk, self.block_size) for group in self.groups]
 
-    def check_fits(self, request: Request, max_chunk: int) -> None:
-        """Check that a request could run alone.
+    def check_fits(self, request: Request, max_chunk: int, max_model_len: int) -> None:
+        """Check that a request could run alone. (Another engine may ask for a longer context than this one has.)
 
         Raises:
-            RequestTooLargeError: it needs more blocks than there are.
+            RequestTooLargeError: it is longer than `max_model_len`, or needs more blocks than there are.
         """
+        what = f"the prompt's {request.num_prompt} tokens and max_tokens={request.max_tokens}"
+        if request.num_positions > max_model_len:
+            raise RequestTooLargeError(f"{what} do not fit into a context of {max_model_len} tokens (max_model_len)")
         for blocks, group in zip(self.peak_blocks(request.num_positions, max_chunk), self.groups, strict=True):
             if blocks > group.num_usable:
                 raise RequestTooLargeError(
-                    f"the prompt's {request.num_prompt} tokens and max_tokens={request.max_tokens} need {blocks} KV "
-                    f"blocks of {self.block_size} tokens, but the pool has {group.num_usable}; lower max_tokens, "
-                    "or give the engine more with kv_cache_memory or num_kv_blocks"
+                    f"{what} need {blocks} KV blocks of {self.block_size} tokens, but the pool has {group.num_usable}; "
+                    "lower max_tokens, or give the engine more with kv_cache_memory or num_kv_blocks"
                 )
 
     # -- prefix cache --------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class Scheduler:
         self._updates: list[RequestUpdate] = []  # not taken yet
         self._next_number = 0
         self.trials = Trials()
-        self._chunked = config.enable_chunked_prefill
+        self._chunked, self._max_model_len = config.enable_chunked_prefill, max_model_len
         limit = config.long_prefill_token_threshold or max_model_len
         self._max_chunk = min(limit, config.max_num_batched_tokens)
         target = config.target_itl_ms
@@ -75,11 +75,11 @@ class Scheduler:
         """Queue a request; one that `awaits` an event is not in line until the event has arrived.
 
         Raises:
-            RequestTooLargeError: it would not fit into the pool even alone.
+            RequestTooLargeError: it is longer than a context may be, or would not fit into the pool even alone.
         """
         if request.id in self.requests:
             raise RequestError(f"request id {request.id} is in use; ids must be unique")
-        self.kv.check_fits(request, self._max_chunk)
+        self.kv.check_fits(request, self._max_chunk, self._max_model_len)
         priority = request.params.priority if self.config.scheduling_policy == "priority" else 0
         if not self.requests:
             self._turns.reset()
