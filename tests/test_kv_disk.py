@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.kv.disk import HEADER, DiskTier, DiskTierError, open_folder
 from quire.kv.host import HostTier, Slots
+from quire.kv.mailbox import Mailbox
 from tests.test_kv_host import Outcome, hosted, latent, params, prompts, run
 
 __all__ = ["latent"]  # a fixture
@@ -125,6 +128,45 @@ def test_the_oldest_segment_goes_when_the_budget_is_full(folder: Path) -> None:
     assert sorted(store.disk.index) == [name_of(number) for number in kept]
     store.disk.close()
     assert Store(folder, budget=2 * 4 * RECORD).good(*range(100)) == kept[-8:]
+
+
+def test_many_segments_need_no_more_open_files_than_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a terabyte in segments of 64 MiB would be more files than a process may open."""
+    monkeypatch.setattr("quire.kv.disk.SEGMENT_BYTES", RECORD)
+    opened = Path("/proc/self/fd")
+    before = len(list(opened.iterdir()))
+    for _ in range(2):
+        store = Store(folder)
+        store.write(*range(60))
+        assert len(list(folder.glob("*.kv"))) == 60 and len(list(opened.iterdir())) < before + 20
+        store.disk.close()
+        before = len(list(opened.iterdir()))
+
+
+def test_a_program_with_many_open_files_waits_for_the_disk_as_any_other() -> None:
+    least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(least, min(most, 2000)), most))
+    opened: list[int] = []
+    try:
+        while not opened or opened[-1] < 1024:
+            opened.append(os.dup(2))
+        mailbox = Mailbox()
+        threading.Timer(0.05, mailbox.post, ["news"]).start()
+        assert mailbox.take(60.0) == ["news"] and mailbox.take(0.001) == []
+        mailbox.close()
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
+
+
+def test_a_segment_that_somebody_removed_costs_its_blocks(folder: Path) -> None:
+    store = Store(folder)
+    store.write(1, 2)
+    for file in folder.glob("*.kv"):
+        file.unlink()
+    assert store.good(1) == [] and store.disk.failures == 1
+    assert name_of(1) not in store.disk.index
 
 
 def test_a_full_disk_is_counted_and_what_comes_later_is_found_again(

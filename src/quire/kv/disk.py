@@ -117,8 +117,8 @@ class DiskTier:
         self._segment_bytes = min(SEGMENT_BYTES, budget // LEAST_SEGMENTS)
         self._sizes: dict[int, int] = {}  # of the segments, in bytes
         self._names: dict[int, list[bytes]] = {}
-        self._files: dict[int, int] = {}  # descriptors
         self._open: int | None = None  # the segment that is appended to
+        self._file = -1  # its descriptor; others are opened to be read, since there may be more than a process may open
         for file in sorted(folder.glob("*.kv")):
             self._scan(file)
         self._next = 1 + max(self._sizes, default=0)
@@ -151,9 +151,7 @@ class DiskTier:
     def close(self) -> None:
         """Finish all writes, and close the files."""
         self._thread.shutdown()
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+        self._close_segment()
 
     # -- in the thread ----------------------------------------------------------------------------------------
 
@@ -188,12 +186,12 @@ class DiskTier:
         offset = self._sizes[segment]
         try:
             header = self._header(name, len(payload), len(check))
-            written = os.pwritev(self._files[segment], [header, payload, check], offset)
+            written = os.pwritev(self._file, [header, payload, check], offset)
             if written != record:
                 raise OSError(f"only {written} of {record} bytes could be written")
         except OSError:
             if offset:  # records after a torn one would not be found again, so a new segment begins, and only one
-                self._open = None
+                self._close_segment()
             raise
         self._sizes[segment] = offset + record
         self._names[segment].append(name)
@@ -205,17 +203,27 @@ class DiskTier:
             place = self.index.get(name)
             if place is None:
                 return count
-            header, payload = bytearray(HEADER.size), self.host.block(slot).numpy().data
-            check = bytearray(CHECK_BYTES)  # a shorter one is followed by the next record
-            read = os.preadv(self._files[place.segment], [header, payload, check], place.offset)
-            known = self._parsed(header)
-            whole = known is not None and known[:2] == (name, len(payload))
-            if known is None or not whole or read < HEADER.size + len(payload) + known[2]:
+            try:
+                self.host.checks[slot] = self._read(place, name, self.host.block(slot).numpy().data)
+            except OSError as error:
                 self.forget(name)
-                self._failed(OSError(f"segment {place.segment}: a record has changed"))
+                self._failed(error)
                 return count
-            self.host.checks[slot] = bytes(check[: known[2]])
         return len(blocks)
+
+    def _read(self, place: Place, name: bytes, payload: memoryview) -> bytes:
+        """Read a record's block, and return its check."""
+        header, check = bytearray(HEADER.size), bytearray(CHECK_BYTES)  # a shorter check is followed by the next record
+        descriptor = os.open(self._path(place.segment), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            read = os.preadv(descriptor, [header, payload, check], place.offset)
+        finally:
+            os.close(descriptor)
+        known = self._parsed(header)
+        whole = known is not None and known[:2] == (name, len(payload))
+        if known is None or not whole or read < HEADER.size + len(payload) + known[2]:
+            raise OSError(f"segment {place.segment}: a record has changed")
+        return bytes(check[: known[2]])
 
     # -- segments --------------------------------------------------------------------------------------------
 
@@ -236,7 +244,14 @@ class DiskTier:
             number, descriptor = int(file.stem, 16), os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (OSError, ValueError):
             return  # not ours
-        self._files[number], self._names[number] = descriptor, []
+        try:
+            if file == self._path(number):
+                self._scan_records(number, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _scan_records(self, number: int, descriptor: int) -> None:
+        self._names[number] = []
         self._sizes[number] = end = os.fstat(descriptor).st_size
         offset, lengths = 0, {each.block_bytes for each in self.host.groups}
         while (known := self._parsed(os.pread(descriptor, HEADER.size, offset))) is not None:
@@ -248,12 +263,21 @@ class DiskTier:
                 self._names[number].append(name)
             offset += HEADER.size + length + check
 
+    def _path(self, segment: int) -> Path:
+        return self.folder / f"{segment:016x}.kv"
+
     def _begin_segment(self) -> None:
+        self._close_segment()
         number, self._next = self._next, self._next + 1
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._files[number] = os.open(self.folder / f"{number:016x}.kv", flags, 0o600)
+        self._file = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._sizes[number], self._names[number] = 0, []
         self._open = number
+
+    def _close_segment(self) -> None:
+        """Nothing more is appended to the segment that is open, if one is."""
+        if self._open is not None:
+            os.close(self._file)
+            self._open, self._file = None, -1
 
     def _shrink(self, more: int = 0) -> None:
         """Delete the oldest segments until there is room for a full one."""
@@ -266,5 +290,4 @@ class DiskTier:
                 if self.index.get(name, Place(-1, 0)).segment == oldest:
                     self.index.pop(name, None)
             del self._sizes[oldest]
-            os.close(self._files.pop(oldest))
-            (self.folder / f"{oldest:016x}.kv").unlink(missing_ok=True)
+            self._path(oldest).unlink(missing_ok=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 from collections import deque
-from select import select
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ class Mailbox:
         self._bell, self._rung = socket.socketpair()
         self._bell.setblocking(False)
         self._rung.setblocking(False)
+        self._waiting = select.poll()  # whatever the number of the descriptor is, unlike `select`
+        self._waiting.register(self._rung, select.POLLIN)
 
     def fileno(self) -> int:
         """The descriptor to poll."""
@@ -106,7 +108,7 @@ class Mailbox:
     def take(self, wait_seconds: float = 0.0) -> list[Any]:
         """All messages since the last call, in order; waits up to this many seconds for the first one."""
         if wait_seconds and not self._news:
-            select([self._rung], [], [], wait_seconds)
+            self._waiting.poll(1000 * wait_seconds)
         with contextlib.suppress(BlockingIOError):
             while os.read(self._rung.fileno(), 4096):
                 pass
