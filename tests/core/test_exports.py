@@ -106,6 +106,19 @@ def decoder(**options) -> tuple[Scheduler, FakeRunner]:
     return scheduler, runner
 
 
+def test_an_impossible_number_of_blocks_that_were_read_unpins_none_twice():
+    scheduler, _ = make_scheduler(num_slots=4)
+    sources, names = scheduler.kv.sources, [bytes([number]) * 32 for number in range(3)]
+    for name in names:
+        sources.tier.filled(sources.tier.take(name))
+    sources.exports.begin(1, names, computing=False)
+    [have] = sources.exports.advance([scheduler.kv])
+    for count in (-1, -3, 2, 1, -2, 99):
+        sources.exports.release(1, count)
+        check(scheduler)
+    assert len(have.slots) == 3 and not sources.exports.under_way and not sources.tier.pins
+
+
 def test_a_long_prompt_is_computed_elsewhere_but_for_its_tail():
     peer, (scheduler, runner) = Prefiller(), decoder()
     scheduler.add(make_request(1, PROMPT, 3))

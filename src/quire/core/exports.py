@@ -77,7 +77,7 @@ class Exports:
     def release(self, number: int, count: int) -> None:
         """The other engine has read the first `count` blocks; an impossible count is ignored."""
         if export := self.under_way.get(number):
-            self._unpin(export, min(count, export.told))
+            self._unpin(export, max(0, min(count, export.told)))
             self._end_if_read(number, export)
 
     def end(self, number: int) -> None:

@@ -9,12 +9,17 @@ is everything in progress with it.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from quire.curve import Curve
 
 PROTOCOL = 2
 BEAT_SECONDS, SILENCE_SECONDS = 1.0, 5.0
+
+Name = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+"""Of a block, see `core/block_hash.py`."""
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -61,7 +66,7 @@ class Want(msgspec.Struct, tag="want"):
     """
 
     number: int
-    hashes: list[bytes]
+    hashes: list[Name]
     tokens: list[int]
     priority: int = 0
     owner: str = ""
