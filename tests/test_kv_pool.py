@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,7 +23,10 @@ from quire.core.orders import Lacks
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
+from quire.kv import wire
 from quire.kv.directory.base import DirectoryError, Holders, Node
+from quire.kv.mailbox import Mailbox
+from quire.kv.nodes import NodeReader
 from tests.http_tools import free_port, wait_until
 from tests.local_directory import LocalDirectory, LocalStore
 from tests.redis_server import RedisServer, etcd_server, needs_etcd, needs_redis
@@ -498,6 +501,15 @@ def test_a_slow_directory_is_waited_for_for_milliseconds_once(
     wait_until(lambda: not second.engine.scheduler.kv.sources.holders.lookups)  # type: ignore[union-attr]
     second.forget()
     wait_until(lambda: second.ask(TEXT) and second.loaded)
+
+
+def test_what_is_ordered_of_a_node_as_it_leaves_has_an_end() -> None:
+    mailbox, unused = Mailbox(), cast(Any, None)
+    reader = NodeReader("127.0.0.1:1", unused, {}, unused, [], mailbox)
+    reader._stopping = True  # it is closed before its thread has seen the order
+    assert reader.order(wire.Want(7, [bytes(32)], []), [0])
+    reader.close()
+    assert [(ended.kind, ended.number, ended.blocks) for ended in mailbox.take()] == [("read", 7, 0)]
 
 
 def test_a_tenant_finds_nothing_of_another_one(pool: Pool, store: FaultyStore) -> None:

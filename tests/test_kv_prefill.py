@@ -24,7 +24,8 @@ from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.tier import PEER
 from quire.engine.engine import Engine
-from quire.errors import ConfigError
+from quire.errors import ConfigError, RequestError
+from quire.kv import importer, wire
 from quire.kv.transport.base import TransferError
 from quire.kv.transport.shared import SharedMemoryLink, SharedMemoryTransport
 from quire.ops.threads import ASIDE
@@ -61,7 +62,10 @@ class Prefill:
             self.engine.exchange()
             for number, want in tiers.to_compute:
                 params = SamplingParams(seed=0).resolved()
-                self.engine.add(Request(number, want.tokens, params, max_tokens=0, scope=want.scope))
+                try:
+                    self.engine.add(Request(number, want.tokens, params, max_tokens=0, scope=want.scope))
+                except RequestError:
+                    self.engine.prefilled([number])
                 self.computed += 1
             tiers.to_compute.clear()
             for number in tiers.dropped:
@@ -406,6 +410,33 @@ def test_a_read_that_fails_is_computed_here_and_the_connection_made_anew(
     engine.close()
 
 
+def test_what_was_read_while_this_engine_was_stopped_is_not_used(
+    options: dict[str, Any], prefill: Prefill, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other one has given it up by then, and its slots may have other blocks: they would count as bad ones."""
+    engine, read, stopped = decoder(options, prefill), SharedMemoryLink.read, [0.0]
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + stopped[0]
+
+    def stop(link: SharedMemoryLink, *given: Any) -> None:
+        read(link, *given)
+        stopped[0] = wire.SILENCE_SECONDS + 0.1
+
+    monkeypatch.setattr(importer, "time", Clock)
+    monkeypatch.setattr(SharedMemoryLink, "read", stop)
+    assert run(engine, [prompt(100)]) == alone(options, [prompt(100)])
+    assert peer(engine) == 0 and "this engine said nothing for 5 seconds" in caplog.text
+    monkeypatch.undo()
+    found = engine.tiers.importer
+    assert found is not None
+    wait_until(lambda: found.ready)
+    assert run(engine, [prompt(100, 1)], first_id=9) == alone(options, [prompt(100, 1)]) and peer(engine) == 6
+    engine.close()
+
+
 def test_slots_into_which_something_may_come_late_wait_for_its_end_and_so_does_the_transport(
     options: dict[str, Any], prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,6 +467,17 @@ def test_a_prefill_engine_whose_tier_is_full_says_so_and_the_rest_is_computed_he
     texts = [prompt(150, index) for index in range(3)]
     assert run(engine, texts) == alone(options, texts)
     assert peer(engine) >= 3
+    engine.close()
+    prefill.close()
+
+
+def test_a_prompt_that_is_too_long_for_the_prefill_engine_is_computed_here(options: dict[str, Any]) -> None:
+    """On a GPU its block table would not end where the next request's begins."""
+    prefill = Prefill(**{**options, "max_model_len": 96})
+    engine = decoder(options, prefill)
+    for number, length in enumerate((96, 160)):
+        assert run(engine, [prompt(length, number)], first_id=number) == alone(options, [prompt(length, number)])
+        assert peer(engine) == 5 and prefill.computed == number + 1  # that is, it was asked for both
     engine.close()
     prefill.close()
 
@@ -526,6 +568,12 @@ def test_an_engine_without_a_server_computes_no_prompts_for_others_and_may_have_
         [here], [there] = (each.generate([prompt(100)], sampling) for each in (llm, one))
         assert here.outputs[0].token_ids == there.outputs[0].token_ids
         assert here.metrics is not None and [each.source for each in here.metrics.fetches] == ["peer", "host"]
+
+
+def test_names_of_blocks_that_are_none_are_no_message() -> None:
+    for name in (b"", bytes(31), bytes(33)):
+        with pytest.raises(msgspec.ValidationError):
+            wire.decode_from_importer(wire.encode(wire.Want(1, [bytes(32), name], [])))
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it(options: dict[str, Any], prefill: Prefill) -> None:

@@ -47,6 +47,10 @@ LOOK_SECONDS, MOST_LOOK_SECONDS = 0.5, 2.0
 LEAVE_MS = 200
 """Milliseconds to send a connection's last message."""
 
+FORGOTTEN_SECONDS = wire.SILENCE_SECONDS
+"""After saying nothing for this long, as when it was stopped, this engine may be given up by the other one, whose slots
+may then have other blocks than it announced."""
+
 ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 REFUSING = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -104,6 +108,7 @@ class Prefiller:
         _check_url(url)
         self.url, self.state, self.engine = url, "not connected yet", ""
         self._welcome, self._resting_until = False, 0.0
+        self._spoke = 0.0  # when the last heartbeat was sent
         self._curve, self._identity, self._tier, self._mailbox = curve, identity, tier, mailbox
         self._transports = {each.name: each for each in transports}
         self.unwanted = 0
@@ -216,12 +221,13 @@ class Prefiller:
             poller.register(each, zmq.POLLIN)
         name = f"{socket.gethostname()}:{os.getpid()}"
         connection.send(wire.encode(wire.Hello(wire.PROTOCOL, self._identity, name)))
-        heard = beat = time.monotonic()
+        heard = self._spoke = time.monotonic()
         steps = 0
         while not self._stopping:
             ready = dict(poller.poll(int(wire.BEAT_SECONDS * 1000 / 2)))
             self._settle()
             now = time.monotonic()
+            self._check_known()  # before messages are read, which may promise what no longer holds
             if monitor in ready:
                 self._watch(recv_monitor_message(monitor)["event"])
             with contextlib.suppress(zmq.Again):
@@ -238,10 +244,15 @@ class Prefiller:
                     raise say
                 if say is not None:
                     connection.send(wire.encode(say))
-            if now - beat >= wire.BEAT_SECONDS:
-                beat = now
+            if now - self._spoke >= wire.BEAT_SECONDS:
+                self._spoke = now
                 connection.send(wire.encode(wire.Beat()))
         connection.send(wire.encode(wire.Bye()))
+
+    def _check_known(self) -> None:
+        """Raises UnreachableError if the other engine may have given this one up."""
+        if time.monotonic() - self._spoke > FORGOTTEN_SECONDS:
+            raise UnreachableError(f"this engine said nothing for {FORGOTTEN_SECONDS:g} seconds")
 
     def _watch(self, event: int) -> None:
         if event & REFUSING:
@@ -345,6 +356,7 @@ class Prefiller:
         ranges = [Range(there, *self._tier.place(here)) for there, here in zip(message.offsets, own, strict=True)]
         begin = time.monotonic()
         link.read(coalesced(ranges), READ_SECONDS)
+        self._check_known()
         reading.moving += time.monotonic() - begin
         for here, check in zip(own, message.checks, strict=True):
             self._tier.checks[here] = check

@@ -62,6 +62,7 @@ class NodeReader(Prefiller):
                 self._resting_until = time.monotonic() + REST_SECONDS
             self._give_up()
             self._outbox.take()
+        self._give_up()  # what was ordered just before the end
 
 
 class NodeReaders:
