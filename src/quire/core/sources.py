@@ -262,6 +262,11 @@ class Sources:
             self.orders.append(Prefill(self._next_read, blocks, tokens, priority, owner, request.scope, engine))
         return fetch
 
+    def asked_for(self, names: Collection[bytes]) -> bool:
+        """Whether another engine is computing some of these blocks for this one."""
+        asked = (fetch for fetch in self.reads.values() if fetch.source == PEER and not fetch.late)
+        return any(not set(names).isdisjoint(fetch.wanted) for fetch in asked)
+
     # -- other nodes -----------------------------------------------------------------------------------------
 
     def begin_pull(self, chain: Chain, now: float) -> SlotFetch | Lookup | None:

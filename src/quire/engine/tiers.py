@@ -20,7 +20,7 @@ from quire.config import EngineConfig
 from quire.core.holders import Holders, Published
 from quire.core.kv_manager import KVManager
 from quire.core.lockstep import Lockstep
-from quire.core.orders import Ban, Forget, Lacks, Locate, Prefill, Pull, Read, Write
+from quire.core.orders import Ban, Forget, Gone, Lacks, Locate, Prefill, Pull, Read, Write
 from quire.core.scheduler import Scheduler
 from quire.core.sources import Sources
 from quire.core.tier import DISK, HOST, PEER, REMOTE
@@ -148,7 +148,7 @@ class KVTiers:
             self.exporter = Exporter(*where, curve, identity, host, transports, mailbox)
             self.notes.append(f"other engines may have prompts computed here: {self.exporter.address} ({names})")
         if config.prefill_urls and config.decodes:
-            links = curve, identity, host, transports, mailbox
+            links = curve, identity, host, transports, mailbox, self.exporter.name if self.exporter else ""
             self.importer = Importer([Prefiller(url, *links) for url in config.prefill_urls], mailbox)
             self.notes.append(
                 f"prompts of {config.prefill_min_tokens:,} tokens and more are computed by "
@@ -324,6 +324,8 @@ class KVTiers:
                 sources.progressed(number, time.monotonic())
             case Late(number):
                 sources.stalled(number)
+            case Wanted(number, want) if self.exporter and want.tokens and sources.asked_for(want.hashes):
+                self.exporter.announce(Gone(number))  # else each might wait for the other
             case Wanted(number, want) if exports:
                 computing = bool(want.tokens) and exports.missing(want.hashes, kvs)
                 exports.begin(number, want.hashes, computing)

@@ -36,6 +36,7 @@ from quire.text.tokenizer_trial import TokenizerTrial
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
+    from quire.kv.wire import Want
 
 logger = logging.getLogger(__name__)
 
@@ -284,18 +285,8 @@ class EngineProcess:
         tiers = self.engine.tiers
         asked, tiers.to_compute = tiers.to_compute, []
         for number, want in asked:
-            add = wire.Add(
-                number=PREFILL_WORKER << wire.WORKER_SHIFT | number,
-                name=f"prefill-{number}",
-                owner=want.owner,
-                prompt_token_ids=want.tokens,
-                params=SamplingParams(seed=0, priority=want.priority),
-                max_tokens=0,
-                scope=want.scope,
-                arrived=time.monotonic(),
-            )
             with _contained("another engine"):
-                self._take_in(add)
+                self._take_in(_wanted(number, want))
         dropped, tiers.dropped = tiers.dropped, []
         for number in dropped:
             self._abort(PREFILL_WORKER << wire.WORKER_SHIFT | number, "abort")
@@ -477,6 +468,21 @@ def _contained(sender: object) -> Iterator[None]:
         yield
     except Exception:
         logger.exception("a message of %r cannot be handled", sender)
+
+
+def _wanted(number: int, want: Want) -> wire.Add:
+    """The request that computes a prompt for another engine. It is computed here: the other one may be among those that
+    compute this engine's long prompts, and would be asked in turn."""
+    return wire.Add(
+        number=PREFILL_WORKER << wire.WORKER_SHIFT | number,
+        name=f"prefill-{number}",
+        owner=want.owner,
+        prompt_token_ids=want.tokens,
+        params=SamplingParams(seed=0, priority=want.priority, kv_transfer_params={"do_remote_decode": True}),
+        max_tokens=0,
+        scope=want.scope,
+        arrived=time.monotonic(),
+    )
 
 
 def _request(number: int, add: wire.Add) -> Request:

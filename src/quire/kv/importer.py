@@ -83,6 +83,7 @@ class Prefiller:
         curve, identity, transports: see `Exporter`.
         tier: the host tier into whose slots blocks are read.
         mailbox: gets `Progressed`, `Late` and `Ended`.
+        own: the name of this engine's exporter; "" if it has none.
 
     Raises:
         ConfigError: the URL is not valid.
@@ -104,9 +105,10 @@ class Prefiller:
         tier: HostTier,
         transports: Sequence[Transport],
         mailbox: Mailbox,
+        own: str = "",
     ) -> None:
         _check_url(url)
-        self.url, self.state, self.engine = url, "not connected yet", ""
+        self.url, self.state, self.engine, self._own = url, "not connected yet", "", own
         self._welcome, self._resting_until = False, 0.0
         self._spoke = 0.0  # when the last heartbeat was sent
         self._curve, self._identity, self._tier, self._mailbox = curve, identity, tier, mailbox
@@ -281,6 +283,8 @@ class Prefiller:
 
     def _connect(self, welcome: wire.Welcome) -> None:
         """Connect to its host tier by the first transport that works."""
+        if welcome.name == self._own:
+            raise UnreachableError("it is this engine itself; name another one with --prefill-url")
         if welcome.block_bytes != (own := [each.block_bytes for each in self._tier.groups]):
             raise UnreachableError(f"its blocks have {welcome.block_bytes} bytes, and {own} here")
         self.engine, whys = welcome.name, []
