@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -258,8 +259,12 @@ def test_a_servers_other_words_do_not_hide_that_it_is_ready():
     program = f"import sys\nfor line in {lines!r}: sys.stderr.write(line + chr(10))"
 
     async def url():
+        before = set(threading.enumerate())
         with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as process:
             async with asyncio.timeout(30.0):
-                return await _Starting(process).ready()
+                found = await _Starting(process).ready()
+            for reader in set(threading.enumerate()) - before:
+                reader.join()
+            return found
 
     assert asyncio.run(url()) == "http://x"

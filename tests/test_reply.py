@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.text.reply import ContentText, ReasoningText, Reply
+from quire.engine.outputs import CompletionOutput
+from quire.server.blocks import Blocks
+from quire.server.chat_reply import deltas
+from quire.text.reply import ContentText, ReasoningText, Reply, ReplyEvent, ToolCallArguments, ToolCallBegin
 from quire.text.reply_parser import ReplyParser
 from quire.text.reply_syntax import ReasoningSyntax, ReplyForm, ReplySyntax
 
@@ -75,3 +79,18 @@ def test_reasoning_comes_while_it_is_made() -> None:
     assert parser.events == [ReasoningText("Two and")]
     parser.text("two")
     assert parser.events[1:] == [ReasoningText(" two")]
+
+
+def test_a_long_reply_is_put_together_in_time_that_grows_with_its_length_alone() -> None:
+    events: list[ReplyEvent] = [ReasoningText("why "), *[ContentText("word ")] * 150_000]
+    events += [ToolCallBegin(0, "a", "f"), *[ToolCallArguments(0, "piece ")] * 150_000, ToolCallBegin(1, "b", "g")]
+    content, arguments = "word " * 150_000, "piece " * 150_000
+    began = time.process_time()
+    reply, made = Reply.of(events), deltas(events)
+    blocks = Blocks()
+    blocks.take(CompletionOutput(0, events=events, finish_reason="stop"))
+    assert time.process_time() - began < 3.0
+    assert (reply.reasoning, reply.content, reply.tool_calls[0].arguments) == ("why ", content, arguments)
+    assert [made[1]["content"], made[2]["tool_calls"][0]["function"]["arguments"]] == [content, arguments]
+    assert len(made) == 4 and made[3]["tool_calls"][0]["id"] == "b"
+    assert [block.text for block in blocks.blocks] == ["why ", content, arguments, ""]

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from quire.engine.outputs import CompletionOutput
 from quire.server.chat_reply import news
-from quire.text.reply import ContentText, ReasoningText, ReplyEvent, ToolCallArguments, ToolCallBegin
+from quire.text.reply import ContentText, ReasoningText, ReplyEvent, ToolCallArguments, ToolCallBegin, joined
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Blocks:
         """Take in and return what is new. A choice that failed ends no block, since its stream ends with an error."""
         events = news(choice, self._events, self._characters)
         self._events, self._characters = self._events + len(events), len(choice.text)
-        found = [each for event in events for each in self._take(event)]
+        found = [each for event in joined(events) for each in self._take(event)]
         if choice.completed and not self._ended:
             self._ended = True
             found += self._end_last()

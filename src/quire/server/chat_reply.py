@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quire.engine.outputs import CompletionOutput
-from quire.text.reply import ContentText, ReasoningText, Reply, ReplyEvent, ToolCallArguments, ToolCallBegin
+from quire.text.reply import ContentText, ReasoningText, Reply, ReplyEvent, ToolCallArguments, ToolCallBegin, joined
 
 
 def news(choice: CompletionOutput, events: int, characters: int) -> Sequence[ReplyEvent]:
@@ -21,20 +21,16 @@ def deltas(events: Iterable[ReplyEvent]) -> list[dict[str, Any]]:
     """A delta for each event; neighbours of the same kind are joined."""
     made: list[dict[str, Any]] = []
     last: ReplyEvent | None = None
-    for event in events:
+    for event in joined(events):
         match event, last:
-            case ContentText(text), ContentText():
-                made[-1]["content"] += text
             case ContentText(text), _:
                 made.append({"content": text})
-            case ReasoningText(text), ReasoningText():
-                made[-1] = reasoning_fields(made[-1]["reasoning"] + text)
             case ReasoningText(text), _:
                 made.append(reasoning_fields(text))
             case ToolCallBegin(index, id, name), _:
                 function = {"name": name, "arguments": ""}
                 made.append({"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]})
-            case ToolCallArguments(_, text), (ToolCallArguments() | ToolCallBegin()):
+            case ToolCallArguments(_, text), ToolCallBegin():
                 made[-1]["tool_calls"][0]["function"]["arguments"] += text
             case ToolCallArguments(index, text), _:
                 made.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})

@@ -369,8 +369,8 @@ class Generation:
         if not call.stream:
             if self._context.stopping.is_set() and account.has_nothing:
                 raise stop_error()  # clients retry a 503, but would keep an empty response
-            many = call.params.logprobs is not None or call.params.prompt_logprobs is not None
-            body = await asyncio.to_thread(responder.full, ordered) if many else responder.full(ordered)
+            long = responder.takes_long
+            body = await asyncio.to_thread(responder.full, ordered) if long else responder.full(ordered)
             await writer.whole(body, headers)
             return
         await writer.end([*chunks, *responder.closing(ordered)])

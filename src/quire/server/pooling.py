@@ -109,7 +109,9 @@ class Pooling(Generation):
 
 
 class _Responder(Responder):
-    """Builds the response of a call, which is never streamed."""
+    """Builds the response of a call, which is never streamed, of up to 2,048 embeddings."""
+
+    takes_long = True
 
     def __init__(self, call: EmbeddingCall | ScoreCall, config: PoolingConfig, response_id: str, model: str) -> None:
         self._call, self._config = call, config

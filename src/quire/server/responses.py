@@ -36,7 +36,13 @@ class _Sent:
 
 
 class Responder(ABC):
-    """Builds the response of one call: a document, or the chunks of a stream."""
+    """Builds the response of one call: a document, or the chunks of a stream.
+
+    Attributes:
+        takes_long: building the document may take long, so that it is built in a thread.
+    """
+
+    takes_long = False
 
     @abstractmethod
     def full(self, outputs: list[RequestOutput]) -> bytes:
@@ -94,6 +100,7 @@ class OpenAIResponder(Responder, Generic[CallT]):
         self._head = _encode({**self._fields, "object": self.chunk_kind})[:-1]
         self._tail = b',"usage":null}' if call.include_usage else b"}"
         self._sent: dict[int, _Sent] = {}
+        self.takes_long = call.params.logprobs is not None or call.params.prompt_logprobs is not None
 
     def full(self, outputs: list[RequestOutput]) -> bytes:
         choices = [

@@ -6,7 +6,8 @@ A streaming consumer keeps its own index into `CompletionOutput.events`, which o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 
@@ -49,6 +50,21 @@ class ToolCallArguments:
 ReplyEvent = ReasoningText | ContentText | ToolCallBegin | ToolCallArguments
 
 
+def joined(events: Iterable[ReplyEvent]) -> Iterator[ReplyEvent]:
+    """The same events, with neighbours of a kind as one. A long reply has an event for each token, and adding texts one
+    by one would take time that grows with the square of its length.
+    """
+    for (kind, index), some in itertools.groupby(events, lambda one: (type(one), getattr(one, "index", 0))):
+        if kind is ToolCallBegin:
+            yield from some
+            continue
+        text = "".join(one.text for one in some if not isinstance(one, ToolCallBegin))
+        if kind is ToolCallArguments:
+            yield ToolCallArguments(index, text)
+        else:
+            yield ReasoningText(text) if kind is ReasoningText else ContentText(text)
+
+
 @dataclass(slots=True)
 class ToolCall:
     """A complete call; the arguments are JSON text."""
@@ -70,7 +86,7 @@ class Reply:
     def of(cls, events: Iterable[ReplyEvent]) -> Reply:
         """The reply that the events add up to."""
         reply = cls()
-        for event in events:
+        for event in joined(events):
             reply.add(event)
         return reply
 
