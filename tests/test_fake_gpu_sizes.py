@@ -82,6 +82,12 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 
+CASES = [
+    *((name, {}) for name in SIZES),
+    *((name, options) for name in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v3") for options in (INT8, INT4)),
+    *((name, {"deterministic": False}) for name in ("qwen3-8b", "deepseek-v3")),
+]
+
 
 def without_numbers(folder: Path, config: dict[str, Any]) -> Path:
     """A checkpoint of that shape whose weights take no room on a disk: its file is a hole."""
@@ -139,12 +145,7 @@ class Steps:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "options",
-    [{}, INT8, INT4, {"deterministic": False}],
-    ids=["bf16", "int8", "int4", "not deterministic"],
-)
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(("name", "options"), CASES)
 def test_every_kernel_of_a_real_size_compiles_and_fits(
     name: str,
     options: dict[str, Any],
