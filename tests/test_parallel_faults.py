@@ -158,10 +158,10 @@ def test_a_step_that_fails_on_the_first_rank_alone_ends_no_other_request(monkeyp
     launch = ModelRunner._compute_at_once
     poisoned = 2
 
-    def compute(self: ModelRunner, spans: Any, drafts: Any) -> Any:
+    def compute(self: ModelRunner, spans: Any, *rest: Any, **named: Any) -> Any:
         if any(span.request == poisoned and span.start > 20 for span in spans):
             raise MemoryError("none left")
-        return launch(self, spans, drafts)
+        return launch(self, spans, *rest, **named)
 
     with LLM("demo", tensor_parallel_size=2, threads=1) as llm:
         monkeypatch.setattr(ModelRunner, "_compute_at_once", compute)
@@ -177,10 +177,10 @@ def test_an_interrupted_step_is_given_up_by_all(monkeypatch: pytest.MonkeyPatch)
     launch = ModelRunner._compute_at_once
     interrupts = iter([False] * 7 + [True] + [False] * 1000)
 
-    def compute(self: ModelRunner, spans: Any, drafts: Any) -> Any:
+    def compute(self: ModelRunner, spans: Any, *rest: Any, **named: Any) -> Any:
         if next(interrupts):
             raise KeyboardInterrupt
-        return launch(self, spans, drafts)
+        return launch(self, spans, *rest, **named)
 
     with LLM("demo", threads=1) as llm:
         [expected] = llm.generate([PROMPT], LONG)

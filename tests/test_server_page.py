@@ -542,9 +542,9 @@ def test_another_key_can_be_given_where_the_live_view_wants_the_first(
 ) -> None:
     server.script.view_status, server.script.late = 403, late
     page = opened(browser, server, "/#live", until="document.querySelector('.notice .button')")
-    server.script.key, server.script.view_status = "first", 200
     page.click(".notice .button")
     page.wait("document.querySelector('#key-dialog')?.open")
+    server.script.key, server.script.view_status = "first", 200  # not before: the page asks again by itself
     page.type("#key-dialog .field", "first")
     page.click("#key-dialog .primary")
     page.wait("document.querySelectorAll('#requests tbody tr').length > 3")
