@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import triton
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -37,7 +38,8 @@ LOOKS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__
 Index = int | slice | Tensor | EllipsisType | None
 
 
-Launch = tuple[str, str, tuple[Any, ...], tuple[tuple[str, Any], ...]]
+Argument = tuple[str, Any]
+Launch = tuple[str, str, tuple[Argument, ...], tuple[tuple[str, Argument], ...]]
 """Of a kernel: its module and name, and its arguments as `described`, by place and by name."""
 
 
@@ -195,22 +197,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return made
 
 
-def described(value: Any) -> Any:
-    """An argument of a kernel, without memory: a tensor is its type, a kernel where it is defined."""
+def described(value: Any) -> tuple[str, Any]:
+    """An argument of a kernel, without memory: its kind, and its type or value. (Else 1 and True would be one.)"""
     if isinstance(value, Tensor):
-        return value.dtype
-    if isinstance(value, tuple | list):
-        return tuple(map(described, value))
-    if isinstance(value, interpreter.InterpretedFunction):
-        return Kernel(value.fn.__module__, value.fn.__name__)
-    return value
-
-
-class Kernel(NamedTuple):
-    """Stands for a kernel that another one is given."""
-
-    module: str
-    name: str
+        return "tensor", str(value.dtype).removeprefix("torch.")
+    if isinstance(value, triton.language.dtype):
+        return "dtype", value.name
+    return type(value).__name__, value
 
 
 def _addresses_of(tensors: Sequence[Tensor]) -> Tensor:

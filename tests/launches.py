@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from tests.fake_gpu import Kernel
+import triton
 
 FILE = "QUIRE_TEST_LAUNCHES"
-"""The variable that names the file with the launches."""
+"""The variable that names the file with the launches, in JSON."""
 
 
 def launch_all() -> None:
-    launched = pickle.loads(Path(os.environ[FILE]).read_bytes())  # noqa: S301  # the test wrote it
-    for module, name, args, by_name in launched:
+    for module, name, args, by_name in json.loads(Path(os.environ[FILE]).read_text("utf-8")):
         kernel = getattr(importlib.import_module(module), name)
-        kernel[1, 1, 1](*map(_made, args), **{name: _made(value) for name, value in by_name})
+        kernel[1, 1, 1](*(_made(*arg) for arg in args), **{name: _made(*arg) for name, arg in by_name})
 
 
-def _made(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return torch.empty(64, dtype=value)
-    if isinstance(value, Kernel):
-        return getattr(importlib.import_module(value.module), value.name)
-    return tuple(map(_made, value)) if isinstance(value, tuple) else value
+def _made(kind: str, value: Any) -> Any:
+    """An argument that `described` describes."""
+    if kind == "tensor":
+        return torch.empty(64, dtype=getattr(torch, value))
+    return triton.language.dtype(value) if kind == "dtype" else value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import struct
 from pathlib import Path
 from typing import Any
@@ -159,7 +158,7 @@ def test_every_kernel_of_a_real_size_compiles_and_fits(
         steps.add(*prompts)
         steps.decode()
     file = tmp_path / "launches"
-    file.write_bytes(pickle.dumps(gpu.launched))
+    file.write_text(json.dumps(list(gpu.launched)), "utf-8")
     monkeypatch.setenv(launches.FILE, str(file))
     compiled = compile_all("tests.launches", 90, 1500)
     assert len(compiled) > 20

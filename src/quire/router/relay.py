@@ -30,7 +30,7 @@ from quire.server.errors import NOT_STORED, ApiError
 from quire.server.generation import ASK_NAMES, PROMPT_TOKENS, REPLICA
 from quire.server.request_log import note_call, summary_of
 from quire.server.streaming import CLOSING_SECONDS
-from quire.server.transport import SMALL_BODY_BYTES, read_body
+from quire.server.transport import SMALL_BODY_BYTES, drop, read_body
 from quire.typed_json import BAD_JSON
 
 RESUMABLE_PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -399,7 +399,7 @@ class Relay:
         if self._position.has_finished:
             return
         if not self._streams:
-            self._drop()  # a document that breaks off must not look like a whole one
+            drop(self._scope)  # a document that breaks off must not look like a whole one
             return
         data = b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(answer.body())
         if self._scope["path"] not in RESUMABLE_PATHS:
@@ -407,12 +407,6 @@ class Relay:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSING_SECONDS):
                 await self._send({"type": "http.response.body", "body": data})
-
-    def _drop(self) -> None:
-        """Close the connection at once."""
-        drop = self._scope.get("quire.drop")
-        if drop is not None:
-            drop()
 
 
 async def parsed(body: bytes, scope: bytes = b"") -> Prompt:

@@ -44,7 +44,7 @@ from quire.server.protocol import ChatCall, CompletionCall, DetokenizeCall, Gene
 from quire.server.request_log import note_call, summary_of
 from quire.server.responses import ChatResponder, CompletionResponder, Responder
 from quire.server.streaming import AnswerWriter, CutOffError, merged, supervised, unless
-from quire.server.transport import SMALL_BODY_BYTES, Bodies, read_body
+from quire.server.transport import SMALL_BODY_BYTES, Bodies, drop, read_body
 from quire.text.reply_syntax import ReplyForm
 from quire.text.tokenizer import RenderedChat
 from quire.text.tokenizer_pool import TokenizerPool
@@ -242,12 +242,6 @@ class Generation:
                 raise stop_error() from None
             raise ClientDisconnect from None
 
-    def _drop(self) -> None:
-        """Close the connection at once, without sending what is buffered."""
-        drop = self._scope.get("quire.drop")
-        if drop is not None:
-            drop()
-
     # -- the work ------------------------------------------------------------------------------------------
 
     async def _answer(self, call: Call, writer: AnswerWriter) -> None:
@@ -420,7 +414,7 @@ class Generation:
         if not writer.begun:
             raise answer from None
         if not await writer.fail(answer):
-            self._drop()
+            drop(self._scope)
             raise ClientDisconnect from None
 
     def _end(self) -> None:

@@ -105,9 +105,9 @@ def message_names(places: Sequence[str]) -> dict[str, str]:
 
 def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """The error, about the field that the client sent."""
-    param = error.param
-    for name, theirs in names.items() if param is not None else ():
-        if param is not None and _begins_with(param, name):
+    param = error.param or ""
+    for name, theirs in names.items():
+        if _begins_with(param, name):
             error.param = theirs + param[len(name) :]
             if _begins_with(error.message, name):
                 error.message = theirs + error.message[len(name) :]

@@ -19,7 +19,7 @@ import httptools
 import msgspec
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -411,6 +411,12 @@ class Bodies:
             yield fits
         finally:
             self.bytes.change(owner, -held)
+
+
+def drop(scope: Scope) -> None:
+    """Close a request's connection at once, without sending what is buffered."""
+    if at_once := scope.get("quire.drop"):
+        at_once()
 
 
 async def read_body(
