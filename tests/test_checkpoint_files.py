@@ -29,7 +29,7 @@ from quire.errors import (
     TensorDtypeError,
     UnexpectedTensorError,
 )
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoint import Checkpoint, content_hash
 from quire.models.registry import load_model
 from quire.models.safetensors_file import map_tensor, read_ahead
 from quire.models.safetensors_header import read_header
@@ -344,3 +344,22 @@ def test_an_index_with_a_name_too_long_for_a_file_misses_it(tmp_path: Path) -> N
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(MissingTensorError, match="which is not in the folder"):
         Checkpoint(tmp_path)
+
+
+def test_a_change_in_any_one_tensor_changes_the_hash_of_a_checkpoint(tmp_path: Path) -> None:
+    """Of a large one, a change such as training makes; of a small one, such as a norm's weight, any."""
+    large = {f"layers.{index}.up_proj.weight": torch.randn(256, 256) for index in range(150)}
+    tensors = large | {f"layers.{index}.norm.weight": torch.randn(1536).bfloat16() for index in range(150)}
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    before = content_hash(tmp_path)
+    for name, tensor in itertools.islice(tensors.items(), 0, None, 7):
+        changed = tensor.clone()
+        changed.view(-1)[slice(None) if name in large else 777] += 0.5
+        save_file(tensors | {name: changed}, file)
+        assert content_hash(tmp_path) != before, name
+    save_file(tensors, file)
+    assert content_hash(tmp_path) == before
+    write_raw(file, b"{", b"")
+    with pytest.raises(CorruptSafetensorsError, match="not valid JSON"):
+        content_hash(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -254,12 +255,12 @@ def test_options_that_contradict_a_folder_are_refused(scheme: str | None, group:
 
 
 def test_a_folder_of_another_version_is_refused(folder: Path) -> None:
-    edit_json(folder / RECORD_FILE, {"format_version": 2})
-    with pytest.raises(CheckpointError, match=r"in format version 2, and Quire .* reads version 1\. Quantize"):
+    edit_json(folder / RECORD_FILE, {"format_version": 1})
+    with pytest.raises(CheckpointError, match=r"in format version 1, and Quire .* reads version 2\. Quantize"):
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "a file cut short"])
 def test_a_base_model_that_changed_is_refused_and_one_that_is_gone_is_not(
     name: str, base: Path, tmp_path: Path
 ) -> None:
@@ -267,6 +268,8 @@ def test_a_base_model_that_changed_is_refused_and_one_that_is_gone_is_not(
     quantize_folder(source, output, INT8)
     if name == "config.json":
         edit_json(source / name, {"rope_theta": 5000.0})
+    elif name == "a file cut short":
+        os.truncate(source / "model.safetensors", 100)
     else:
         tensors = load_file(source / name)
         tensors["model.norm.weight"][0] += 1
@@ -288,10 +291,8 @@ def test_a_folder_that_was_edited_is_refused(name: str, folder: Path) -> None:
 def test_a_file_cut_short_is_refused(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    for _ in range(2):
-        with pytest.raises(CorruptSafetensorsError, match="cut short"):
-            load(folder)
-        sign(folder)
+    with pytest.raises(CorruptSafetensorsError, match="cut short"):
+        load(folder)
 
 
 BAD_RECORDS: list[tuple[dict[str, Any], str]] = [
@@ -418,6 +419,6 @@ def test_a_place_that_cannot_be_written_is_named(base: Path, tmp_path: Path) -> 
 
 def test_the_record_says_how_the_folder_was_made(base: Path, int4_folder: Path) -> None:
     record = json.loads((int4_folder / RECORD_FILE).read_text())
-    assert (record["format_version"], record["scheme"], record["group"]) == (1, "int4", 32)
+    assert (record["format_version"], record["scheme"], record["group"]) == (2, "int4", 32)
     assert record["base"] == str(base.resolve())
     assert record["base_hash"] == content_hash(base) and record["content_hash"] == content_hash(int4_folder)

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from quire.errors import CheckpointError, ConfigError, MissingTensorError, TensorShapeError
+from quire.errors import CheckpointError, ConfigError, CorruptSafetensorsError, MissingTensorError, TensorShapeError
 from quire.models.checkpoint import Checkpoint, content_hash
 from quire.models.fields import Fields, has_file
 from quire.models.safetensors_file import PACKED_DTYPES
 from quire.ops.quantized import GROUP_SIZES, SCHEMES, Quantization, QuantizedWeight, Scheme, layout
 
 RECORD_FILE = "quire_quantization.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the record and of the packed tensors; others are refused."""
 PACKED, SCALES = ".packed", ".scales"
 
@@ -84,7 +84,7 @@ def read_record(folder: Path) -> Record | None:
 
 
 def _check_unchanged(folder: Path, record: Record) -> None:
-    if content_hash(folder) != record.content_hash:
+    if _hash_of(folder) != record.content_hash:
         raise CheckpointError(
             f"{folder}: config.json or the weights have changed since the folder was quantized, or the copy is not "
             f"complete. Copy it anew, or quantize {record.base} again."
@@ -97,11 +97,13 @@ def _check_unchanged(folder: Path, record: Record) -> None:
         )
 
 
-def _hash_of(base: Path) -> str | None:
-    """Hash of the base model's content; None if it does not exist any more or cannot be read."""
+def _hash_of(folder: Path) -> str | None:
+    """Hash of a folder's content, empty if it is damaged; None if it does not exist any more or cannot be read."""
     try:
-        return content_hash(base) if os.path.isfile(base / "config.json") else None
-    except OSError:
+        return content_hash(folder) if os.path.isfile(folder / "config.json") else None
+    except CorruptSafetensorsError:
+        return ""
+    except (OSError, CheckpointError):
         return None
 
 
