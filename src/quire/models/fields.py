@@ -31,7 +31,8 @@ def has_file(file: Path, error: type[QuireError] = ModelConfigError) -> bool:
 
 
 class Fields:
-    """The fields of one JSON object. A field that is null counts as absent, as Hugging Face writes them.
+    """The fields of one JSON object. A field that is null counts as absent, as Hugging Face writes them, except for
+    `filled`.
 
     Args:
         values: the object.
@@ -39,6 +40,7 @@ class Fields:
     """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._given = values
         self._values = {name: value for name, value in values.items() if value is not None}
         self.source = source
 
@@ -77,15 +79,19 @@ class Fields:
 
     def without(self, *names: str) -> Fields:
         """The fields without some."""
-        return Fields(self.picked(self.names().difference(names)), self.source)
+        return Fields({name: value for name, value in self._given.items() if name not in names}, self.source)
 
     def updated(self, values: Mapping[str, Any]) -> Fields:
         """The fields with these values added, or in place of their own."""
-        return Fields({**self._values, **values}, self.source)
+        return Fields({**self._given, **values}, self.source)
 
     def with_defaults(self, values: Mapping[str, Any]) -> Fields:
         """The fields with these values for those that are absent."""
-        return Fields({**values, **self._values}, self.source)
+        return Fields({**self._given, **values, **self._values}, self.source)
+
+    def filled(self, values: Mapping[str, Any]) -> Fields:
+        """The fields with these values for those that are left out; one that is null stays so."""
+        return Fields({**values, **self._given}, self.source)
 
     def error(self, name: str, allowed: str) -> ModelConfigError:
         """An error for a field, with its value and the allowed values."""

@@ -19,12 +19,15 @@ from quire.models.config import (
     read_num_layers,
     read_rope,
     read_routing,
+    rope_section,
 )
 from quire.models.fields import Fields
 from quire.models.layout import Layout
 from quire.ops.elementwise import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 ROUTER = (r"\.mlp\.router\.", ".mlp.gate.")
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+"""The rotary scaling where config.json does not say any."""
 
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
@@ -39,6 +42,8 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
     bias = fields.flag("attention_bias", default=True)
     routing = read_routing(fields, "num_local_experts")
     experts = ExpertsConfig(routing, fields.integer("intermediate_size"), bias=True, activation="clamped_swiglu")
+    section = rope_section(fields)
+    scaling = section if section.names() else Fields(YARN, fields.source)
     config = read_decoder_config(
         fields,
         generation,
@@ -48,7 +53,7 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         output_bias=bias,
         experts=experts,
         default_eps=1e-5,
-        rope=read_rope(fields, read_head_dim(fields, 64), 150000.0),
+        rope=read_rope(fields, read_head_dim(fields, 64), 150000.0, scaling=scaling),
     )
     return replace(
         config,

@@ -32,4 +32,5 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         windows=read_same_window(fields, read_num_layers(fields)),
         experts=ExpertsConfig(routing, fields.integer("intermediate_size"), names=NAMES),
         default_theta=THETA,
+        default_eps=1e-5,
     )

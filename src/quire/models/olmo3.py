@@ -15,6 +15,7 @@ from quire.models.config import (
     read_layer_types,
     read_num_layers,
     read_rope,
+    rope_section,
 )
 from quire.models.fields import Fields
 from quire.models.olmo2 import read_olmo_config
@@ -30,8 +31,8 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         "full_attention" if (index + 1) % 4 == 0 else "sliding_attention" for index in range(num_layers)
     ]
     window = fields.integer("sliding_window", default=4096, max=MAX_CONTEXT)
-    nested = fields.section("rope_parameters")
-    sections: dict[str, Fields | None] = {"full_attention": None, "sliding_attention": Fields({}, fields.source)}
+    nested, scaling = fields.section("rope_parameters"), rope_section(fields)
+    sections = {"full_attention": scaling, "sliding_attention": Fields(scaling.picked(["rope_theta"]), scaling.source)}
     if nested.names() & sections.keys():
         unknown = nested.names() - sections.keys()
         if unknown:

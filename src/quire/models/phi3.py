@@ -22,6 +22,7 @@ from quire.models.layout import Layout, partly_turned
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
     """Read config.json and generation_config.json; raises ModelConfigError."""
+    fields = fields.with_defaults({"original_max_position_embeddings": 4096})
     head_dim = read_head_dim(fields)
     rope, context = read_rope(fields, head_dim, partial=1.0)
     if rope.kind not in ("default", "longrope"):

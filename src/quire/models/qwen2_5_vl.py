@@ -12,6 +12,9 @@ from quire.models.fields import Fields
 from quire.models.qwen3_vl import of_text
 from quire.models.text_tower import read_text_tower
 
+DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}
+"""Of the text model, unlike Qwen2's; configurations that transformers wrote may leave out what has these values."""
+
 
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
     """Read config.json and generation_config.json; raises ModelConfigError."""
@@ -22,4 +25,4 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
 
 
 def _read_text(fields: Fields, generation: Fields) -> DecoderConfig:
-    return qwen2.read_config(of_text(fields), generation)
+    return qwen2.read_config(of_text(fields.with_defaults(DEFAULTS)), generation)

@@ -11,6 +11,8 @@ from quire.models.config import DecoderConfig
 from quire.models.fields import Fields
 from quire.models.text_tower import read_text_tower
 
+THETA = 500000.0
+"""Where the text model's configuration does not say rope_theta."""
 SECTIONS = {"mrope_section", "mrope_interleaved"}
 
 
@@ -20,7 +22,7 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
 
 
 def _read_text(fields: Fields, generation: Fields) -> DecoderConfig:
-    return qwen3.read_config(of_text(fields), generation)
+    return qwen3.read_config(of_text(fields.with_defaults({"rope_theta": THETA})), generation)
 
 
 def of_text(fields: Fields) -> Fields:
