@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,36 @@ def test_an_answer_that_cannot_be_had_leaves_no_line(tmp_path):
 
     counts, found = batch(lines, tmp_path, later)
     assert (counts.completed, counts.failed, len(found)) == (9, 0, 9) and len(asked) == 9 - len(done)
+
+
+def test_a_request_that_takes_too_long_is_tried_again_and_does_not_stop_the_batch(tmp_path, monkeypatch):
+    """For a proxy (504) or for the server's --request-timeout."""
+    monkeypatch.setattr("quire.cli.batch.random.uniform", lambda *_: 0.0)
+    tries: Counter[str] = Counter()
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            prompt = json.loads(self.rfile.read(int(self.headers["content-length"])))["prompt"]
+            tries[prompt] += 1
+            status = 200 if prompt == "late once" and tries[prompt] == 2 else 503 if prompt == "slow" else 504
+            body = json.dumps({"error": {"code": "request_timeout"}} if status == 503 else {}).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    source = write(tmp_path / "in", [request(name, name) for name in ("late", "late once", "slow")])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever).start()
+        url = f"http://127.0.0.1:{proxy.server_address[1]}"
+        assert main(["batch", str(source), str(tmp_path / "out"), "--url", url]) == 1
+        proxy.shutdown()
+    found = {name: line["response"]["status_code"] for name, line in answers_of(tmp_path / "out").items()}
+    assert found == {"late": 504, "late once": 200, "slow": 503}
+    assert tries == {"late": 3, "late once": 2, "slow": 3}
 
 
 def test_a_full_disk_ends_a_batch_in_words_and_it_goes_on_later(tmp_path, monkeypatch):

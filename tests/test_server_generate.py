@@ -580,9 +580,10 @@ async def test_a_client_that_leaves_is_noticed_at_once(stream, lines):
     assert (line["reason"], line["request_id"]) == ("disconnect", "me")
 
 
-async def test_a_client_that_leaves_while_its_prompt_is_tokenized_is_noticed_too(lines):
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_a_client_that_leaves_while_its_prompt_is_tokenized_is_noticed_too(path, lines):
     async with serving(pool=FakeTokenizerPool(seconds=60)) as served:
-        connection = await raw_post(served.port, "/v1/completions", {"prompt": "abc"})
+        connection = await raw_post(served.port, path, {"prompt": "abc"})
         await until(lambda: served.waiting()[0] == 1)
         connection.close()
         await until(lambda: served.waiting() == (0, 0))

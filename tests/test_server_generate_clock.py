@@ -54,8 +54,9 @@ async def test_a_request_that_takes_too_long_is_ended(lines):
 async def test_the_time_limit_holds_while_tokenizing():
     async with serving(pool=FakeTokenizerPool(seconds=60), request_timeout=0.1) as served:
         assert (await served.complete(stream=True)).status_code == 503
+        assert (await served.post("/tokenize", {"prompt": "abc"})).status_code == 503
         assert served.waiting() == (0, 0)
-        assert served.metric("quire:requests_rejected_total", reason="timeout") == 1
+        assert served.metric("quire:requests_rejected_total", reason="timeout") == 2
 
 
 async def test_the_time_limit_holds_for_the_body_too():

@@ -75,6 +75,8 @@ def test_a_stream_has_the_events_of_the_reference_and_the_same_text(client):
     assert kinds[-5:] == [f"response.{kind}" for kind in closing]
     assert [event.sequence_number for event in events] == [*range(len(events))]
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    [begun] = [event.item for event in events if event.type == "response.output_item.added"]
+    assert begun.content == []  # clients append the part and the deltas that follow
     last = events[-1].response
     assert [event.item for event in events if event.type == "response.output_item.done"] == last.output
     assert last.output_text == whole.output_text and last.usage.output_tokens == whole.usage.output_tokens
@@ -409,6 +411,9 @@ def test_reasoning_and_calls_stream_as_the_items_of_the_whole_response(step):
         if event.type == "response.function_call_arguments.delta":
             arguments[event.item_id] = arguments.get(event.item_id, "") + event.delta
     assert [*arguments.values()] == [item.arguments for item in whole.output[2:]]
+    for event in told:  # clients append what follows
+        if event.type == "response.output_item.added":
+            assert not getattr(event.item, "arguments", "") and not getattr(event.item, "content", None)
     *_, (_, said) = messages_of(msgspec.json.decode(store.find("resp_1", "").items, type=list[Item]))
     assert said["reasoning_content"] == "so then" and len(said["tool_calls"]) == 2
 

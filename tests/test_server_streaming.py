@@ -11,7 +11,7 @@ import pytest
 from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server import streaming
 from quire.server.errors import ApiError
-from quire.server.streaming import AnswerWriter, CutOffError, merged, supervised, unless
+from quire.server.streaming import AnswerWriter, CutOffError, all_of, merged, supervised, unless
 
 
 class Connection:
@@ -203,6 +203,20 @@ async def test_no_task_is_left_whoever_ends_the_answer():
 
 
 # -- several prompts -----------------------------------------------------------------------------------------
+
+
+async def test_of_works_done_together_the_first_failure_ends_the_others():
+    async def work(number, fails=False):
+        if fails:
+            raise KeyError(number)
+        await asyncio.sleep(0 if number < 10 else 60)
+        return number
+
+    assert await all_of([work(number) for number in range(10)]) == [*range(10)]
+    before = asyncio.all_tasks()
+    with pytest.raises(KeyError, match="1"):
+        await all_of([work(10), work(1, fails=True), work(11)])
+    assert asyncio.all_tasks() == before
 
 
 def stream_of(name, tokens, closed, fail=False, seconds=0.0):

@@ -42,6 +42,8 @@ CONCURRENCY = 128
 BUSY = (429, 502, 503)
 """Statuses of a server that may answer later."""
 ATTEMPTS = 12
+LATE_ATTEMPTS = 3
+"""Attempts at a request that takes too long. It may always do so, and must not keep the batch from its end."""
 LONGEST_WAIT = 30.0
 MAX_ANSWER_BYTES = 256 << 20
 READY_SECONDS = 1800.0
@@ -207,6 +209,7 @@ class _Asker:
         from quire.bench.serve.http_client import HttpError
 
         request = self._client.request("POST", self._path + url, body)
+        late = 0
         for attempt in range(ATTEMPTS):
             found, trouble, wait = _Body(), "", min(LONGEST_WAIT, 0.25 * 2**attempt)
             try:
@@ -219,13 +222,19 @@ class _Asker:
             else:
                 if found.status in (401, 403):
                     raise BatchError(f"the server refuses the API key ({found.status}); give its key with --api-key")
-                if found.status not in BUSY:
+                late += (is_late := _is_late(found))
+                if late == LATE_ATTEMPTS or not (is_late or found.status in BUSY):
                     return Answer(found.status, found.headers.get("x-request-id", ""), _json(bytes(found.data)))
                 trouble = f"the server answers {found.status}"
                 with contextlib.suppress(ValueError):
                     wait = min(LONGEST_WAIT, max(wait, float(found.headers.get("retry-after", ""))))
             await asyncio.sleep(wait * random.uniform(0.75, 1.25))
         raise BatchError(f"{trouble}, after {ATTEMPTS} attempts")
+
+
+def _is_late(answer: _Body) -> bool:
+    """Whether a request took longer than a proxy allows (504), or the server (--request-timeout)."""
+    return answer.status == 504 or (answer.status == 503 and b'"request_timeout"' in answer.data)
 
 
 def _json(body: bytes) -> bytes:

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -369,15 +370,6 @@ class Generation:
             return
         await writer.end([*chunks, *responder.closing(ordered)])
 
-    async def _count(self, call: ChatCall) -> int:
-        """Tokens of a chat's prompt, which is not run."""
-        ticket = self._shared.admission.enter(1, call.price(), tenant_of(self._scope).owner)
-        try:
-            [(_, tokens, _)] = await self._tokenize(call)
-        finally:
-            ticket.leave()
-        return len(tokens)
-
     def _stream(self, prompt: Prepared, names: bytes, replica: int | None) -> AsyncGenerator[RequestOutput, None]:
         return self._context.client.generate(
             prompt,
@@ -423,6 +415,27 @@ class Generation:
             self._account.close()
             self._account.add_to(self._summary)
         self._summary.end(self._reason, self._error)
+
+
+class Document(Generation):
+    """A call that runs no request: `_document` makes its response, while the call has a place in the queue."""
+
+    async def _answer(self, call: Any, writer: AnswerWriter) -> None:
+        ticket = self._shared.admission.enter(1, call.price(), tenant_of(self._scope).owner)
+        try:
+            document = await unless(self._context.stopping, self._document(call))
+        finally:
+            ticket.leave()
+        await writer.whole(msgspec.json.encode(document), ignored_header(call.ignored))
+
+    async def _document(self, call: Any) -> dict[str, Any]:
+        """The response; it may be cancelled at any point."""
+        raise NotImplementedError
+
+    async def _count(self, call: ChatCall) -> int:
+        """Tokens of a chat's prompt."""
+        [(_, tokens, _)] = await self._tokenize(call)
+        return len(tokens)
 
 
 _CAUSES = {"request_timeout": "timeout", "shutting_down": "shutdown"}

@@ -13,7 +13,7 @@ from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.errors import UnknownTemplateVariableError
 from quire.server.blocks import Block, Blocks, News
 from quire.server.errors import ANTHROPIC
-from quire.server.generation import Generation
+from quire.server.generation import Document, Generation
 from quire.server.protocol import ChatCall
 from quire.server.responses import Responder
 from quire.server.streaming import AnswerWriter, NamedEventWriter
@@ -45,11 +45,11 @@ class Messages(Generation):
         return MessagesResponder(call, self._id, self._context.model_names[0])
 
 
-class CountTokens(Messages):
-    """One call of POST /v1/messages/count_tokens: the prompt is tokenized, and nothing runs."""
+class CountTokens(Document, Messages):
+    """One call of POST /v1/messages/count_tokens."""
 
-    async def _answer(self, call: Any, writer: AnswerWriter) -> None:
-        await writer.whole(_encode({"input_tokens": await self._count(call)}), {})
+    async def _document(self, call: Any) -> dict[str, Any]:
+        return {"input_tokens": await self._count(call)}
 
 
 class MessagesResponder(Responder):

@@ -20,7 +20,7 @@ from quire.server.auth import tenant_of
 from quire.server.blocks import Block, Blocks, News
 from quire.server.context import stop_error
 from quire.server.errors import ApiError, api_error
-from quire.server.generation import Generation, Parse, Shared, logger
+from quire.server.generation import Document, Generation, Parse, Shared, logger
 from quire.server.openai_responses_protocol import Item, ResponseCall
 from quire.server.response_store import ResponseStore, Stored
 from quire.server.responses import Responder
@@ -132,12 +132,11 @@ class Responses(Generation):
         return ResponsesResponder(self._made, self._store, self._stored)
 
 
-class InputTokens(Generation):
-    """One call of POST /v1/responses/input_tokens: the prompt is tokenized, and nothing runs."""
+class InputTokens(Document):
+    """One call of POST /v1/responses/input_tokens."""
 
-    async def _answer(self, call: Any, writer: AnswerWriter) -> None:
-        counted = {"object": "response.input_tokens", "input_tokens": await self._count(call)}
-        await writer.whole(_encode(counted), {})
+    async def _document(self, call: Any) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": await self._count(call)}
 
 
 async def _nowhere(message: Message) -> None:
@@ -208,19 +207,20 @@ class ResponseObject:
         last = block is self.blocks.blocks[-1]
         return "completed" if status == "completed" or not last else "incomplete"
 
-    def item(self, block: Block, status: str) -> dict[str, Any]:
-        """A block as an item of the output."""
+    def item(self, block: Block, status: str, *, begins: bool = False) -> dict[str, Any]:
+        """A block as an item of the output; one that begins has no text yet, since clients append what follows."""
+        text = "" if begins else block.text
         match block.kind:
             case "text":
-                content = [_part(block, block.text)] if block.text else []
+                content = [_part(block, text)] if text else []
                 head = {"id": self.id_of(block), "type": "message", "role": "assistant", "status": status}
                 return {**head, "content": content}
             case "reasoning":
-                content = [_part(block, block.text)] if block.text else []
+                content = [_part(block, text)] if text else []
                 head = {"id": self.id_of(block), "type": "reasoning", "status": status}
                 return {**head, "summary": [], "content": content}
             case "tool":
-                call = {"call_id": block.id, "name": block.name, "arguments": block.text}
+                call = {"call_id": block.id, "name": block.name, "arguments": text}
                 return {"id": self.id_of(block), "type": "function_call", "status": status, **call}
 
     def id_of(self, block: Block) -> str:
@@ -293,7 +293,7 @@ class ResponsesResponder(Responder):
         if news.what == "more":
             return [event(f"{name}.delta", **(at if block.kind == "tool" else inner), delta=news.text, **logprobs)]
         if news.what == "begin":
-            item = made.item(block, "in_progress")
+            item = made.item(block, "in_progress", begins=True)
             told = [event("response.output_item.added", output_index=block.index, item=item)]
             if block.kind != "tool":
                 told.append(event("response.content_part.added", **inner, part=_part(block, "")))

@@ -29,6 +29,7 @@ from quire.server.errors import ApiError, invalid
 from quire.server.generation import Generation
 from quire.server.pooling_protocol import EmbeddingCall, ScoreCall
 from quire.server.responses import Responder
+from quire.server.streaming import all_of
 
 _encode = msgspec.json.Encoder().encode
 
@@ -89,7 +90,7 @@ class Pooling(Generation):
             texts = _texts(call, self._config)
             encoded = await self._shared.pool.encode(texts, max_tokens=max_tokens)
             return [(text, token_ids, None) for text, token_ids in zip(texts, encoded, strict=True)]
-        return await asyncio.gather(*[self._judged(call.instruction, *pair, max_tokens) for pair in call.pairs])
+        return await all_of([self._judged(call.instruction, *pair, max_tokens) for pair in call.pairs])
 
     async def _judged(
         self, instruction: str, query: str, document: str, max_tokens: int | None

@@ -16,11 +16,11 @@ from quire.server.messages import CountTokens, Messages
 from quire.server.messages_protocol import parse_count, parse_messages
 from quire.server.pooling import Pooling
 from quire.server.pooling_protocol import parse_embedding, parse_rerank, parse_score
-from quire.server.protocol import parse_chat, parse_completion
+from quire.server.protocol import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from quire.server.replies import json_reply
 from quire.server.request_log import REQUEST_ID
 from quire.server.routes_responses import add_routes as add_responses
-from quire.server.tokenizing import detokenize, tokenize
+from quire.server.tokenizing import Detokenize, Tokenize
 from quire.server.transport import Bodies
 
 
@@ -66,11 +66,11 @@ def router_for(context: AppContext) -> APIRouter:
 
     @router.post("/tokenize", summary="The tokens of a text or a chat")
     async def tokens_of(request: Request) -> Response:
-        return await tokenize(shared, request)
+        return GeneratedAnswer(shared, parse_tokenize, Tokenize)
 
     @router.post("/detokenize", summary="The text of tokens")
     async def text_of(request: Request) -> Response:
-        return await detokenize(shared, request)
+        return GeneratedAnswer(shared, parse_detokenize, Detokenize)
 
     @router.post("/abort/{request_id:path}", summary="End a response that is being made")
     async def abort(request_id: Annotated[str, Path(description="The response's id.")], request: Request) -> Response:

@@ -219,6 +219,15 @@ async def unless(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
         await _ended(working, leaving)
 
 
+async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all `works`, in order. If one fails, the others are cancelled, and its exception is raised."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _ended(*tasks)
+
+
 def _cause(gone: asyncio.Task[None], deadline: float | None) -> Cause | None:
     """Why the response must be cut off now, if it must."""
     if gone.done():
