@@ -489,6 +489,13 @@ def test_an_error_of_the_engine_exits_with_1(monkeypatch: pytest.MonkeyPatch) ->
 # -- short help, completion, the environment ------------------------------------------------------------------
 
 
+def test_help_of_a_command_has_two_spellings(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["bench", "kv"], ["run"]):
+        assert main([*arguments, "--help"]) == 0 and (shown := capsys.readouterr().out)
+        assert main(["help", *arguments]) == 0 and capsys.readouterr().out == shown
+    assert main(["help", "nothing"]) == 2
+
+
 def test_help_shows_a_few_options_and_help_all_every_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--help"]) == 0
     short = capsys.readouterr().out

@@ -109,6 +109,7 @@ def test_errors_are_anthropics(server, client):
     with pytest.raises(anthropic.NotFoundError) as unknown:
         client.messages.create(**ASKED | {"model": "other"})
     assert unknown.value.type == "not_found_error"
+    assert unknown.value.request_id == unknown.value.response.headers["x-request-id"]
     with pytest.raises(anthropic.BadRequestError) as image:
         client.messages.create(**ASKED | {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]})
     assert image.value.type == "invalid_request_error" and "messages[0].content[0]" in image.value.api_message
@@ -193,6 +194,18 @@ def test_tools_and_choices_are_those_of_a_chat():
     assert found["parallel_tool_calls"] is False
     for given_choice, ours in (("any", "required"), ("auto", "auto"), ("none", "none")):
         assert chat(tools=[tool], tool_choice={"type": given_choice})["tool_choice"] == ours
+
+
+def test_null_is_not_given_within_turns_and_tools_too():
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    nulls = dict.fromkeys(("description", "strict", "type"))
+    choice = {"type": "auto", "name": None, "disable_parallel_tool_use": None}
+    found = chat(tools=[tool | nulls], tool_choice=choice)
+    assert found["tools"] == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    assert found["tool_choice"] == "auto" and "parallel_tool_calls" not in found
+    result = {"type": "tool_result", "tool_use_id": "a", "content": None, "is_error": None}
+    [said] = chat(messages=[{"role": "user", "content": [result]}])["messages"]
+    assert said == {"role": "tool", "tool_call_id": "a", "content": ""}
 
 
 def test_other_fields_mean_what_they_mean_in_a_chat():

@@ -220,6 +220,21 @@ def items(*fields: dict[str, Any]) -> list[dict[str, Any]]:
     return [message for _, message in messages_of(msgspec.convert([*fields], list[Item]))]
 
 
+def test_null_is_not_given_within_items_too():
+    """Clients send back items as their libraries dump them."""
+    given = [
+        {"role": "user", "content": "x"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "y"},
+        {"role": "assistant", "content": "z"},
+    ]
+    nulls = dict.fromkeys(("type", "role", "content", "call_id", "name", "arguments", "output", "summary", "id"))
+    assert items(*[nulls | item for item in given]) == items(*given)
+    form = {"type": "text", "name": None, "schema": None, "strict": None}
+    call = parse(input=[nulls | item for item in given], text={"format": form}, tools=None)
+    assert len(call.messages) == 4 and "null" not in msgspec.json.encode(call.items).decode()
+
+
 def test_items_become_the_messages_of_a_chat():
     found = items(
         {"role": "developer", "content": "be brief"},

@@ -61,6 +61,7 @@ _HOP = frozenset(
         b"transfer-encoding",
         b"content-length",
         b"x-request-id",
+        b"request-id",
         b"date",
         b"server",
         PROMPT_TOKENS.encode(),

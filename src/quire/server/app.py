@@ -29,7 +29,7 @@ from quire.server import request_log, routes_info
 from quire.server.auth import AuthMiddleware, Tenants
 from quire.server.context import AppContext, stop_error
 from quire.server.dialects import instead_of
-from quire.server.errors import ApiError, api_error
+from quire.server.errors import ANTHROPIC, ApiError, api_error
 from quire.server.host_policy import HostPolicy
 from quire.server.http_options import HttpOptions
 from quire.server.metrics import ROUTES, HttpMetrics
@@ -42,7 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXPOSED_HEADERS = ("x-request-id", "x-quire-ignored", "x-quire-clamped", "x-quire-loosened", "retry-after")
+EXPOSED_HEADERS = (
+    "x-request-id", "request-id", "x-quire-ignored", "x-quire-clamped", "x-quire-loosened", "retry-after",
+)  # fmt: skip
 """Response headers that pages of other origins may read."""
 
 UNVERSIONED = frozenset({"chat", "completions", "embeddings", "messages", "models", "responses"})
@@ -237,8 +239,10 @@ class EdgeMiddleware:
         arrived = time.monotonic()
         _add_version(scope)
         summary = request_log.begin(scope)
-        own = (b"x-request-id", summary.request_id.encode())
-        headers = [own, *_ALWAYS, *(_PAGE_HEADERS if _is_page(scope["path"]) else ())]
+        own = [(b"x-request-id", summary.request_id.encode())]
+        if scope["path"].startswith(ANTHROPIC):
+            own.append((b"request-id", summary.request_id.encode()))  # which Anthropic's clients report
+        headers = [*own, *_ALWAYS, *(_PAGE_HEADERS if _is_page(scope["path"]) else ())]
         status = GONE
 
         async def send_on(message: Message) -> None:

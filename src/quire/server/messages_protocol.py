@@ -54,8 +54,8 @@ class ToolResult(msgspec.Struct, tag="tool_result", tag_field="type"):
     """What came of a call."""
 
     tool_use_id: str
-    content: str | list[Text] = ""
-    is_error: bool = False
+    content: str | list[Text] | None = None
+    is_error: bool | None = None
 
 
 Block = Text | Thinking | ToolUse | ToolResult
@@ -73,8 +73,8 @@ class Tool(msgspec.Struct):
 
     name: str
     input_schema: Raw
-    description: str | UnsetType = UNSET
-    strict: bool | UnsetType = UNSET
+    description: str | None = None
+    strict: bool | None = None
     type: Literal["custom"] | None = None
 
 
@@ -82,8 +82,8 @@ class ToolChoice(msgspec.Struct):
     """Which tools may, or must, be called."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str = ""
-    disable_parallel_tool_use: bool = False
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingConfig(msgspec.Struct):
@@ -230,7 +230,7 @@ def _turn(where: str, message: Message) -> list[dict[str, Any]]:
         turn["tool_calls"] = calls
     for block in message.content:
         if isinstance(block, ToolResult):
-            content = block.content if isinstance(block.content, str) else _texts(block.content)
+            content = _texts(block.content) if isinstance(block.content, list) else block.content
             made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content or ""})
     if texts or not made:
         made.append(turn if texts else turn | {"content": "" if calls or reasoning else []})
@@ -252,14 +252,14 @@ def _call(block: ToolUse) -> dict[str, Any]:
 def _tool(tool: Tool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     for name, value in (("description", tool.description), ("strict", tool.strict)):
-        if value is not UNSET:
+        if value is not None:
             function[name] = value
     return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: ToolChoice) -> Any:
     if choice.type == "tool":
-        return {"type": "function", "function": {"name": choice.name}}
+        return {"type": "function", "function": {"name": choice.name or ""}}
     return "required" if choice.type == "any" else choice.type
 
 

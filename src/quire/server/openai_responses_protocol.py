@@ -30,15 +30,20 @@ class Part(msgspec.Struct):
 class Item(msgspec.Struct, omit_defaults=True):
     """A message, a call, the result of one, or reasoning: which fields mean something depends on the type."""
 
-    type: str = "message"
-    role: str = ""
+    type: str | None = None
+    role: str | None = None
     content: str | list[Part] | None = None
-    call_id: str = ""
-    name: str = ""
-    arguments: str = ""
-    output: str | list[Part] = ""
-    summary: list[Part] = []
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | None = None
     id: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The type; messages need not have one."""
+        return self.type or "message"
 
 
 class FunctionTool(msgspec.Struct, omit_defaults=True):
@@ -62,7 +67,7 @@ class Format(msgspec.Struct, frozen=True):
     """What the text must look like."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | UnsetType = UNSET
+    name: str | UnsetType | None = UNSET
     schema: Raw | UnsetType = UNSET
     strict: bool | UnsetType | None = UNSET
     description: str | UnsetType | None = UNSET
@@ -257,11 +262,11 @@ def messages_of(items: Iterable[Item], first: int = 0) -> list[tuple[int, dict[s
     turn: _Turn | None = None
     for index, item in enumerate(items, first):
         where = f"input[{index}]"
-        if item.type == "function_call_output":
+        if item.kind == "function_call_output":
             turn = None
             result = {"role": "tool", "tool_call_id": item.call_id, "content": _text(where, item.output)}
             found.append((index, result))
-        elif item.type == "message" and item.role != "assistant":
+        elif item.kind == "message" and item.role != "assistant":
             turn = None
             found.append((index, {"role": item.role, "content": _content(where, item.content)}))
         else:
@@ -282,16 +287,16 @@ class _Turn:
 
     def add(self, where: str, item: Item) -> None:
         """Append an item. Raises `ApiError` if its type is not supported."""
-        if item.type == "message":
-            self._texts.append(_text(where, item.content or ""))
-        elif item.type == "reasoning":
+        if item.kind == "message":
+            self._texts.append(_text(where, item.content))
+        elif item.kind == "reasoning":
             self._reasoning.append(_text(where, item.content or item.summary))
-        elif item.type == "function_call":
+        elif item.kind == "function_call":
             function = {"name": item.name, "arguments": item.arguments}
             self._calls.append({"id": item.call_id, "type": "function", "function": function})
         else:
             message = (
-                f"{where} is of type {item.type[:64]!r}; supported are message, function_call, function_call_output "
+                f"{where} is of type {item.kind[:64]!r}; supported are message, function_call, function_call_output "
                 "and reasoning"
             )
             raise invalid(message, "input", "unsupported_content")
@@ -314,8 +319,8 @@ def _content(where: str, content: str | Sequence[Part] | None) -> str | list[dic
     return [{"type": "text", "text": part.text} for part in _checked(where, content)]
 
 
-def _text(where: str, content: str | Sequence[Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in _checked(where, content))
+def _text(where: str, content: str | Sequence[Part] | None) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in _checked(where, content or ()))
 
 
 def _checked(where: str, parts: Sequence[Part]) -> Sequence[Part]:
