@@ -240,6 +240,17 @@ def test_vllms_names_are_flags_and_yaml_keys_and_what_is_given_still_wins_in_ord
         given("--prefix-cache", "hash", "--no-enable-prefix-caching")
 
 
+def test_vllms_tokenizer_may_repeat_the_model_which_is_its_default(tmp_path: Path) -> None:
+    assert given("--tokenizer", "demo").engine == {"model": "demo"}
+    assert given("--model", "demo", "--tokenizer", "demo", model=None).engine == {"model": "demo"}
+    file = tmp_path / "c.yaml"
+    file.write_text("model: demo\ntokenizer: demo\nrevision: main\ntokenizer-revision: main\n")
+    assert given("--config", str(file), model=None).engine == {"model": "demo", "revision": "main"}
+    for other in (["--tokenizer", "other"], ["--tokenizer-revision", "main"]):
+        with pytest.raises(ConfigError, match="the checkpoint's is used"):
+            given(*other)
+
+
 def test_vllms_short_flags_are_taken() -> None:
     ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 1}
     assert given("-tp", "2", "-pp=1", "-dp", "1").engine == {"model": "demo"} | ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -92,3 +93,17 @@ def test_what_is_not_allowed_is_refused_before_the_model_is_loaded(
 def test_a_pool_that_could_not_hold_a_request_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "--num-kv-blocks", "3"]) == 2
     assert "block" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_ends_it_as_any_command() -> None:
+    from quire.cli.terminal import console
+
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe, pytest.raises(BrokenPipeError):
+        to = console()
+        to.file = pipe
+        try:
+            to.print("x" * 100_000)
+        finally:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), writing)  # for the file's own flush

@@ -383,7 +383,7 @@ def given_options(
         raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
     given = {name: value for name, value in vars(args).items() if name in known or name in VLLM_OPTIONS}
     from_environment = read_environment(known) if server else {}
-    flags = ({} if model is None else {"model": model}) | translated(given, known)
+    flags = translated(({} if model is None else {"model": model}) | given, known)
     options = from_environment | from_file | flags
     origins = dict.fromkeys(PRESETS[preset] if preset else {}, "preset")
     origins |= (

@@ -14,9 +14,16 @@ from rich.table import Table
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
+class _Console(Console):
+    """A closed pipe ends the command with the exit code that it always has (`main`), not with rich's."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the error that is being handled
+
+
 def console(stderr: bool = False) -> Console:
     """Standard output or error, without rich's markup, highlighting and emoji."""
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    return _Console(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
 def visible(text: str) -> str:
