@@ -127,6 +127,10 @@ BAD_FILES: dict[str, tuple[dict[str, Any], str]] = {
     "data cut off": ({"header": {"a": ENTRY}, "data": bytes(7)}, "outside the 7 bytes"),
     "shape larger than data": ({"header": {"a": {**ENTRY, "shape": [3]}}, "data": bytes(8)}, "12 bytes"),
     "shape overflows": ({"header": {"a": {**ENTRY, "shape": [2**62, 4]}}, "data": bytes(8)}, "span 8"),
+    "empty, with no end of rows": (
+        {"header": {"a": {"dtype": "F32", "shape": [2**62, 0, 0], "data_offsets": [0, 0]}}},
+        "larger than the file",
+    ),
     "tensors overlap": (
         {"header": {"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}}, "data": bytes(12)},
         "'b' at byte",

@@ -539,6 +539,19 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "inner field": ("mistral3", {"text_config": {"model_type": "mistral"}}, "text_config: field 'num_hidden_layers'"),
     "beta": ("ministral3", {"rope_parameters": YARN}, "'llama_4_scaling_beta' must be a finite number"),
     "beta of text": ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": "0"}}, "'llama_4_scaling_beta'"),
+    "steps of queries": (
+        "ministral3",
+        {
+            "max_position_embeddings": 2**24,
+            "rope_parameters": GROWING["rope_parameters"] | {"original_max_position_embeddings": 1},
+        },
+        "'original_max_position_embeddings' must be a whole number from 257 to",
+    ),
+    "experts of all layers": (
+        "mixtral",
+        {"num_hidden_layers": 128, "num_local_experts": 2048},
+        "128 layers of 2048 experts; at most 131072",
+    ),
     "route_norm": ("hy_v3", {"route_norm": False}, "'route_norm' is False"),
     "layer kinds": ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "'mlp_layer_types' must be 3 of 'dense' or"),
     "turning part": ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.06}}, "an even part of head_dim (16)"),

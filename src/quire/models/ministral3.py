@@ -21,6 +21,8 @@ from quire.models.config import (
 )
 from quire.models.fields import Fields
 
+MAX_STEPS = 1 << 16
+"""Most lengths of the original context in the longest one: there is a table of so many factors."""
 ROPE_FIELDS = ("llama_4_scaling_beta", "max_position_embeddings")
 
 
@@ -49,7 +51,9 @@ def with_query_scaling(config: DecoderConfig, fields: Fields) -> DecoderConfig:
         return config
     scaling = QueryScaling(
         beta,
-        section.integer("original_max_position_embeddings", max=MAX_CONTEXT),
+        section.integer(
+            "original_max_position_embeddings", min=config.max_position_embeddings // MAX_STEPS + 1, max=MAX_CONTEXT
+        ),
         config.max_position_embeddings,
     )
     return replace(config, layer=replace(config.layer, query_scaling=scaling))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ConfigError, UnknownArchitectureError
+from quire.errors import ConfigError, ModelConfigError, UnknownArchitectureError
 from quire.layers.decoder import LayerConfig
 from quire.layers.experts import ExpertsConfig
 from quire.models.checkpoint import Checkpoint, choose_dtype
@@ -80,6 +80,8 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "quire.models.smollm3",
 }
 """By name in config.json, the module whose `read_config` reads it, imported when needed."""
+MAX_EXPERTS_OF_ALL = 1 << 17
+"""Maximum of layers times experts: several times that of any model."""
 
 
 def load_model(
@@ -275,6 +277,12 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
     """
     module: Any = importlib.import_module(ARCHITECTURES[_architecture(fields)])
     config: DecoderConfig = module.read_config(fields, generation)
+    experts = config.routing.num_experts if config.routing else 0
+    if config.num_layers * experts > MAX_EXPERTS_OF_ALL:  # each has a name and tensors, even before any is looked for
+        raise ModelConfigError(
+            f"{fields.source}: {config.num_layers} layers of {experts} experts; at most {MAX_EXPERTS_OF_ALL} experts "
+            "of all layers together are supported"
+        )
     return config
 
 

@@ -113,6 +113,8 @@ def _read_entry(file: Path, name: str, value: Any, data_start: int, size: int) -
             f"tensor {name!r} is {dtype} of shape {shape}, {math.prod(shape) * ITEM_BYTES[dtype]} bytes, "
             f"but its offsets {offsets} span {end - begin}",
         )
+    if max(shape, default=0) > size:  # readers may do something for each row
+        raise _corrupt(file, f"tensor {name!r} is empty, but its shape {shape} is larger than the file of {size} bytes")
     return TensorEntry(name, dtype, tuple(shape), file, data_start + begin, end - begin)
 
 
