@@ -427,6 +427,12 @@ def test_a_draft_model_with_another_vocabulary_is_refused_before_its_weights_are
         load_draft_model(folder, target)
 
 
+def test_a_model_that_is_for_embeddings_is_refused_as_a_draft_model(target: Model, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "gemma3_text", use_bidirectional_attention=True)
+    with pytest.raises(ConfigError, match="its tokens see those that follow them"):
+        load_draft_model(folder, target)
+
+
 def test_a_draft_model_whose_tokenizer_spells_an_id_differently_is_refused(
     target: Model, target_folder: Path, tmp_path: Path
 ) -> None:

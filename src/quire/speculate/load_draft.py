@@ -66,6 +66,10 @@ def load_draft_model(folder: Path | str, target: Model, target_folder: Path | No
         draft = read_config(*_fields(Path(folder)))
         if draft.recurrent_layers:
             raise ConfigError("it has recurrent layers, whose states have no place in the target's blocks yet")
+        if not draft.layer.causal:
+            raise ConfigError(
+                "its tokens see those that follow them, so it is for embeddings and cannot continue a text"
+            )
         compared = target_folder is not None and _check_tokenizers(Path(folder), target_folder)
         if draft.vocab_size != target.vocab_size and not compared:
             raise ConfigError(
