@@ -304,6 +304,17 @@ def test_longrope_takes_the_factors_of_the_longest_context_that_was_asked_for(tm
     assert engine.model.precision == short.precision
 
 
+def test_longrope_takes_the_same_factors_in_all_layers(tmp_path: Path) -> None:
+    """Also where layers have rotary embeddings of their own."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + 0.9 * i for i in range(8)]}
+    rope = {"type": "longrope", **factors, "original_max_position_embeddings": 64}
+    options = {"no_rope_layers": [1, 0, 1], "edit": {"rope_parameters": ..., "rope_scaling": rope}}
+    folder = save_checkpoint(tmp_path, "smollm3", **options)
+    expected = reference_logits(load_reference(folder), PROMPT[:60])
+    short = chunked_logits(load_model(folder, max_model_len=64), PROMPT[:60], 37)
+    torch.testing.assert_close(short, expected, rtol=0, atol=1e-4)
+
+
 # -- tensors -------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ rotated have frequency 0: their cosine is 1 and their sine 0, so rotation does n
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -62,6 +62,10 @@ class RopeConfig:
     def is_long(self) -> bool:
         """Whether the factors are those of contexts longer than the original one."""
         return self.kind == "longrope" and (self.max_position or 0) > _original_length(self)
+
+    def within(self, longest: int) -> RopeConfig:
+        """The same for contexts of at most this many tokens."""
+        return replace(self, max_position=longest) if self.kind == "longrope" else self
 
 
 class RotaryEmbedding:

@@ -196,9 +196,11 @@ class DecoderConfig:
 
     def within(self, max_model_len: int | None) -> DecoderConfig:
         """The same for contexts of at most this many tokens (rotary factors may differ); None: any length."""
-        if max_model_len is None or self.rope.kind != "longrope":
+        if max_model_len is None:
             return self
-        return replace(self, rope=replace(self.rope, max_position=min(max_model_len, self.max_position_embeddings)))
+        longest = min(max_model_len, self.max_position_embeddings)
+        ropes = None if self.ropes is None else tuple(rope.within(longest) for rope in self.ropes)
+        return replace(self, rope=self.rope.within(longest), ropes=ropes)
 
     def with_mtp(self) -> DecoderConfig:
         """The same with the multi-token prediction layer; raises ConfigError unless there is exactly one."""
