@@ -282,6 +282,23 @@ def test_what_is_loaded_beside_decodes_is_left_out_of_what_prompts_may_take():
     assert not plan.loads and {span.request: len(span.tokens) for span in plan.spans} == {1: 1, 2: 1, 3: 5}
 
 
+def test_as_many_long_prompts_as_may_run_at_once_do_not_keep_short_ones_waiting():
+    scheduler, runner = decoder(max_num_seqs=2)
+    for number in (1, 2, 3):
+        scheduler.add(make_request(number, [number, *PROMPT], 2))
+    scheduler.add(make_request(4, PROMPT[:3], 2))
+    plan = scheduler.schedule(0.0)
+    assert plan is not None and [span.request for span in plan.spans] == [4]
+    assert sum(isinstance(order, Prefill) for order in scheduler.kv.sources.orders) == 3
+    updates = scheduler.commit(plan, runner.run(plan), 0.0)
+    scheduler.kv.sources.prefill_tokens = None
+    for order in list(scheduler.kv.sources.orders):
+        scheduler.kv.sources.read_ended(order.number, 0, 0.01)
+        check(scheduler)
+    made = outputs(updates + run_all(scheduler, runner))
+    assert made == {n: expected_output([n, *PROMPT], 2) for n in (1, 2, 3)} | {4: expected_output(PROMPT[:3], 2)}
+
+
 def test_drafts_have_what_prompts_may_not_take():
     scheduler, runner = decoder(min_chunk=1, drafts=4)
     scheduler.add(make_request(1, PROMPT[:3], 30))

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from quire.core.block_hash import part_name
 from quire.core.holders import REPLICAS
 from quire.core.prefix_cache import Node
+from quire.core.prefix_leaders import BLOCK
 from quire.core.request import Request
 from quire.core.sources import LEAST_FETCH, Sources
 from quire.core.step import Move, StepPlan, StepResult
@@ -55,7 +56,7 @@ class Fetch:
         request: the request that it was begun for.
     """
 
-    order, source, engine = (-math.inf, 0, 0), HOST, ""
+    order, source, engine, kind = (-math.inf, 0, 0), HOST, "", BLOCK
 
     parent: Node | None
     scope: str

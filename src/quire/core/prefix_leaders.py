@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from quire.core.prefix_cache import longest_run
@@ -11,9 +11,12 @@ from quire.core.request import Event, Request
 BLOCK = "block"
 """Kind of the events for blocks becoming available, by hash."""
 
+READ = "read"
+"""Kind of the same events where the blocks are read from a disk or another engine, for requests that wait for that."""
+
 
 class Leader(Protocol):
-    """A provider of blocks: a request that computes them, or a fetch that loads them."""
+    """A provider of blocks: a request that computes them, or a fetch that loads them. `kind` is that of its events."""
 
     @property
     def order(self) -> tuple[float, int, int]: ...
@@ -21,6 +24,8 @@ class Leader(Protocol):
     def hashes(self) -> Sequence[bytes]: ...
     @property
     def num_published(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
 
 
 class PrefixLeaders:
@@ -43,21 +48,26 @@ class PrefixLeaders:
         """
         missing = request.hashes[first:last]
         count = longest_run(missing, len(missing), lambda each: self._computed_before(each, request))
-        return Event(BLOCK, missing[count - 1]) if count else None
+        return Event(self._computing[missing[count - 1]].kind, missing[count - 1]) if count else None
 
     def published(self, hashes: list[bytes]) -> list[Event]:
         """These blocks are available now. Returns the events."""
         for block_hash in hashes:
             self._computing.pop(block_hash, None)
-        return [Event(BLOCK, block_hash) for block_hash in hashes]
+        return _events(hashes)
 
     def abandoned(self, leader: Leader) -> list[Event]:
         """A provider will bring no further blocks. Returns the events that will not happen."""
         lost = [each for each in leader.hashes[leader.num_published :] if self._computing.get(each) is leader]
         for block_hash in lost:
             del self._computing[block_hash]
-        return [Event(BLOCK, block_hash) for block_hash in lost]
+        return _events(lost)
 
     def _computed_before(self, block_hash: bytes, request: Request) -> bool:
         leader = self._computing.get(block_hash)
         return leader is not None and leader.order < request.order
+
+
+def _events(hashes: Iterable[bytes]) -> list[Event]:
+    """Of both kinds, since a read may have taken the place of a request for which others wait already."""
+    return [Event(kind, block_hash) for block_hash in hashes for kind in (BLOCK, READ)]

@@ -6,7 +6,7 @@ import enum
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from quire.core.draft_length import DraftState
 from quire.core.pooling import PoolingParams
@@ -160,6 +160,8 @@ class Request:
         pooling: how its prompt is pooled, if it is. `pooled`: the sum so far.
         reasoning: limit on its reply's reasoning, if any.
     """
+
+    kind: ClassVar[str] = "block"  # see `prefix_leaders.BLOCK`
 
     id: int
     prompt_token_ids: InitVar[list[int]]

@@ -19,7 +19,7 @@ from quire.core.holders import Lookup
 from quire.core.kv_manager import STEP, KVManager
 from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
-from quire.core.prefix_leaders import BLOCK, Leader, PrefixLeaders
+from quire.core.prefix_leaders import BLOCK, READ, Leader, PrefixLeaders
 from quire.core.request import Event, Request, RequestUpdate, Status
 from quire.core.sources import SlotFetch
 from quire.core.spans import next_span, unverified
@@ -213,7 +213,7 @@ class Scheduler:
         self._next_number += 1
         for request in self.requests.values():
             request.restart()
-            if request.awaits is not None and request.awaits.kind == BLOCK:
+            if request.awaits is not None and request.awaits.kind in (BLOCK, READ):
                 request.awaits = None  # no request computes those blocks any more
             self._line_up(request)
         return culprit
@@ -311,7 +311,7 @@ class Scheduler:
     def _choose_waiting(self, step: PendingStep) -> None:
         """Admit waiting requests in order; none overtakes the head of the queue because it needs fewer blocks.
 
-        At most `max_num_seqs` wait for others' prefixes at once, since no more could run afterwards.
+        At most `max_num_seqs` wait for others' prefixes, since no more could run afterwards; any number, for reads.
         """
         aside: list[Request] = []
         awaiting = self._waiting.num_awaiting
@@ -413,7 +413,7 @@ class Scheduler:
                 if fetch.request is request:  # else it was begun for one of another replica
                     request.stats.fetching(fetch.source, fetch.brings * size, step.now)
                 self._leaders.claim(fetch)
-                return Event(BLOCK, fetch.hashes[-1])
+                return Event(fetch.kind, fetch.hashes[-1])
         return event
 
     def _note(self, fetch: Fetch | SlotFetch, seconds: float, moving: float = 0.0) -> None:

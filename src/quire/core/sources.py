@@ -21,7 +21,7 @@ from quire.core.cost import Costs
 from quire.core.exports import Exports
 from quire.core.holders import Holders, Lookup, Published
 from quire.core.orders import Ban, Forget, Lacks, Locate, Order, Prefill, Pull, Read, Write
-from quire.core.prefix_leaders import Leader
+from quire.core.prefix_leaders import READ, Leader
 from quire.core.request import Event, Request
 from quire.core.step import Move
 from quire.core.tier import DISK, HOST, PEER, REMOTE, Tier
@@ -56,7 +56,7 @@ class SlotFetch:
         engine: the engine that provided them, for display.
     """
 
-    order, num_published = (-math.inf, 0, 0), 0
+    order, num_published, kind = (-math.inf, 0, 0), 0, READ
 
     source: str
     hashes: list[bytes]
