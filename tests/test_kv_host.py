@@ -387,3 +387,15 @@ def test_blocks_that_a_gpu_saves_are_checked_when_their_step_has_run(
         assert run(engine, prompts()) == expected
     assert engine.stats.preemptions and hosted(engine)["loaded"] and not hosted(engine)["bad"]
     engine.close()
+
+
+def test_an_engine_is_closed_when_the_gpu_has_done_what_it_was_told(tmp_path: Path) -> None:
+    """Its memory is not unpinned before."""
+    device, model = DelayedDevice(), {"model": str(save_checkpoint(tmp_path, "qwen3")), "threads": 1}
+    with on_device(device, SpanKernels()):
+        engine = make(model | {"async_scheduling": True}, num_kv_blocks=24)
+        engine.add(Request(1, [5] * 5, params(0), max_tokens=9))
+        engine.step()
+        assert engine._in_flight and device._hidden
+        engine.close()
+    assert not device._hidden

@@ -137,6 +137,7 @@ def test_machines_change_nothing(sizes: dict[str, int], machines: list[Sequence[
     found = []
     with LLM("demo", threads=1) as llm:
         found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(texts, params)])
+    before = bells()
     with joined(token, *machines, warm=False) as (options, others):
         with LLM("demo", **sizes, **options) as llm:
             found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(texts, params)])
@@ -147,6 +148,13 @@ def test_machines_change_nothing(sizes: dict[str, int], machines: list[Sequence[
         for other in others:
             other.wait_said("has ended")
     assert found[0] == found[1]
+    assert bells() == before, "a closed engine has given back its descriptors"
+
+
+def bells() -> int:
+    """Number of this process's eventfds."""
+    files = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum("eventfd" in os.readlink(file) for file in files if file.is_symlink())
 
 
 @pytest.mark.slow

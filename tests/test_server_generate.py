@@ -45,7 +45,7 @@ LETTERS = [97 + position % 26 for position in range(50_000)]
 class Client(FakeEngineClient):
     """The fake engine, with a tokenizer of bytes."""
 
-    tokenizer = SimpleNamespace(token_text=chr)
+    tokenizer = SimpleNamespace(token_text=chr, token_bytes=lambda token: bytes([token]))
 
 
 @dataclass

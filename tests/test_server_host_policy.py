@@ -24,7 +24,7 @@ BODY = b'{"prompt": "abc", "max_tokens": 2}'
 class Client(FakeEngineClient):
     """The fake engine, with a tokenizer of bytes."""
 
-    tokenizer = SimpleNamespace(token_text=chr)
+    tokenizer = SimpleNamespace(token_text=chr, token_bytes=lambda token: bytes([token]))
 
 
 class Site:

@@ -29,6 +29,7 @@ def token_text(token: int) -> str:
 def responder(chat: bool, **fields: Any) -> Responder:
     described: dict[str, Any] = {
         "response_id": "id-1", "created": 17, "model": "demo", "system_fingerprint": "fp_1", "token_text": token_text,
+        "token_bytes": lambda token: bytes([token]),
         "kv_transfer": {"remote_engine_id": "a:1", "remote_host": "a", "remote_port": 7},
     }  # fmt: skip
     if chat:
@@ -164,6 +165,16 @@ def test_chat_logprobs_have_bytes_and_the_best_ones_only() -> None:
     assert item == {"token": "\u00e9", "logprob": -2.25, "bytes": [195, 169], "top_logprobs": [best]}
     assert found["choices"][0]["logprobs"]["refusal"] is None
     ChatCompletion.model_validate(found, strict=True)
+
+
+def test_a_token_that_is_part_of_a_character_has_its_own_bytes() -> None:
+    output = output_of(logprobs=True)
+    choice = output.outputs[0]
+    grow(choice, "\xc3\xa9")
+    choice.logprobs = [{0xC3: Logprob(-1.0, 1, "\ufffd")}, {0xA9: Logprob(-1.0, 1, "\ufffd")}]
+    end(choice)
+    items = loads(responder(True, logprobs=True).full([output]))["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(item["bytes"]) for item in items).decode() == "\u00e9"
 
 
 def test_impossible_tokens_and_tokens_without_a_text_are_valid_json() -> None:

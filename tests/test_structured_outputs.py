@@ -8,6 +8,7 @@ import re
 import runpy
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from hypothesis import strategies as st
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.core.request import Request
 from quire.core.step import StepPlan
+from quire.engine import compiling
 from quire.errors import SamplingParamsError
-from quire.grammar import library
+from quire.grammar import grammars, library
 from quire.grammar.json_schema import ANNOTATIONS, ASSERTIONS, FORMATS, LISTS, MAPS, ONE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -407,6 +409,28 @@ def test_plain_streams_get_a_token_in_every_step_beside_as_many_with_schemas_of_
         if ended[name].finish_reason == "stop":
             jsonschema.validate(json.loads(ended[name].text), PERSON)
     assert compilers and threading.current_thread().name not in compilers
+
+
+def test_a_grammar_that_was_evicted_while_its_request_waited_is_compiled_again_beside_the_steps(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, compiled, compilers = llm._engine, library.compiled, list[str]()
+    monkeypatch.setattr(library, "compiled", lambda *given: compilers.append(_thread()) or compiled(*given))
+    monkeypatch.setattr(grammars, "MAX_GRAMMARS", 2)
+    monkeypatch.setattr(compiling, "MOST_AHEAD", 4)
+    for number in range(12):
+        add(llm, 22_000 + number, StructuredOutputsParams(regex=f"q{number}[0-9]{{3}}"))
+        assert engine.grammars.num_compiling <= 4
+    wait(engine.grammars._begun.values())
+    ended: list[str | None] = []
+    while not engine.idle:
+        ended += [update.finish_reason for update in engine.step() if update.finish_reason]
+    assert len(ended) == 12 and "error" not in ended
+    assert len(compilers) > 12 and set(compilers) == {"grammars_0"}
+
+
+def _thread() -> str:
+    return threading.current_thread().name
 
 
 def test_other_ranks_are_told_of_a_grammar_no_later_than_its_request_starts(llm: LLM) -> None:

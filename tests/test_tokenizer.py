@@ -181,6 +181,15 @@ def test_the_texts_of_single_tokens_keep_their_spaces(make: Any) -> None:
     assert tokenizer.token_text(2) == ("<|im_end|>" if make is chatml else "</s>")
 
 
+@pytest.mark.parametrize("make", [chatml, llama])
+def test_the_bytes_of_tokens_make_up_a_text_whose_characters_they_share(make: Any) -> None:
+    tokenizer, text = make(), "a 🙂世é"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert any("\ufffd" in tokenizer.token_text(token) for token in ids)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() == text
+    assert tokenizer.token_bytes(2).decode() == tokenizer.token_text(2)
+
+
 def test_bad_words_are_forbidden_at_the_start_and_behind_a_space() -> None:
     tokenizer = chatml()
     sequences = tokenizer.bad_word_ids(["hello"])

@@ -300,6 +300,24 @@ def test_a_block_that_is_bad_on_the_disk_is_forgotten_there_and_computed():
     assert name not in disk.blocks and scheduler.kv.sources.num_moved(HOST, "bad") == 1
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_slot_that_a_given_up_step_may_still_fill_is_nobodys_until_a_later_step_has_run(whole: bool):
+    scheduler, runner = used_thrice(num_slots=5)
+    tier = scheduler.kv.fetches.tier
+    scheduler.kv.cache.clear()
+    scheduler.add(make_request(100, [1, 2, 3], 1))
+    assert len(scheduler.schedule(0.0).saves) == 5
+    for _ in range(2):
+        scheduler.restart(whole=whole)
+        assert tier.counts["quarantined"] == 5 and not tier.room(0)
+        check(scheduler)
+    plan = scheduler.schedule(0.0)
+    assert tier.counts["quarantined"] == 5
+    scheduler.commit(plan, runner.run(plan), 0.0)
+    assert tier.counts["free"] == 5
+    check(scheduler)
+
+
 def test_what_is_there_of_a_read_that_ends_early_is_loaded():
     scheduler, runner, disk = stored()
     gone = list(disk.blocks)[1]  # the fourth: tails are saved first

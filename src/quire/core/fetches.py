@@ -6,7 +6,7 @@ until the step that loaded the blocks has committed, and then find them in the p
 transfer: ending a request affects no fetch, and a block that cannot be loaded is simply computed.
 
 Bytes are copied in the order of the plans (`StepPlan.saves`, `StepPlan.loads`), so no block or slot is touched outside
-the steps, and a slot is free again as soon as the step that was to fill it is given up.
+the steps, and a slot whose step is given up is free again when a later one has committed.
 
 Below the host tier there may be a disk and other engines: see `core/sources.py`.
 """
@@ -195,6 +195,7 @@ class Fetches:
         """A plan has committed. Returns its fetches; each has loaded its first `num_published` blocks."""
         sources = self.sources
         if self.tier.num_slots:
+            self.tier.committed()
             sources.costs.observe(plan, result, loaded := sources.size(plan.loads))
             self._recent_loads = max(loaded, self._recent_loads * 3 // 4)  # overlapping steps load alternately
         if not self._in_flight or self._in_flight[0][0] != plan.number:
@@ -222,7 +223,7 @@ class Fetches:
         """No plan in flight will commit. Evicted blocks that no plan has saved yet are still in place."""
         for _, saves, fetches in self._in_flight:
             for move in saves:
-                self.tier.dropped(move.slot)
+                self.tier.give_up(move.slot)
             for fetch in fetches:
                 self._unpin(fetch)
         self._in_flight.clear()

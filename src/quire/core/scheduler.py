@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
 from operator import attrgetter
 
 from quire.config import EngineConfig
@@ -47,17 +48,16 @@ class Scheduler:
         self.requests: dict[int, Request] = {}
         self.running: list[Request] = []  # in order
         self.in_flight: deque[StepInFlight] = deque()
-        self.num_preemptions = 0
-        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache, at first admissions
-        self._waiting = WaitingQueue()
-        self._leaders = PrefixLeaders()
+        # What a request has to wait for before it can be admitted; asked again when its turn has come.
+        self.lacking: Callable[[Request], Event | None] = lambda request: None
+        self.num_preemptions = self.num_cached_tokens = 0  # the latter at first admissions
+        self._waiting, self._leaders = WaitingQueue(), PrefixLeaders()
         kv.sources.followers.append(self)
-        self._turns = Turns()
         self._ended: list[int] = []  # ended requests that the runner does not know of yet
         self._drop_drafting: list[int] = []  # requests that the runner should no longer follow
         self._updates: list[RequestUpdate] = []  # not taken yet
         self._next_number = 0
-        self.trials = Trials()
+        self.trials, self._turns = Trials(), Turns()
         self._chunked, self._max_model_len = config.enable_chunked_prefill, max_model_len
         limit = config.long_prefill_token_threshold or max_model_len
         self._max_chunk = min(limit, config.max_num_batched_tokens)
@@ -65,9 +65,8 @@ class Scheduler:
         self._latency = LatencyTarget(target / 1000, kv.sources.costs.pair) if target else None
         self._ended_at = 0.0  # when the last step did, on the runner's clock
         self._speculation = spec = config.speculation
-        self._lengths: DraftLengths | None = None
-        if spec is not None and spec.adaptive:
-            self._lengths = DraftLengths(spec.num_speculative_tokens, tree_mode=spec.tree_width > 1)
+        own = spec if spec is not None and spec.adaptive else None
+        self._lengths = DraftLengths(own.num_speculative_tokens, tree_mode=own.tree_width > 1) if own else None
 
     # -- interface ---------------------------------------------------------------------------------------------
 
@@ -85,6 +84,7 @@ class Scheduler:
             self._turns.reset()
         request.order = (priority, self._turns.deal(request.owner, len(self.running)), request.id)
         self.requests[request.id] = request
+        request.awaits = request.awaits or self.lacking(request)
         self._line_up(request)
 
     def arrived(self, event: Event) -> None:
@@ -167,9 +167,8 @@ class Scheduler:
         self.kv.step_committed(plan.number)
         for span, outcome, (request, preemptions) in zip(plan.spans, result.spans, flight.requests, strict=True):
             if request.status is not Status.FINISHED:
-                update = self._commit_span(
-                    request, span, outcome, preemptions == request.stats.preemptions, now, result.seconds
-                )
+                current = preemptions == request.stats.preemptions
+                update = self._commit_span(request, span, outcome, current, now, result.seconds)
                 if update is not None:
                     self._updates.append(update)
         if self._latency:
@@ -393,7 +392,10 @@ class Scheduler:
         return self._admit_match(request, match, step)
 
     def _awaited(self, request: Request, match: Match, step: PendingStep) -> Event | None:
-        """The event that a request should wait for: another one computes its next blocks, or a fetch loads them."""
+        """The event that a request should wait for: it is `lacking` something, another one computes its next blocks, or
+        a fetch loads them."""
+        if not request.known_to_runner and (lacked := self.lacking(request)) is not None:
+            return lacked
         if request.computes_all:
             return None
         size = self.kv.block_size
@@ -402,7 +404,8 @@ class Scheduler:
         last = (len(request.tokens) - 1) // size
         event = self._leaders.awaited(request, cached, last)
         if event is None and not self._is_full and request.num_fetches < MOST_FETCHES:
-            needed = self._blocks_to_start(request, match, len(request.tokens))
+            tokens = len(request.tokens)
+            needed = self.kv.blocks_to_start(request, match, tokens, self._max_chunk, len(self.running))
             most = self.kv.fetches.most_loads(step.num_decodes > 0, step.spare)
             fetch = self.kv.bring(request, cached, last, needed, self._next_number, step.now, most)
             if isinstance(fetch, Lookup):
@@ -434,7 +437,8 @@ class Scheduler:
         if not count or (count < remaining and step.partial_ahead(request) >= self.config.max_num_partial_prefills):
             return False
         num_tokens = cached + count
-        if self.kv.lacks(self._blocks_to_start(request, match, num_tokens)) and not outranked(self.running, request):
+        needed = self.kv.blocks_to_start(request, match, num_tokens, self._max_chunk, len(self.running))
+        if self.kv.lacks(needed) and not outranked(self.running, request):
             return False  # after the lock, no more would be available
         self.kv.lock(match)
         if not self._make_room(request, match, num_tokens, step):
@@ -454,7 +458,7 @@ class Scheduler:
         Preempts requests that it outranks if that suffices.
         """
         while True:
-            needed = self._blocks_to_start(request, match, num_tokens)
+            needed = self.kv.blocks_to_start(request, match, num_tokens, self._max_chunk, len(self.running))
             if not self._is_full and not self.kv.lacks(needed):
                 return True
             later = outranked(self.running, request)
@@ -463,10 +467,6 @@ class Scheduler:
             if self.kv.lacks(needed, self.kv.blocks_of_these_alone(later)):
                 return False
             self._preempt(later[0], step)
-
-    def _blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> list[int]:
-        """See `KVManager.blocks_to_start`."""
-        return self.kv.blocks_to_start(request, match, num_tokens, self._max_chunk, len(self.running))
 
     def _start(self, request: Request, now: float) -> None:
         if request.stats.admitted is None:

@@ -32,21 +32,25 @@ class Tier:
 
     def __init__(self, *num_slots: int) -> None:
         self.num_slots = sum(num_slots)
+        self._filling: set[bytes] = set()
+        self._names: dict[int, bytes] = {}  # by slot, for those that are filling or kept
+        self._given_up: set[int] = set()  # see `give_up`
         self._begins = [0, *accumulate(num_slots or (0,))]  # of each group's slots, and the end of all of them
         self.changed: Callable[[bytes], None] = lambda block_hash: None
         self.reset()
 
     def reset(self) -> None:
-        """Make every slot free."""
+        """Make every slot free, except those that a step in flight may fill: these are given up, see `give_up`."""
         own = list(pairwise(self._begins))
-        self._free = [list(range(end - 1, begin - 1, -1)) for begin, end in own]  # by group
-        self._filling: set[bytes] = set()
+        self._given_up |= {slot for slot, name in self._names.items() if name in self._filling}
+        lost = self._given_up
+        self._free = [[s for s in range(end - 1, begin - 1, -1) if s not in lost] for begin, end in own]  # by group
+        self._filling, self._names = set(), {}
         self._kept: dict[bytes, int] = {}
-        self._names: dict[int, bytes] = {}  # by slot, for those that are filling or kept
         self._pins: dict[int, int] = {}
         # By group, slots that are kept and not pinned, least recently used first.
         self._idle: list[OrderedDict[int, None]] = [OrderedDict() for _ in own]
-        self._quarantined: set[int] = set()
+        self._quarantined = set(lost)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -155,6 +159,16 @@ class Tier:
         """The block will not come, but something may still be written, until `released` is called."""
         self._filling.remove(self._names.pop(slot))
         self._quarantined.add(slot)
+
+    def give_up(self, slot: int) -> None:
+        """The step that was to fill the slot is given up. It may still write to it, until a later one has committed."""
+        self.quarantine(slot)
+        self._given_up.add(slot)
+
+    def committed(self) -> None:
+        """A step has committed, so all those before it have run: what was given up is free."""
+        while self._given_up:
+            self.released(self._given_up.pop())
 
     def released(self, slot: int) -> None:
         """A slot in quarantine is no longer read or written: it is free."""

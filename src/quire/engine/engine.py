@@ -26,10 +26,10 @@ from quire.core.request import Event, Request, RequestUpdate
 from quire.core.scheduler import Scheduler
 from quire.core.sources import Sources
 from quire.core.step import StepPlan, StepResult
-from quire.core.structured_outputs import StructuredOutputsParams
 from quire.core.tier import Tier
 from quire.devices import count_gpus, find_device
 from quire.engine import fingerprint
+from quire.engine.compiling import Compiling
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.expert_balancer import ExpertBalancer
 from quire.engine.loading import for_whole_prompts, load, open_grammars, sampling_defaults
@@ -41,7 +41,6 @@ from quire.engine.tiers import WAIT_SECONDS, KVTiers
 from quire.errors import (
     ConfigError,
     EngineClosedError,
-    RequestError,
     StepFailedError,
 )
 from quire.kv.host import HostTier
@@ -63,9 +62,6 @@ from quire.system import require_linux, system_notes
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-GRAMMAR = "grammar"
-"""Kind of the event that a request's grammar has been compiled."""
 
 GRAMMAR_SECONDS = 0.005
 """How long a step waits for one if there is nothing else to do."""
@@ -151,7 +147,6 @@ class Engine:
         self._depth = config.pipeline_parallel_size - 1 + int(config.async_scheduling)
         self.computing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._updates: list[RequestUpdate] = []  # not returned yet
-        self._compiles: list[StructuredOutputsParams | None] = []  # grammars that the ranks do not have yet
         self._committing: list[int] = []  # requests of the step that is being committed
         self._computing = False  # otherwise it is being scheduled or committed, and bookkeeping changes
         self._closed = False
@@ -193,6 +188,7 @@ class Engine:
         if self._ranks:
             self._ranks.begin(self.memory_plan, hash_key)
         self.grammars = open_grammars(self.path, self.model.vocab_size)
+        self._compiling = Compiling(self.grammars)
         starting = config, self.model, self.device, self.memory_plan, self.threads, report, self.speculation
         host_fd = self._ranks.host_memory if self._ranks else -1
         started = start_runner(*starting, kv_key=hash_key, host_fd=host_fd, grammars=self.grammars)
@@ -223,6 +219,8 @@ class Engine:
         schedulers = [
             Scheduler(config, kv, self.max_model_len) for kv in self._kv_managers(hash_key, started.runner.host)
         ]
+        for each in schedulers:
+            each.lacking = self._compiling.lacking
         self.scheduler: Scheduler | Lockstep = schedulers[0] if replicas == 1 else Lockstep(schedulers)
         if self._ranks:
             self._ranks.wait_ready()
@@ -336,14 +334,7 @@ class Engine:
         """Queue a request; see `Scheduler.add`. It waits until its grammar is compiled."""
         self._check_open()
         self.blocked = False
-        wanted = request.params.structured_outputs
-        masked = wanted is not None or request.reasoning is not None
-        if masked and wanted not in self.grammars:
-            request.awaits = Event(GRAMMAR, wanted)
         self.scheduler.add(request)
-        if masked and request.awaits is not None:
-            self.grammars.begin(wanted)
-            self._compiles.append(wanted)
         self._stats.prompt_tokens += request.num_prompt
 
     def abort(self, request_id: int, reason: str = "abort") -> None:
@@ -427,7 +418,7 @@ class Engine:
         begin = time.monotonic()
         self.awaits_tiers = False
         self.tiers.exchange(self.scheduler)
-        self._take_grammars()
+        self._compiling.take_ended(self.scheduler)
         plan = self.scheduler.schedule(begin)
         self.tiers.tell(self.scheduler, self._stats.steps)
         # 2. Launch it. If nothing can run, others must bring what requests wait for, or there is a bug.
@@ -435,7 +426,7 @@ class Engine:
             scheduled = time.monotonic()
             if self.expert_balancer:
                 self.expert_balancer.plan(plan, scheduled)
-            plan.compiles, self._compiles = self._compiles, []
+            plan.compiles = self._compiling.take_begun()
             for observer in self._observers:
                 observer.planned(plan, begin, scheduled - begin)
             submitting = time.monotonic()
@@ -443,7 +434,7 @@ class Engine:
             if self._timeline:
                 self._timeline.submitted(plan, submitting, time.monotonic() - submitting)
         elif not self._in_flight and self.grammars.compiling:
-            self._take_grammars(GRAMMAR_SECONDS)
+            self._compiling.take_ended(self.scheduler, GRAMMAR_SECONDS)
         elif not self._in_flight and not self.scheduler.idle:
             self.awaits_tiers = self.tiers.waits(self.scheduler, self.wait_seconds)
             self.blocked = not self.awaits_tiers and self.scheduler.expects_others
@@ -456,17 +447,6 @@ class Engine:
         while self._in_flight and (waits or len(self._in_flight) > depth or self.scheduler.idle):
             self._commit(*self._in_flight.popleft())
             waits = False
-
-    def _take_grammars(self, seconds: float = 0.0) -> None:
-        """Take grammars that have been compiled, or cannot be; waits up to this many seconds for one."""
-        for wanted, error in self.grammars.ended(seconds) if self.grammars.compiling else ():
-            if error is None:
-                self.scheduler.arrived(Event(GRAMMAR, wanted))
-                continue
-            if not isinstance(error, RequestError):
-                logger.error("a grammar cannot be compiled", exc_info=error)
-            text = str(error) if isinstance(error, RequestError) else "structured_outputs could not be compiled"
-            self.scheduler.failed(Event(GRAMMAR, wanted), time.monotonic(), text)
 
     def close(self) -> None:
         """Free the model and its blocks. Calls after this raise EngineClosedError; a second close does nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
@@ -46,6 +47,8 @@ class InlineExecutor:
         return lambda: attempt(step.wait)
 
     def close(self) -> None:
+        with contextlib.suppress(Exception):  # a device that has failed has nothing left to do
+            self._runner.device.mark().wait()
         del self._runner
 
 

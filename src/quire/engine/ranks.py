@@ -112,6 +112,8 @@ class Ranks:
         self.host_memory = machine.host_memory
         if self.host_memory >= 0:
             weakref.finalize(self, os.close, self.host_memory)
+        if machine.bell >= 0:
+            weakref.finalize(self, os.close, machine.bell)
         starts = _starts(config, path, matrix_bytes, len(here))
         try:
             self.group, self.stage = join(config, 0, device, *machine.memories(0), matrix_bytes, machine.bell)

@@ -276,9 +276,13 @@ class Grammars:
         self._worker = MaskWorker()
 
     def __contains__(self, wanted: StructuredOutputsParams | None) -> bool:
-        """Whether a grammar is compiled; for None, whether the vocabulary is loaded, since nothing else is needed."""
+        """Whether a grammar is compiled, which counts as a use. None needs nothing but the vocabulary."""
         with self._lock:
-            return wanted in self._kept if wanted is not None else self._vocabulary is not None
+            if wanted is None:
+                return self._vocabulary is not None
+            if wanted in self._kept:
+                self._kept.move_to_end(wanted)
+            return wanted in self._kept
 
     def compile(self, wanted: StructuredOutputsParams | None) -> None:
         """Compile a grammar, so that matchers are cheap to make.
@@ -303,6 +307,11 @@ class Grammars:
     def compiling(self) -> bool:
         """Whether grammars are being compiled, or ends have not been reported yet."""
         return bool(self._begun)
+
+    @property
+    def num_compiling(self) -> int:
+        """Number of these grammars."""
+        return len(self._begun)
 
     def ended(self, seconds: float = 0.0) -> list[tuple[StructuredOutputsParams | None, BaseException | None]]:
         """The grammars whose compilation has ended, with errors; waits up to this many seconds for the first one."""

@@ -384,9 +384,9 @@ class Generation:
     def _responder(self, call: Call) -> Responder:
         info, tokenizer = self._context.client.info, self._context.client.tokenizer
         fingerprint = info.fingerprint if info is not None else ""
-        token_text = tokenizer.token_text if tokenizer is not None else _no_text
+        texts = (tokenizer.token_text, tokenizer.token_bytes) if tokenizer is not None else (_no_text, _no_bytes)
         created, model = int(time.time()), self._context.model_names[0]
-        of_server = model, fingerprint, token_text, info.kv_transfer if info is not None else {}
+        of_server = model, fingerprint, *texts, info.kv_transfer if info is not None else {}
         if isinstance(call, ChatCall):
             return ChatResponder(call, self._id, created, *of_server)
         return CompletionResponder(call, self._id, created, *of_server)
@@ -453,6 +453,11 @@ _REJECTIONS = {
 def _no_text(token: int) -> str:
     """A token's text if the checkpoint has no tokenizer."""
     return ""
+
+
+def _no_bytes(token: int) -> bytes:
+    """The same for its bytes."""
+    return b""
 
 
 def _rejection(error: ApiError) -> str:

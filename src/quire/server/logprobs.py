@@ -15,6 +15,7 @@ LOOKAHEAD = 4
 
 Entry = Mapping[int, Logprob]
 TokenText = Callable[[int], str]
+TokenBytes = Callable[[int], bytes]
 
 
 def ranked(entry: Entry, most: int) -> list[tuple[int, Logprob]]:
@@ -91,13 +92,16 @@ def offsets(text: str, pieces: Sequence[str]) -> list[int]:
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], entries: Sequence[Entry], most: int, token_text: TokenText
+    token_ids: Sequence[int], entries: Sequence[Entry], most: int, token_text: TokenText, token_bytes: TokenBytes
 ) -> dict[str, Any]:
-    """`logprobs` of a chat's choice, for these tokens."""
+    """`logprobs` of a chat's choice, for these tokens. The bytes of all of them make up its text, even if some are only
+    part of a character.
+    """
 
     def shown(token: int, found: Logprob) -> dict[str, Any]:
         text = token_text(token) if found.decoded_token is None else found.decoded_token
-        return {"token": text, "logprob": clamped(found.logprob), "bytes": list(text.encode())}
+        own = token_bytes(token) if "\ufffd" in text else text.encode()
+        return {"token": text, "logprob": clamped(found.logprob), "bytes": list(own)}
 
     content = []
     for token, entry in zip(token_ids, entries, strict=False):

@@ -67,7 +67,7 @@ class OpenAIResponder(Responder, Generic[CallT]):
     Args:
         response_id: its id. created: Unix time in whole seconds. model: the model's name.
         system_fingerprint: identifies what tokens depend on besides the request.
-        token_text: a token's text by its id, for tokens without one.
+        token_text: a token's text by its id, for tokens without one. token_bytes: its bytes.
         kv_transfer: where other engines find the prompt's blocks, for calls that are decoded elsewhere.
     """
 
@@ -82,10 +82,11 @@ class OpenAIResponder(Responder, Generic[CallT]):
         model: str,
         system_fingerprint: str,
         token_text: Callable[[int], str],
+        token_bytes: Callable[[int], bytes],
         kv_transfer: Mapping[str, Any],
     ) -> None:
         self._call: CallT = call
-        self._token_text = token_text
+        self._token_text, self._token_bytes = token_text, token_bytes
         self._fields = {
             "id": response_id,
             "object": self.kind,
@@ -293,7 +294,8 @@ class ChatResponder(OpenAIResponder[ChatCall]):
         most = self._call.params.logprobs
         if most is None:
             return None
-        return chat_logprobs(choice.token_ids[first:], (choice.logprobs or [])[first:], most, self._token_text)
+        ids, entries = choice.token_ids[first:], (choice.logprobs or [])[first:]
+        return chat_logprobs(ids, entries, most, self._token_text, self._token_bytes)
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -266,6 +266,10 @@ class Tokenizer:
             return self.decode([token_id], skip_special_tokens=False)
         return self.decode([*self._anchor, token_id], skip_special_tokens=False)[self._anchor_length :]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text, which may be part of a character."""
+        return self._token_bytes(token_id, BYTE_OF if self._text.spells_bytes else {})
+
     def vocabulary(self, size: int) -> Vocabulary:
         """The bytes of each of a model's `size` ids, which may be part of a character.
 
