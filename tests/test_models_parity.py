@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from quire.errors import ModelConfigError
 from quire.models.checkpoint import resolve
 from quire.models.registry import load_model
 from tests.oracle import (
@@ -137,6 +138,26 @@ def test_windows_show_in_the_logits_where_they_end(tmp_path: Path) -> None:
     difference = (chunked_logits(wide, PROMPT, 90) - chunked_logits(narrow, PROMPT, 90)).abs().amax(1)
     assert difference[:23].max() == 0
     assert difference[23:].median() > 1e-3
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "mistral"])
+def test_tokens_of_a_model_that_is_not_causal_see_those_that_follow_them(architecture: str, tmp_path: Path) -> None:
+    window = {"sliding_window": None} if architecture == "mistral" else {}
+    folder = save_checkpoint(tmp_path, architecture, edit={"is_causal": False}, **window)
+    model, expected = load_model(folder), reference_logits(load_reference(folder), PROMPT)
+    torch.testing.assert_close(chunked_logits(model, PROMPT, len(PROMPT)), expected, rtol=0, atol=1e-4)
+    assert not model.causal
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"), [("qwen3_moe", {}), ("deepseek_v3", {}), ("mistral", {"sliding_window": 24})]
+)
+def test_where_attention_cannot_see_ahead_a_model_that_does_is_refused(
+    architecture: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_checkpoint(tmp_path, architecture, edit={"is_causal": False}, **options)
+    with pytest.raises(ModelConfigError, match="'is_causal' is False"):
+        load_model(folder)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "mistral"])

@@ -38,6 +38,8 @@ UNSUPPORTED = {
     "no_rope_layers": ((), "layers without rotary embedding"),
     "is_encoder_decoder": ((False,), "an encoder"),
     "add_cross_attention": ((False,), "attention to an encoder"),
+    "is_causal": ((True,), "tokens that see those that follow them"),
+    "per_layer_config": ((), "layers of unlike sizes"),
 }
 """Fields that change the computation, with the values that do not, and what the others mean."""
 
@@ -239,6 +241,7 @@ def read_decoder_config(
     default_tied: bool = False,
     rope: tuple[RopeConfig, int] | None = None,
     read: Collection[str] = (),
+    may_see_ahead: bool = False,
 ) -> DecoderConfig:
     """Read the fields that all architectures of the family have in common; keywords give what is special.
 
@@ -252,11 +255,13 @@ def read_decoder_config(
             absent.
         rope: the rotary embedding and context, if they are not read by `read_rope`.
         read: fields in `UNSUPPORTED` that this architecture supports, and has read.
+        may_see_ahead: tokens may see those that follow them, as in models for embeddings (`is_causal` is false).
 
     Raises:
         ModelConfigError: a field is missing, has the wrong type, or has a value that is not supported.
     """
-    refuse_unsupported(fields, read)
+    sees_ahead = may_see_ahead and windows == (None,) * len(windows) and not fields.flag("is_causal", default=True)
+    refuse_unsupported(fields, (*read, "is_causal") if sees_ahead else read)
     if experts is None:
         for name in EXPERT_COUNTS:
             fields.refuse(name, (0,), "experts in an architecture without them")
@@ -281,6 +286,7 @@ def read_decoder_config(
             qk_norm=qk_norm,
             norms=norms,
             activation=activation or "silu",
+            causal=not sees_ahead,
             experts=experts,
         ),
         vocab_size=vocab_size,

@@ -110,7 +110,7 @@ def read_text(fields: Fields, generation: Fields) -> DecoderConfig:
         activation="gelu_tanh",
         experts=experts,
         rope=(ropes[LOCAL], fields.integer("max_position_embeddings", max=MAX_CONTEXT)),
-        read=("final_logit_softcapping",),
+        read=("final_logit_softcapping", "per_layer_config"),
     )
     width = fields.integer("hidden_size_per_layer_input", min=0)
     layer = replace(

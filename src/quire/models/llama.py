@@ -23,4 +23,5 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=fields.flag("mlp_bias", default=False),
+        may_see_ahead=True,
     )

@@ -16,4 +16,4 @@ WINDOW = 4096
 def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
     """Read config.json and generation_config.json; raises ModelConfigError."""
     windows = read_same_window(fields.filled({"sliding_window": WINDOW}), read_num_layers(fields))
-    return read_decoder_config(fields, generation, windows=windows)
+    return read_decoder_config(fields, generation, windows=windows, may_see_ahead=True)

@@ -16,4 +16,5 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         generation,
         windows=read_windows(fields, read_num_layers(fields)),
         qkv_bias=True,
+        may_see_ahead=True,
     )

@@ -21,4 +21,5 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         qkv_bias=bias,
         output_bias=bias,
         qk_norm="head",
+        may_see_ahead=True,
     )
