@@ -54,6 +54,10 @@ def answer_text(body: dict[str, Any], count: int = 60) -> str:
     return "".join(letters.choice("abcdefghij äöü😀\n") for _ in range(count))
 
 
+OWN = b"x-request-id: own\r\nrequest-id: own\r\nx-content-type-options: nosniff\r\n"
+"""Headers that a router sets itself."""
+
+
 @dataclass
 class FakeServer:
     """One server.
@@ -185,7 +189,11 @@ class FakeServer:
     async def _given(self, writer: asyncio.StreamWriter, status: int, content: Any) -> None:
         if self.answer_dies_after is None:
             return _json(writer, status, content)
-        head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(content))
+        head = b"HTTP/1.1 %d X\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (
+            status,
+            OWN,
+            len(content),
+        )
         writer.write(head + content[: self.answer_dies_after])
         await writer.drain()
         writer.close()  # what was written still arrives
@@ -198,7 +206,7 @@ class FakeServer:
         return dies
 
     async def _stream(self, body: dict[str, Any], headers: dict[str, str], writer: asyncio.StreamWriter) -> None:
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = b"HTTP/1.1 200 OK\r\n%bcontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n" % OWN
         writer.write(head)
         text = answer_text(body)
         pieces = [text[start : start + self.chunk] for start in range(0, len(text), self.chunk)]
@@ -236,7 +244,7 @@ def _chunks(writer: asyncio.StreamWriter, *parts: bytes) -> None:
 
 def _json(writer: asyncio.StreamWriter, status: int, content: Any) -> None:
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
-    head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(data))
+    head = b"HTTP/1.1 %d X\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, OWN, len(data))
     writer.write(head + data)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -204,18 +206,18 @@ def test_an_answer_that_cannot_be_had_leaves_no_line(tmp_path):
     assert (counts.completed, counts.failed, len(found)) == (9, 0, 9) and len(asked) == 9 - len(done)
 
 
-def test_a_request_that_takes_too_long_is_tried_again_and_does_not_stop_the_batch(tmp_path, monkeypatch):
-    """For a proxy (504) or for the server's --request-timeout."""
-    monkeypatch.setattr("quire.cli.batch.random.uniform", lambda *_: 0.0)
+@contextlib.contextmanager
+def answering(status: Callable[[str, int], int]) -> Iterator[tuple[str, Counter[str]]]:
+    """A server whose `status` depends on a prompt and on how often it was sent: its URL, and these counts."""
     tries: Counter[str] = Counter()
 
-    class Proxy(BaseHTTPRequestHandler):
+    class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             prompt = json.loads(self.rfile.read(int(self.headers["content-length"])))["prompt"]
             tries[prompt] += 1
-            status = 200 if prompt == "late once" and tries[prompt] == 2 else 503 if prompt == "slow" else 504
-            body = json.dumps({"error": {"code": "request_timeout"}} if status == 503 else {}).encode()
-            self.send_response(status)
+            code = status(prompt, tries[prompt])
+            body = json.dumps({"error": {"code": "request_timeout"}} if code == 503 else {}).encode()
+            self.send_response(code)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -223,15 +225,42 @@ def test_a_request_that_takes_too_long_is_tried_again_and_does_not_stop_the_batc
         def log_message(self, *_: object) -> None:
             pass
 
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", tries
+        finally:
+            server.shutdown()
+
+
+def test_a_request_that_takes_too_long_is_tried_again_and_does_not_stop_the_batch(tmp_path, monkeypatch):
+    """For a proxy (504) or for the server's --request-timeout."""
+    monkeypatch.setattr("quire.cli.batch.random.uniform", lambda *_: 0.0)
     source = write(tmp_path / "in", [request(name, name) for name in ("late", "late once", "slow")])
-    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
-        threading.Thread(target=proxy.serve_forever).start()
-        url = f"http://127.0.0.1:{proxy.server_address[1]}"
+
+    def status(prompt: str, tries: int) -> int:
+        return 200 if prompt == "late once" and tries == 2 else 503 if prompt == "slow" else 504
+
+    with answering(status) as (url, tries):
         assert main(["batch", str(source), str(tmp_path / "out"), "--url", url]) == 1
-        proxy.shutdown()
     found = {name: line["response"]["status_code"] for name, line in answers_of(tmp_path / "out").items()}
     assert found == {"late": 504, "late once": 200, "slow": 503}
     assert tries == {"late": 3, "late once": 2, "slow": 3}
+
+
+def test_a_busy_server_is_waited_for_as_long_as_it_answers_others(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("quire.cli.batch.random.uniform", lambda *_: 0.0)
+    source = write(tmp_path / "in", [request("a")])
+    command = ["batch", str(source), str(tmp_path / "out"), "--url"]
+    with answering(lambda prompt, tries: 200 if tries == 50 else 429) as (url, tries):
+        assert main([*command, url]) == 0 and tries.total() == 50
+    (tmp_path / "out").unlink()
+    with answering(lambda prompt, tries: 502) as (url, tries):
+        assert main([*command, url]) == 1 and tries.total() == 12
+    monkeypatch.setattr("quire.cli.batch.BUSY_SECONDS", 0.0)
+    with answering(lambda prompt, tries: 429) as (url, tries):
+        assert main([*command, url]) == 1 and tries.total() == 1
+    assert "answers 429, and has answered no request for 0 s" in capfd.readouterr().err
 
 
 def test_a_full_disk_ends_a_batch_in_words_and_it_goes_on_later(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
@@ -42,6 +43,9 @@ CONCURRENCY = 128
 BUSY = (429, 502, 503)
 """Statuses of a server that may answer later."""
 ATTEMPTS = 12
+"""Attempts in a row, 429s apart, after which a server stays away."""
+BUSY_SECONDS = 3600.0
+"""How long a server may refuse requests with 429 and answer none: one that is busy answers those that it has taken."""
 LATE_ATTEMPTS = 3
 """Attempts at a request that takes too long. It may always do so, and must not keep the batch from its end."""
 LONGEST_WAIT = 30.0
@@ -196,6 +200,7 @@ class _Asker:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = HttpClient(origin, {"user-agent": "quire-batch", **headers}, cacert=cacert)
         self._told = False  # that the server cannot be reached
+        self._answered = time.monotonic()  # when it last answered a request
 
     async def aclose(self) -> None:
         await self._client.close()
@@ -209,9 +214,10 @@ class _Asker:
         from quire.bench.serve.http_client import HttpError
 
         request = self._client.request("POST", self._path + url, body)
-        late = 0
-        for attempt in range(ATTEMPTS):
-            found, trouble, wait = _Body(), "", min(LONGEST_WAIT, 0.25 * 2**attempt)
+        away, late, patience = 0, 0, 0.125
+        while True:
+            patience = min(LONGEST_WAIT, 2 * patience)
+            found, trouble, wait = _Body(), "", patience
             try:
                 await self._client.exchange(request, found)
             except HttpError as error:
@@ -224,12 +230,17 @@ class _Asker:
                     raise BatchError(f"the server refuses the API key ({found.status}); give its key with --api-key")
                 late += (is_late := _is_late(found))
                 if late == LATE_ATTEMPTS or not (is_late or found.status in BUSY):
+                    self._answered = time.monotonic()
                     return Answer(found.status, found.headers.get("x-request-id", ""), _json(bytes(found.data)))
                 trouble = f"the server answers {found.status}"
                 with contextlib.suppress(ValueError):
                     wait = min(LONGEST_WAIT, max(wait, float(found.headers.get("retry-after", ""))))
+            away = 0 if found.status == 429 else away + 1
+            if away == ATTEMPTS:
+                raise BatchError(f"{trouble}, after {ATTEMPTS} attempts")
+            if found.status == 429 and time.monotonic() - self._answered > BUSY_SECONDS:
+                raise BatchError(f"{trouble}, and has answered no request for {BUSY_SECONDS:g} s")
             await asyncio.sleep(wait * random.uniform(0.75, 1.25))
-        raise BatchError(f"{trouble}, after {ATTEMPTS} attempts")
 
 
 def _is_late(answer: _Body) -> bool:

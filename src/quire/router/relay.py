@@ -64,6 +64,7 @@ _HOP = frozenset(
         b"request-id",
         b"date",
         b"server",
+        b"x-content-type-options",
         PROMPT_TOKENS.encode(),
     }
 )
