@@ -278,6 +278,23 @@ def test_a_message_may_have_several_lines(
     assert [tuple(each) for each in typed()] == expected
 
 
+def test_ctrl_c_at_the_prompt_says_how_to_leave(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys: Iterator[BaseException | str] = iter([KeyboardInterrupt(), "a", EOFError()])
+
+    def press(prompt: str) -> str:
+        key = next(keys)
+        if isinstance(key, str):
+            return key
+        raise key
+
+    monkeypatch.setattr("builtins.input", press)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert [tuple(each) for each in typed()] == [("a", False)]
+    assert "Ctrl-D leaves" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("lines", ['"""a\nb\n', "a\\"])
 def test_input_that_ends_within_a_message_is_refused(lines: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))

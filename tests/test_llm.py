@@ -110,6 +110,7 @@ def test_a_request_without_a_seed_tells_the_one_it_drew(llm):
     [first] = llm.generate("for i in ", SamplingParams(max_tokens=10, temperature=1.0))
     [again] = llm.generate("for i in ", SamplingParams(max_tokens=10, temperature=1.0, seed=first.seed))
     assert first.outputs[0].token_ids == again.outputs[0].token_ids
+    assert float(first.seed) == first.seed < 2**53  # it survives programs whose numbers are doubles
 
 
 def test_a_stop_string_across_token_borders_ends_the_text_before_it(llm):

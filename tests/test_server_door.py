@@ -387,10 +387,10 @@ def test_one_health_check_asks_over_http_https_and_unix_sockets(
         monkeypatch.delenv("QUIRE_UDS")
         file = tmp_path / "quire.yaml"
         file.write_text(f"model: demo\nuds: {place.uds}\npolicy: cost\n")  # a server's options, or a router's
-        assert health("--config", str(file)) == 0
+        assert health("--config", str(file)) == health("--url", f"unix:{place.uds}") == 0
         assert (
             capsys.readouterr().out.splitlines()
-            == [f"https://127.0.0.1:{site.port}: ok"] * 2 + [f"unix:{place.uds}: ok"] * 2
+            == [f"https://127.0.0.1:{site.port}: ok"] * 2 + [f"unix:{place.uds}: ok"] * 3
         )
     assert health("--uds", str(place.uds)) == 1
     assert "q.sock does not answer: No such file or directory" in capsys.readouterr().err
@@ -406,7 +406,9 @@ def test_a_server_that_loads_is_alive_and_not_well_until_it_is(
         monkeypatch.setenv("QUIRE_PORT", str(site.port))
         assert health() == 1
         assert f"{site.url}/health answers 503: restarting" in capsys.readouterr().err
-        assert health("--live") == 0
+        assert health("--live") == health("--live", "--url", f"{site.url}/v1") == 0
+        assert health("--live", "--url", f"{site.url}/nowhere") == 1
+        assert health("--url", site.url, "--port", "1") == health("--url", "localhost") == 2
         threading.Timer(0.2, setattr, (engine, "state", "ready")).start()
         assert health("--wait", "60") == 0
     assert health("--wait", "0.1") == 1

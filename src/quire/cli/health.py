@@ -1,7 +1,7 @@
 """Check whether the server or router on this machine accepts requests; for health checks of containers.
 
-Give the same --config, variables (QUIRE_PORT, ...) or flags as the server was started with, so that it is found. For a
-router, the port must be given (8080 by default). No API key is needed. The certificate is not verified, since it is for
+Give its --url, or the same --config, variables (QUIRE_PORT, ...) or flags as the server was started with. For a router,
+the port must be given (8080 by default). No API key is needed. The certificate is not verified, since it is for
 another name than the local address.
 
 Exit codes: 0 it accepts requests; 1 it does not, or does not answer; 2 an option is invalid."""
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--wait", type=float, default=0.0, metavar="X", help="seconds to wait until it is ready (default: 0)"
     )
     group = parser.add_argument_group("where the server listens")
+    group.add_argument("--url", help="its URL, such as http://127.0.0.1:8000, instead of the other options")
     group.add_argument("--config", metavar="FILE", help="its YAML file of options; flags override it")
     add_fields(group, HttpOptions, PLACE)
 
@@ -74,6 +75,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _place(args: argparse.Namespace) -> HttpOptions:
     """The server's address: flags win over the file, and the file over the environment, as for the server."""
+    if args.url is not None:
+        if others := {"config", *PLACE} & {name for name, value in vars(args).items() if value is not None}:
+            raise ConfigError(f"--url says where the server is; leave out {', '.join(sorted(others))}")
+        return _place_of(args.url)
     from_file = read_config(args.config, [*option_names(), "preset"]) if args.config else {}
     given = from_file | vars(args)
     options: dict[str, Any] = read_environment(PLACE) | {name: given[name] for name in PLACE if name in given}
@@ -84,6 +89,17 @@ def _place(args: argparse.Namespace) -> HttpOptions:
             "port=0 is any free port, which only the server knows; give the server a port, or a Unix socket"
         )
     return place
+
+
+def _place_of(url: str) -> HttpOptions:
+    """The server at this URL; its path, if any, comes before those of the routes."""
+    from quire.bench.serve.http_client import parse_url
+
+    origin, path = parse_url(url)
+    if origin.uds is not None:
+        return HttpOptions(uds=origin.uds)
+    prefix = path.removesuffix("/v1") or None
+    return HttpOptions(host=origin.host, port=origin.port, ssl_certfile=url if origin.tls else None, root_path=prefix)
 
 
 def _name(place: HttpOptions) -> str:
@@ -102,7 +118,7 @@ def _asked(place: HttpOptions, path: str, seconds: float) -> str:
         with _connected(place, seconds) as connection:
             exchange = http.client.HTTPConnection("localhost")
             exchange.sock = connection
-            exchange.request("GET", path)
+            exchange.request("GET", (place.root_path or "") + path)
             answer = exchange.getresponse()
             status, body = answer.status, answer.read(MAX_BODY_BYTES)
     except TimeoutError as error:

@@ -49,7 +49,7 @@ def typed() -> Iterator[Typed]:
         except KeyboardInterrupt:
             if not terminal:
                 raise
-            print()
+            print("\n(Ctrl-D leaves)", file=sys.stderr)
             continue
         try:
             yield _whole(first, CONTINUED if terminal else "")

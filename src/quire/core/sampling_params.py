@@ -41,6 +41,8 @@ KV_TRANSFER_FIELDS = "do_remote_decode", "do_remote_prefill", "remote_engine_id"
 
 MAX_CACHE_SALT_LENGTH = 256
 MAX_INT32 = (1 << 31) - 1
+SEED_BITS = 53
+"""Random seeds have this many bits, so that they survive programs whose numbers are doubles."""
 MAX_INT64 = (1 << 63) - 1
 
 NEUTRAL: dict[str, float | int] = {

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from quire.core.pooling import MAX_LABELS, PoolingParams
 from quire.core.request import Request, RequestStats, RequestUpdate
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import SEED_BITS, SamplingParams
 from quire.core.step import TokenLogprobs
 from quire.core.structured_outputs import ReasoningBudget, StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -290,7 +290,7 @@ class Frontend:
         """Fill in unset fields from the checkpoint, and a seed if there is none."""
         base = self.default_params
         params = params.resolved({name: getattr(base, name) for name in SamplingParams.__struct_fields__})
-        return params if params.seed is not None else replace(params, seed=secrets.randbits(63))
+        return params if params.seed is not None else replace(params, seed=secrets.randbits(SEED_BITS))
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         return self.tokenizer.bad_word_ids(params.bad_words or ()) if self.tokenizer else []

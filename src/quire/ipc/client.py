@@ -431,7 +431,7 @@ class EngineClient:
         self._streams.wake(ended)
         requests = [request for request in requests if request.id in self._origins]
         if requests:
-            logger.info("%d open requests go on", len(requests))
+            logger.info("open requests that go on: %d", len(requests))
         for request in requests:
             self._place([request], self._chosen(request, self._waiting[request.id]))
         for number in able:

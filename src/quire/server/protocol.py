@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from quire.core.sampling_params import MAX_INT32, MAX_LOGPROBS, SamplingParams
+from quire.core.sampling_params import MAX_INT32, MAX_LOGPROBS, SEED_BITS, SamplingParams
 from quire.errors import SamplingParamsError
 from quire.server import fields as tables
 from quire.server.body import MAX_FIELD_BYTES, BodyFields, Shape, check_text, ignored_names, shorten, whole, wrong_type
@@ -44,8 +44,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion, as OpenAI's."""
 UNBOUNDED = -1
 """llama.cpp's default of `n_predict`: the rest of the context."""
-SEED_BITS = 53
-"""Random seeds have this many bits, so that they are exact in JavaScript, too, and clients can send them back."""
 
 INTEGERS = [name for name, schema in tables.SAMPLING.items() if schema.get("type") == ["integer", "null"]]
 
