@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from quire.ops import KVCache
 from quire.ops.elementwise import Activation
 from quire.parallel.group import OneRank
 from quire.runner import device_forward
+from quire.runner.device import RecordingError
 from quire.runner.device_forward import (
     CHUNK,
     LARGEST_GRAPH,
@@ -238,6 +239,54 @@ def test_without_memory_for_a_graphs_inputs_the_result_is_there_all_the_same(mon
     [made] = graphs("key", np.ones(1, np.int32), lambda inputs, more: (inputs + more,), torch.ones(1))
     assert made == 2 and graphs.full and len(graphs) == 0
     assert len(warnings_in(caplog)) == 1
+
+
+def test_where_the_device_refuses_to_record_steps_go_on_without(folder, alone, caplog):
+    class Refusing(DelayedDevice):
+        def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+            if self.num_recorded > 2 * len(DECODES):
+                raise RecordingError("operation not permitted when stream is capturing")
+            return super().record(run)
+
+    with on_device(Refusing(), SpanKernels()):
+        engine = Engine(options(folder))
+    assert run(engine, list(range(len(prompts())))) == alone
+    [warning] = warnings_in(caplog)
+    assert "not permitted when stream is capturing" in warning
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), torch.AcceleratorError("CUDA error: out of memory")])
+def test_a_graph_without_memory_to_run_is_dropped_and_the_step_launched(folder, alone, caplog, error):
+    class Full(DelayedDevice):
+        def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+            replay, made = super().record(run)
+
+            def replay_or_fail() -> None:
+                if self.num_replayed >= 3:
+                    raise error
+                replay()
+
+            return replay_or_fail, made
+
+    with on_device(Full(), SpanKernels()):
+        engine = Engine(options(folder))
+    assert run(engine, list(range(len(prompts())))) == alone
+    assert engine.executor._runner.num_halved == 0  # type: ignore[attr-defined]
+    [warning] = warnings_in(caplog)
+    assert "no memory for more than" in warning
+
+
+def test_a_device_that_fails_in_a_replay_is_not_taken_for_one_without_memory() -> None:
+    graphs = Graphs(DelayedDevice(), OneRank(0, 1), "lazy")
+    given = np.ones(1, np.int32), lambda inputs: (inputs + 1,)
+    graphs("key", *given)
+
+    def fail() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    graphs._recorded["key"].replay = fail
+    with pytest.raises(torch.AcceleratorError, match="illegal"):
+        graphs("key", *given)
 
 
 def test_sampling_is_recorded_for_the_sizes_of_recorded_steps_alone(folder, monkeypatch):

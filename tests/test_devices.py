@@ -21,7 +21,7 @@ from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, DeviceError
 from quire.ops.kv_cache import on_device
-from quire.runner.device import CudaDevice, Device, check_cuda
+from quire.runner.device import CudaDevice, Device, RecordingError, check_cuda, is_lost
 from tests.devices import Unpinned
 from tests.oracle import save_checkpoint
 
@@ -241,12 +241,29 @@ def test_memory_that_does_not_suffice_for_a_recording_is_told_apart_and_harms_no
     monkeypatch.setattr(FakeGraph, "error", torch.AcceleratorError("CUDA error: out of memory"))
     with pytest.raises(torch.OutOfMemoryError, match="CUDA error"):
         recorder.record(lambda: None)
-    monkeypatch.setattr(FakeGraph, "error", torch.AcceleratorError("CUDA error: an illegal memory access"))
-    with pytest.raises(torch.AcceleratorError, match="illegal"):
-        recorder.record(lambda: None)
     monkeypatch.setattr(FakeGraph, "error", None)
     assert recorder.record(lambda: 7)[1] == 7
     assert gc.isenabled()
+
+
+def test_what_cannot_be_recorded_is_told_apart_from_a_device_that_fails(recorder, monkeypatch):
+    refused = torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+    monkeypatch.setattr(FakeGraph, "error", refused)
+    with pytest.raises(RecordingError, match="not permitted when stream is capturing") as found:
+        recorder.record(lambda: None)
+    assert not is_lost(found.value)
+    failed = torch.AcceleratorError("CUDA error: an illegal memory access")
+    asked = itertools.count()
+
+    def synchronize(device: torch.device) -> None:
+        if next(asked) > 0:  # it fails in between
+            raise failed
+
+    monkeypatch.setattr(FakeGraph, "error", failed)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(torch.AcceleratorError, match="illegal") as lost:
+        recorder.record(lambda: None)
+    assert is_lost(lost.value)
 
 
 # -- this machine ------------------------------------------------------------------------------------------

@@ -29,6 +29,10 @@ REFUSED = ("out of memory", "invalid argument", "invalid configuration argument"
 T = TypeVar("T")
 
 
+class RecordingError(Exception):
+    """Work could not be recorded, for another reason than memory; the device can be used afterwards."""
+
+
 class Mark(Protocol):
     """A point in a device's queue."""
 
@@ -102,6 +106,7 @@ class Device:
 
         Raises:
             torch.OutOfMemoryError: there is not enough memory; nothing remains allocated.
+            RecordingError: it cannot be recorded.
         """
         raise NotImplementedError("a CPU runs what it is told at once; there is nothing to record")
 
@@ -182,10 +187,11 @@ class CudaDevice(Device):
                     made = run()
                 finally:
                     graph.capture_end()
-        except torch.AcceleratorError as error:  # the driver's memory for the graph itself
-            if "out of memory" in str(error):
+        except Exception as error:
+            torch.cuda.synchronize(self.torch)  # raises if the device has failed
+            if is_out_of_memory(error):  # also the driver's memory for the graph itself
                 raise torch.OutOfMemoryError(str(error)) from error
-            raise
+            raise RecordingError(f"{type(error).__name__}: {error}") from error
         self._graphs.add(graph)
         return graph.replay, made
 

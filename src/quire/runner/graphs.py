@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.parallel.group import Group
-from quire.runner.device import Device
+from quire.runner.device import Device, RecordingError, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Graphs:
 
     Attributes:
         mode: see above.
-        full: whether there is no memory for more.
+        full: whether no more are recorded, for lack of memory, or because the device refused one.
     """
 
     def __init__(self, device: Device, ranks: Group, mode: str = "off", spare: int = 0) -> None:
@@ -75,11 +75,7 @@ class Graphs:
             records: whether to record it, so that it is replayed from the next time on.
         """
         graph = self._recorded.get(key)
-        if graph is not None:
-            self._device.write(graph.inputs[0], sent)
-            for held, given in zip(graph.inputs[1:], tensors, strict=True):
-                held.copy_(given)
-            graph.replay()
+        if graph is not None and self._replay(key, graph, sent, tensors):
             made: T = graph.made
             return made
         inputs = torch.empty(len(sent), dtype=torch.int32, device=self._device.torch)
@@ -89,27 +85,57 @@ class Graphs:
             self._record(key, [inputs, *tensors], run)
         return made
 
+    def _replay(self, key: Hashable, graph: _Graph, sent: NDArray[np.int32], tensors: Sequence[Tensor]) -> bool:
+        """Whether it was replayed. If there is no memory for that, it is dropped, so that its work is launched."""
+        self._device.write(graph.inputs[0], sent)
+        for held, given in zip(graph.inputs[1:], tensors, strict=True):
+            held.copy_(given)
+        try:
+            graph.replay()
+        except Exception as error:
+            if not is_out_of_memory(error) or self._ranks.size > 1:  # all ranks replay it, or none
+                raise
+            self._device.mark().wait()  # an earlier replay may still run
+            del self._recorded[key]
+            self._stop(error)
+            return False
+        return True
+
     def _record(self, key: Hashable, given: list[Tensor], run: Callable[..., Any]) -> None:
-        """Record it, if there is memory; no lack of it fails a step whose work has been done, which would be redone."""
+        """Record it, if possible; if not, that fails no step whose work has been done, which would be redone."""
         begin = time.perf_counter()
         self._device.release()  # cached memory cannot be used for recording
+        recorded, why = None, None
         try:
             enough, inputs = self._device.memory()[0] >= self._spare, [tensor.clone() for tensor in given]
             recorded = self._device.record(lambda: run(*inputs)) if enough else None
-        except torch.OutOfMemoryError:
-            recorded = None
-        if not self._on_all_ranks(recorded is not None):
-            recorded = None
-        if recorded is None:
-            self.full = True
-            logger.warning(
-                "no memory for more than %d CUDA graphs: steps of other sizes take longer to launch; a lower "
-                "gpu_memory_utilization or max_num_batched_tokens leaves more",
-                len(self),
-            )
+        except Exception as error:
+            if not (is_out_of_memory(error) or isinstance(error, RecordingError)):
+                raise
+            why = error
+        if not self._on_all_ranks(recorded is not None) or recorded is None:
+            self._stop(why)
             return
         self._recorded[key] = _Graph(inputs, *recorded)
         logger.debug("recorded %s in %.0f ms", key, (time.perf_counter() - begin) * 1000)
+
+    def _stop(self, why: Exception | None) -> None:
+        """Record no more graphs."""
+        if self.full:
+            return
+        self.full = True
+        if isinstance(why, RecordingError):
+            logger.warning(
+                "no more than %d CUDA graphs are recorded, and steps of other sizes take longer to launch: %s",
+                len(self),
+                why,
+            )
+            return
+        logger.warning(
+            "no memory for more than %d CUDA graphs: steps of other sizes take longer to launch; a lower "
+            "gpu_memory_utilization or max_num_batched_tokens leaves more",
+            len(self),
+        )
 
     def _on_all_ranks(self, recorded: bool) -> bool:
         """Whether all ranks have recorded it. NCCL wants a collective in a graph on all of them, or on none."""
