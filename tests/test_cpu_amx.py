@@ -255,6 +255,11 @@ def test_attention_equals_the_reference(tiles: CpuKernels, stored: KVCacheDtype)
     plain.test_attention_equals_the_reference(tiles, torch.bfloat16, stored)
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+def test_nothing_behind_the_block_tables_is_read(tiles: CpuKernels, rows: int) -> None:
+    plain.test_nothing_behind_the_block_tables_is_read(tiles, rows)
+
+
 @pytest.mark.parametrize("stored, window", [("auto", None), ("auto", 150), ("int8", 70), ("fp8", None)])
 @pytest.mark.parametrize("shape", [(4, 2, 64), (7, 1, 24)])
 def test_bits_of_attention_depend_on_the_request_alone(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 import random
 from collections.abc import Sequence
 
@@ -180,6 +182,29 @@ def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(kernels: CpuKer
         decode = batch_of([(at, 1)], [torch.arange(1, 17)], 16)
         out = kernels.attend(request.q[at : at + 1], kv, decode, LAYER, 0.25, None)
         assert not out.isfinite().all(), f"{name} at {at}"
+
+
+def unreadable_behind(numbers: Sequence[int]) -> torch.Tensor:
+    """int64 numbers at the end of a page, after which nobody may read."""
+    pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    memory = torch.frombuffer(pages, dtype=torch.int64)
+    libc = ctypes.CDLL(None, use_errno=True)
+    behind = ctypes.c_void_p(memory.data_ptr() + mmap.PAGESIZE)
+    assert libc.mprotect(behind, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0, ctypes.get_errno()
+    numbers_there = memory[: mmap.PAGESIZE // 8][-len(numbers) :]
+    return numbers_there.copy_(torch.tensor(numbers))
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_nothing_behind_the_block_tables_is_read(kernels: CpuKernels, rows: int) -> None:
+    """Keys are multiplied 16 or 32 at a time, and the last block may be the first half of these."""
+    for tokens in (16, 48, 144):
+        request, blocks = Request(tokens, (2, 1, 32), torch.bfloat16, seed=1), list(range(1, tokens // 16 + 1))
+        kv = poisoned_cache(len(blocks) + 1, (2, 1, 32), 16, torch.bfloat16, "auto")
+        store_kv(request.k, request.v, kv, batch_of([(0, tokens)], [torch.tensor(blocks)], 16), LAYER)
+        batch = batch_of([(tokens - rows, rows)], [torch.tensor(blocks)], 16)
+        batch.block_tables = unreadable_behind(blocks).view(1, -1)
+        compare(kernels, request.q[-rows:], kv, batch, None)
 
 
 def test_queries_may_lie_beside_keys_and_values() -> None:

@@ -194,6 +194,26 @@ void steps_that_one_never_begins() {
     });
 }
 
+// An engine that runs for a year has plans with numbers of more than 32 bits, and steps are given up then, too.
+void numbers_beyond_32_bits() {
+    std::atomic<int> ended{0};  // steps of both ranks
+    on_all(2, [&](Group* group, int rank) {
+        constexpr int STEPS = 5;
+        int all_ended = ended / (2 * STEPS) * 2 * STEPS;
+        for (int step = 0; step < STEPS; step++) {
+            CHECK(quire_group_begin_anew(group, (1ll << 32) - 2 + step) == quire::DONE);
+            for (int round = 0; round < 3; round++) {
+                const int own = step * 100 + round * 10 + rank;
+                const char* all;
+                CHECK(quire::gather(*group, &own, 1, Share{rank, 1, 2}, sizeof(int), &all) == quire::DONE);
+                for (int other = 0; other < 2; other++) CHECK(((const int*)all)[other] == own - rank + other);
+            }
+            ended++;  // whoever begins anew gives up what came before
+            for (all_ended += 2; ended < all_ended;) std::this_thread::yield();
+        }
+    });
+}
+
 void a_matrix_that_has_no_room() {
     on_all(2, [](Group* group, int rank) {
         const int own = 0;
@@ -239,6 +259,7 @@ int main(int count, char** arguments) {
                       {"exchanges", exchanges},
                       {"differing_words", differing_words},
                       {"steps_are_given_up", steps_are_given_up},
+                      {"numbers_beyond_32_bits", numbers_beyond_32_bits},
                       {"a_matrix_that_has_no_room", a_matrix_that_has_no_room},
                       {"who_is_lost", who_is_lost},
                       {"differing_digests", differing_digests},

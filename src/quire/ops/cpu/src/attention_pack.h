@@ -83,7 +83,8 @@ struct TileSource {
     // Such a group's rows one by one; `zeros` stands for those that are not there.
     void rows(int64_t position, int64_t which, const char* zeros, const char** rows) const {
         if (position + LANES > base) return rows_of_path(position, which, zeros, rows);
-        const char* at = plane(position, which) + kv.row_of(position) * kv.row_bytes();
+        // Where none of them is there, the table may have ended.
+        const char* at = position < end ? plane(position, which) + kv.row_of(position) * kv.row_bytes() : zeros;
         for (int64_t i = 0; i < LANES; i++) rows[i] = there(position + i) ? at + i * kv.row_bytes() : zeros;
     }
 

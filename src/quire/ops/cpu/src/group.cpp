@@ -6,7 +6,7 @@
 //
 // Who waits looks again for a while, then lets others run, then sleeps until the counter that it waits for is raised. It
 // stops waiting where a rank gave up the step, or is lost. After a step was given up, the counters differ; so all ranks
-// begin anew at the number of a plan, which is the upper half of the counters from there on: they only ever grow. Whoever
+// begin anew at the number of a plan, which the upper bits of the counters have from there on: they only ever grow. Whoever
 // begins anew gives up what came before, so others do not take its counter for that of an earlier step.
 //
 // Ranks on several machines have such a memory on each of them, and a mirror on each tells the others what its own ranks
@@ -38,11 +38,14 @@ constexpr int64_t HEADS = 2 * MOST_RANKS * HEAD;  // of all ranks, each of whose
 using Counter = std::atomic<uint64_t>;
 static_assert(sizeof(Counter) == 8 && Counter::is_always_lock_free, "shared between processes");
 
-// The counter's value when a rank begins anew with the plan of this number.
-constexpr uint64_t first_of(int64_t number) { return (uint64_t)number << 32; }
+// The counter's value when a rank begins anew with the plan of this number; and that number, or of a plan after it. A plan
+// has fewer collectives than the lower bits can count, and there are fewer plans than the upper ones can.
+constexpr int COUNT_BITS = 24;
+constexpr uint64_t first_of(int64_t number) { return (uint64_t)number << COUNT_BITS; }
+constexpr int64_t number_of(uint64_t count) { return (int64_t)(count >> COUNT_BITS); }
 
 // A futex is 32 bits: the lower half, which comes first on the machines that there are kernels for. Of two who wait, one
-// may clear `awaited` for the other, and who begins anew changes the upper half: so nobody sleeps long.
+// may clear `awaited` for the other, and who begins anew may change the upper half alone: so nobody sleeps long.
 void sleep_while(Counter& counter, uint64_t value) {
     sleep_while(&counter, (uint32_t)value, Among::PROCESSES, SLEEPS_NS);
 }
@@ -348,12 +351,12 @@ QUIRE_API int32_t quire_mirror_look(Group* group, int32_t first, int32_t end, ui
         const Place& place = group->shared->places[rank];
         const uint64_t newest = place.arrived.load();
         if (newest == seen[rank]) continue;
-        const bool anew = newest - seen[rank] > 2;  // not by the upper half, into which a long epoch's counter grows
-        const uint64_t next = (anew ? first_of(newest >> 32) : seen[rank]) + 1;
+        const bool anew = newest - seen[rank] > 2;  // not by the number, into which a long epoch's counter grows
+        const uint64_t next = (anew ? first_of(number_of(newest)) : seen[rank]) + 1;
         const int slot = (next - 1) & 1;
         *news = {next, place.word[slot].load(), place.region[slot].load()};
         // Who begins anew writes over the word and the region, but has given up this step before.
-        const bool given_up = group->shared->given_up.load() > (int64_t)(next >> 32);
+        const bool given_up = group->shared->given_up.load() > number_of(next);
         seen[rank] = given_up ? newest : next;
         if (!given_up && fits(news->region, group->bytes + HEADS)) return rank;
     }
