@@ -11,8 +11,8 @@ from quire.core.request import Event, Request
 BLOCK = "block"
 """Kind of the events for blocks becoming available, by hash."""
 
-READ = "read"
-"""Kind of the same events where the blocks are read from a disk or another engine, for requests that wait for that."""
+ELSEWHERE = "elsewhere"
+"""Kind of the same events where another engine computes the blocks, which may take long."""
 
 
 class Leader(Protocol):
@@ -69,5 +69,5 @@ class PrefixLeaders:
 
 
 def _events(hashes: Iterable[bytes]) -> list[Event]:
-    """Of both kinds, since a read may have taken the place of a request for which others wait already."""
-    return [Event(kind, block_hash) for block_hash in hashes for kind in (BLOCK, READ)]
+    """Of both kinds, since a fetch may have taken the place of a request for which others wait already."""
+    return [Event(kind, block_hash) for block_hash in hashes for kind in (BLOCK, ELSEWHERE)]

@@ -20,7 +20,7 @@ from quire.core.holders import Lookup
 from quire.core.kv_manager import STEP, KVManager
 from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
-from quire.core.prefix_leaders import BLOCK, READ, Leader, PrefixLeaders
+from quire.core.prefix_leaders import BLOCK, ELSEWHERE, Leader, PrefixLeaders
 from quire.core.request import Event, Request, RequestUpdate, Status
 from quire.core.sources import SlotFetch
 from quire.core.spans import next_span, unverified
@@ -212,7 +212,7 @@ class Scheduler:
         self._next_number += 1
         for request in self.requests.values():
             request.restart()
-            if request.awaits is not None and request.awaits.kind in (BLOCK, READ):
+            if request.awaits is not None and request.awaits.kind in (BLOCK, ELSEWHERE):
                 request.awaits = None  # no request computes those blocks any more
             self._line_up(request)
         return culprit
@@ -310,7 +310,7 @@ class Scheduler:
     def _choose_waiting(self, step: PendingStep) -> None:
         """Admit waiting requests in order; none overtakes the head of the queue because it needs fewer blocks.
 
-        At most `max_num_seqs` wait for others' prefixes, since no more could run afterwards; any number, for reads.
+        At most `max_num_seqs` wait for others' prefixes, since no more could run afterwards; any number for an engine.
         """
         aside: list[Request] = []
         awaiting = self._waiting.num_awaiting

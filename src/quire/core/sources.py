@@ -21,7 +21,7 @@ from quire.core.cost import Costs
 from quire.core.exports import Exports
 from quire.core.holders import Holders, Lookup, Published
 from quire.core.orders import Ban, Forget, Lacks, Locate, Order, Prefill, Pull, Read, Write
-from quire.core.prefix_leaders import READ, Leader
+from quire.core.prefix_leaders import BLOCK, ELSEWHERE, Leader
 from quire.core.request import Event, Request
 from quire.core.step import Move
 from quire.core.tier import DISK, HOST, PEER, REMOTE, Tier
@@ -56,7 +56,7 @@ class SlotFetch:
         engine: the engine that provided them, for display.
     """
 
-    order, num_published, kind = (-math.inf, 0, 0), 0, READ
+    order, num_published = (-math.inf, 0, 0), 0
 
     source: str
     hashes: list[bytes]
@@ -77,6 +77,11 @@ class SlotFetch:
     def __post_init__(self) -> None:
         self.patience = PATIENCE[self.source]
         self.deadline = self.begin + self.patience
+
+    @property
+    def kind(self) -> str:
+        """Kind of the events that requests wait for."""
+        return ELSEWHERE if self.source == PEER else BLOCK
 
     @property
     def complete(self) -> bool:
