@@ -183,3 +183,11 @@ REFUSED: list[tuple[Any, str]] = [
 def test_what_is_not_honoured_is_refused_by_name(grammars: Grammars, told: Any, says: str) -> None:
     with pytest.raises(SamplingParamsError, match=says):
         grammars.compile(StructuredOutputsParams(structural_tag=told))
+
+
+def test_many_texts_that_may_not_occur_are_compiled_at_once(tokenizer: Tokenizer) -> None:
+    """All of them can be under way at the same place. Each in an expression of its own, they took minutes."""
+    grammars = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size), most_seconds=3.0)
+    told = {"type": "any_text", "excludes": ["a" * count + "b" for count in range(5, 100)]}
+    form = StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": told})
+    assert is_of(grammars, tokenizer, form, "aaaab, aaaa") and not is_of(grammars, tokenizer, form, "aaaaaab")

@@ -417,6 +417,20 @@ def test_nobody_is_preempted_for_one_who_would_not_fit_all_the_same():
     assert scheduler.num_preemptions == 0
 
 
+def test_nobody_is_preempted_for_blocks_that_a_step_in_flight_will_free():
+    scheduler, runner = make_scheduler(num_blocks=9, block_size=4, scheduling_policy="priority", prefix_cache="off")
+    for id in (0, 1):
+        scheduler.add(make_request(id, [id] * 12, max_tokens=3, priority=9))
+    plan = scheduler.schedule(0.0)
+    scheduler.abort(1)
+    scheduler.add(make_request(2, [2] * 16, max_tokens=1, priority=0))
+    later = scheduler.schedule(0.0)
+    assert lengths(later) == {0: 1}
+    for each, result in [(each, runner.run(each)) for each in (plan, later)]:
+        scheduler.commit(each, result, 0.0)
+    assert lengths(run_step(scheduler, runner)[0]) == {0: 1, 2: 16} and scheduler.num_preemptions == 0
+
+
 def test_nobody_is_preempted_for_blocks_that_others_hold_too():
     scheduler, runner = make_scheduler(num_blocks=27, block_size=4, scheduling_policy="priority")
     common = list(range(40))

@@ -260,17 +260,18 @@ class _Lark:
     def _until(self, ends: Sequence[str], given: Format) -> str:
         """Any text up to and including the first occurrence of one of `ends`; without ends, the rest of the reply.
         `given` has `excludes` and `not_first`."""
-        guards = [("\\s*", marker) for marker in given.get("not_first", ())]
-        guards += [(".*", text) for text in given.get("excludes", ())]
-        parts = [(before, self._parts(marker)[0]) for before, marker in guards]
-        nots = [f"~/(?s:{before}{literal_pattern(one)}.*)/" for before, one in parts if isinstance(one, str)]
+        nots = [*_without("\\s*", self._firsts(given.get("not_first", ())))]
+        nots += _without(".*", self._firsts(given.get("excludes", ())))
         return self._up_to(" & ".join([TEXT, *nots]), ends)
 
     def _regex(self, pattern: str, ends: Sequence[str]) -> str:
         """Text that matches a regular expression and does not contain the beginning of an end, and one of `ends`."""
-        firsts = [parts[0] for end in ends if (parts := self._parts(end))]
-        nots = [f"~/(?s:.*{literal_pattern(one)}.*)/" for one in firsts if isinstance(one, str)]
-        return self._up_to(" & ".join([_slashed(pattern), *nots]), ends)
+        return self._up_to(" & ".join([_slashed(pattern), *_without(".*", self._firsts(ends))]), ends)
+
+    def _firsts(self, texts: Sequence[str]) -> list[str]:
+        """The plain text with which each of these begins, if it does."""
+        firsts = [parts[0] for text in texts if (parts := self._parts(text))]
+        return [one for one in firsts if isinstance(one, str)]
 
     def _up_to(self, text: str, ends: Sequence[str]) -> str:
         """Text that matches an expression of terminals, up to and including the first occurrence of one of `ends`.
@@ -406,6 +407,13 @@ def _refused(where: str, what: str) -> SamplingParamsError:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _without(before: str, texts: Sequence[str]) -> list[str]:
+    """A terminal, if there are any texts: text that has none of them after `before`. It is a single expression, since
+    the library may take very long to intersect several.
+    """
+    return [f"~/(?s:{before}(?:{'|'.join(map(literal_pattern, texts))}).*)/"] if texts else []
 
 
 def literal_pattern(text: str) -> str:
