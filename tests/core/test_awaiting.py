@@ -90,3 +90,30 @@ def test_when_steps_are_given_up_events_are_awaited_still_and_prefixes_no_longer
     scheduler.arrived(GRAMMAR)
     ended = outputs(run_all(scheduler, runner))
     assert ended[0] == expected_output([9] * 9, 2) and ended[2] == expected_output([*range(20), 2], 2)
+
+
+def test_one_of_the_same_turn_that_waited_for_an_event_preempts_nobody():
+    scheduler, runner = make_scheduler(max_num_seqs=1)
+    scheduler.add(make_request(0, [1, 2, 3], max_tokens=2, owner="a", awaits=GRAMMAR))
+    scheduler.add(make_request(1, [4, 5, 6], max_tokens=4, owner="b"))
+    run_step(scheduler, runner)
+    scheduler.arrived(GRAMMAR)
+    assert [update.request for update in run_all(scheduler, runner) if update.finish_reason] == [1, 0]
+    assert scheduler.num_preemptions == 0
+
+
+def test_nobody_waits_for_the_prefix_of_one_that_was_preempted():
+    scheduler, runner = make_scheduler(
+        num_blocks=16, scheduling_policy="priority", max_num_batched_tokens=16, long_prefill_token_threshold=8
+    )
+    prompt = list(range(40))
+    for id in (0, 1):
+        scheduler.add(make_request(id, [*prompt, id], max_tokens=2, priority=9))
+    run_step(scheduler, runner)
+    assert scheduler.requests[1].status is Status.AWAITING
+    scheduler.add(make_request(2, [7] * 45, max_tokens=2, priority=0))
+    while not scheduler.num_preemptions:
+        run_step(scheduler, runner)
+    assert scheduler.requests[1].status is Status.WAITING
+    scheduler.abort(0)
+    assert outputs(run_all(scheduler, runner))[1] == expected_output([*prompt, 1], 2)
