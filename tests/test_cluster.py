@@ -233,6 +233,31 @@ def test_who_dies_too_often_is_left_and_without_a_server_all_ends(tmp_path: Path
     asyncio.run(scenario())
 
 
+@pytest.mark.usefixtures("program")
+def test_another_program_at_a_members_port_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.cluster.keeper.TAKEN_SECONDS", 0.3)
+
+    async def scenario() -> None:
+        found = [member("server-0", "server"), member("router", "router")]
+        keeper, seen = kept_by(tmp_path, *found)
+        other = await asyncio.create_subprocess_exec(sys.executable, "-c", *found[0].arguments)
+        try:
+            while not await is_healthy(found[0]):
+                await asyncio.sleep(0.02)
+            running = asyncio.create_task(keeper.run(seen.changed))
+            await until(lambda: keeper.kept[0].restarts == 1)
+            assert ("server-0", "ready") not in seen
+            assert keeper.kept[0].why == f"another program listens at {found[0].url}"
+        finally:
+            other.kill()
+            await other.wait()
+        await until(lambda: all(kept.state == "ready" for kept in keeper.kept))  # once it has gone
+        keeper.leave()
+        assert await running
+
+    asyncio.run(scenario())
+
+
 INVALID = "import sys; print('starting\\nquire: error: no checkpoint x', file=sys.stderr); sys.exit(2)"
 """What a member does whose model is not valid."""
 

@@ -23,6 +23,9 @@ LOOK_SECONDS = 0.25
 ANSWER_SECONDS = 5.0
 """Timeout of a health check."""
 
+TAKEN_SECONDS = 5.0
+"""How long a member's port may stay open before the member is started: processes of the last one may be ending."""
+
 KILL_SECONDS = 10.0
 """How long a member may take to exit after its drain timeout, before it is killed."""
 
@@ -125,6 +128,9 @@ class Keeper:
     async def _live(self, kept: Kept) -> int | None:
         """Start a member and watch it until it ends. Sets `why`; returns the exit code, None if it did not start."""
         self._enter(kept, "starting")
+        if await is_taken(kept.member):
+            kept.why = f"another program listens at {kept.member.url}"
+            return None
         try:
             kept.running = await self._place.start(kept.member)
         except ClusterError as error:
@@ -160,6 +166,20 @@ class Keeper:
                 await running.signal(signal.SIGKILL)
             await asyncio.sleep(0.05)
         self._enter(kept, "ended")
+
+
+async def is_taken(member: Member) -> bool:
+    """Whether another program listens where a member should. Its answers would be taken for the member's."""
+    until = time.monotonic() + TAKEN_SECONDS
+    while time.monotonic() < until:
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                _, writer = await asyncio.open_connection(member.host, member.port)
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        await asyncio.sleep(LOOK_SECONDS)
+    return True
 
 
 async def is_healthy(member: Member) -> bool:
