@@ -24,6 +24,7 @@ from quire.errors import (
     UnknownArchitectureError,
 )
 from quire.models.registry import load_model
+from quire.ops import Kernels
 from tests.oracle import chunked_logits, edit_json, random_prompt, save_checkpoint
 
 PROMPT = random_prompt(20)
@@ -174,6 +175,15 @@ def test_an_fp16_checkpoint_is_computed_in_fp32_unless_told_otherwise_and_says_s
     assert "slow" in load_model(folder, "float16").notes[0]
 
 
+@pytest.mark.parametrize("requested", ["auto", "float16"])
+def test_on_a_gpu_an_fp16_checkpoint_is_computed_in_fp16(requested: str, tmp_path: Path) -> None:
+    class Elsewhere(Kernels):
+        device = torch.device("meta")
+
+    model = load_model(save_checkpoint(tmp_path, "llama", dtype=torch.float16), requested, kernels=Elsewhere())
+    assert model.dtype == torch.float16 and model.notes == ()
+
+
 @pytest.mark.parametrize("dtype", ["fp8", "", "BF16"])
 def test_an_unknown_data_type_is_refused(dtype: str, llama: Path) -> None:
     with pytest.raises(CheckpointError, match=f"auto, bfloat16.*{dtype!r}"):
@@ -196,6 +206,7 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 from quire.models.registry import load_model
+from quire.ops import Kernels
 def field(name): return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 load_model(sys.argv[1])                                     # libraries and their buffers
 before = field("VmRSS")

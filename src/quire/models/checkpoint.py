@@ -97,12 +97,12 @@ def content_hash(folder: Path) -> str:
     return hasher.hexdigest(length=16)
 
 
-def choose_dtype(checkpoint: Checkpoint, requested: str) -> tuple[torch.dtype, str | None]:
+def choose_dtype(checkpoint: Checkpoint, requested: str, on_cpu: bool = True) -> tuple[torch.dtype, str | None]:
     """The data type to compute in, and a note for the user if it is an unexpected or slow one.
 
     "auto" is the type in config.json (`dtype`, formerly `torch_dtype`), or that of the largest tensor. If it is fp16,
-    fp32 is used, which represents the weights exactly, since fp16 products are about ten times slower than bf16 ones
-    on a CPU.
+    fp32 is used on a CPU, which represents the weights exactly, since fp16 products are about ten times slower than
+    bf16 ones there.
 
     Raises:
         ModelConfigError: the type in config.json is unknown.
@@ -111,8 +111,8 @@ def choose_dtype(checkpoint: Checkpoint, requested: str) -> tuple[torch.dtype, s
     if requested != "auto":
         if requested not in DTYPES:
             raise CheckpointError(f"dtype must be auto, {', '.join(DTYPES)}; found {requested!r}")
-        slow = "fp16 products are slow on a CPU; bfloat16 or float32 is faster" if requested == "float16" else None
-        return DTYPES[requested], slow
+        slow = "fp16 products are slow on a CPU; bfloat16 or float32 is faster"
+        return DTYPES[requested], slow if on_cpu and requested == "float16" else None
     fields = checkpoint.config
     field = "dtype" if "dtype" in fields else "torch_dtype"
     if field in fields:
@@ -121,7 +121,7 @@ def choose_dtype(checkpoint: Checkpoint, requested: str) -> tuple[torch.dtype, s
         floats = [entry for entry in checkpoint.entries.values() if entry.dtype in FLOAT_DTYPES]
         largest = max(floats, key=lambda entry: entry.num_bytes, default=None)
         dtype = torch.float32 if largest is None else FLOAT_DTYPES[largest.dtype]
-    if dtype == torch.float16:
+    if dtype == torch.float16 and on_cpu:
         return torch.float32, (
             "the checkpoint is fp16; computing in float32, which holds its weights exactly and is faster "
             "on a CPU, with twice the memory (dtype='float16' keeps fp16, 'bfloat16' is fastest but rounds)"

@@ -140,7 +140,7 @@ def build_model(
     spill: Spill | None = None,
 ) -> tuple[Model, Weights]:
     """Make the model, and return it with its weights: see `load_model` and `Weights`."""
-    compute_dtype, note = choose_dtype(checkpoint, dtype)
+    compute_dtype, note = choose_dtype(checkpoint, dtype, kernels.device.type == "cpu")
     notes = [note, _own_code_note(checkpoint.config)]
     checkpoint = of_numbers(checkpoint)
     config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
