@@ -168,11 +168,18 @@ def eagle_reference(tensors: Tensors, table: torch.Tensor, hidden: torch.Tensor,
     return layer_reference(tensors, "layers.0.", x if before is None else rms(x, before), x)
 
 
-def eagle3_reference(tensors: Tensors, table: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+def eagle3_reference(
+    tensors: Tensors,
+    table: torch.Tensor,
+    hidden: torch.Tensor,
+    after: torch.Tensor,
+    norm_before_residual: bool = False,
+) -> torch.Tensor:
     embedded = tensors.get("embed_tokens.weight", table)[after]
     x = rms(embedded, tensors["midlayer.input_layernorm.weight"])
-    x = torch.cat([x, rms(hidden, tensors["midlayer.hidden_norm.weight"])], dim=1)
-    return layer_reference(tensors, "midlayer.", x, hidden)
+    normalized = rms(hidden, tensors["midlayer.hidden_norm.weight"])
+    residual = normalized if norm_before_residual else hidden
+    return layer_reference(tensors, "midlayer.", torch.cat([x, normalized], dim=1), residual)
 
 
 # Running ours
@@ -273,6 +280,41 @@ def test_an_eagle3_head_computes_what_plain_torch_does(
     assert logits.shape == (TOKENS, VOCAB) and logits.dtype == torch.float32
     assert_near(logits[:, tensors["t2d"]], scores)
     assert (logits[:, ~tensors["t2d"]] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("before_fc", [False, True])
+@pytest.mark.parametrize("before_residual", [False, True])
+def test_a_head_of_the_speculators_library_computes_what_plain_torch_does(
+    before_residual: bool, before_fc: bool, target: Model, tmp_path: Path
+) -> None:
+    """Its layer's fields are nested, and norms are where the configuration says."""
+    tensors = eagle3_tensors(own_embedding=True)
+    if before_fc:
+        tensors["input_norm.weight"] = norm(3 * HIDDEN)
+    stored = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()}
+    folder = write(tmp_path, stored)
+    layer = json.loads((folder / "config.json").read_text())
+    own = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": DRAFT_VOCAB,
+        "eagle_aux_hidden_state_layer_ids": [1, 4, 6],
+        "norm_before_residual": before_residual,
+        "norm_before_fc": before_fc,
+        "target_hidden_size": None,
+    }
+    (folder / "config.json").write_text(json.dumps(own | {"transformer_layer_config": layer}))
+    head = load_eagle3(folder, target)
+    assert head.aux_layers == (1, 4, 6)
+    features = features_of(target, head)
+    hidden = head.fuse(features)
+    assert_near(
+        hidden, F.linear(rms(features, tensors["input_norm.weight"]) if before_fc else features, tensors["fc.weight"])
+    )
+    kept = hidden.clone()
+    out = run_head(head, hidden)
+    assert torch.equal(hidden, kept)
+    assert_near(out, eagle3_reference(tensors, torch.empty(0), hidden, torch.tensor(PROMPT[1:]), before_residual))
 
 
 def test_an_eagle3_head_may_be_narrower_than_its_target_and_draft_every_token(target: Model, tmp_path: Path) -> None:
@@ -382,7 +424,12 @@ BAD_EAGLE3: dict[str, tuple[Callable[[Tensors], object], dict[str, Any], str]] =
     "tables at odds": (lambda t: t["t2d"].logical_not_(), {}, "'d2t' and 't2d' do not name the same tokens"),
     "a missing norm": (lambda t: t.pop("norm.weight"), {}, "missing: 'norm.weight'"),
     "an older head": (lambda t: t.pop("midlayer.hidden_norm.weight"), {}, "no EAGLE-3 head; .* say method: eagle"),
-    "a normalized residual": (lambda t: None, {"norm_before_residual": True}, "'norm_before_residual' is True"),
+    "norms of the target's layers": (lambda t: None, {"fc_norm": True}, "'fc_norm' is True"),
+    "a norm at the end": (lambda t: None, {"norm_output": True}, "'norm_output' is True"),
+    "a norm that is missing": (lambda t: None, {"norm_before_fc": True}, "missing: 'input_norm.weight'"),
+    "a norm that nobody asked for": (
+        lambda t: t.update({"input_norm.weight": norm(3 * HIDDEN)}), {}, "input_norm.weight"
+    ),
     "a layer that is not there": (lambda t: None, {"eagle_aux_hidden_state_layer_ids": [1, 8]}, "each from 0 to 7"),
     "more drafts than tokens": (lambda t: None, {"draft_vocab_size": 161}, "'draft_vocab_size' must be"),
 }  # fmt: skip

@@ -3,6 +3,10 @@
 The inputs of a low, a middle and a high layer of the target are fused into one hidden state. One decoder layer, whose
 attention reads the concatenation of the token's embedding and the hidden state, computes the next one. The head has its
 own vocabulary, the target's most frequent tokens: `d2t` has the offset of each id, `t2d` the ids it contains.
+
+Heads of the speculators library, as vLLM runs them, have their layer's fields in `transformer_layer_config`. What
+enters the layer may be normalized before it becomes the residual (`norm_before_residual`), and so may what is fused
+(`norm_before_fc`).
 """
 
 from __future__ import annotations
@@ -26,6 +30,10 @@ from quire.ops import KVCache, RaggedBatch
 
 MOVES, CHOSEN = "d2t", "t2d"
 AUX_LAYERS_FIELD = "eagle_aux_hidden_state_layer_ids"
+REFUSED = {
+    "fc_norm": "a norm of each of the target's layers",
+    "norm_output": "a norm of what the next draft continues",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +43,14 @@ class Eagle3Config(HeadConfig):
     Attributes:
         aux_layers: layers of the target whose inputs it reads.
         draft_vocab_size: number of tokens it can draft.
+        norm_before_residual: the layer's residual is the normalized hidden state.
+        norm_before_fc: the concatenated inputs of the target's layers are normalized before they are fused.
     """
 
     aux_layers: tuple[int, ...]
     draft_vocab_size: int
+    norm_before_residual: bool
+    norm_before_fc: bool
 
 
 class Eagle3Layer:
@@ -47,10 +59,11 @@ class Eagle3Layer:
     Args:
         config: sizes; the input of q, k and v has twice the hidden size.
         weights: gives the layer's parts by name.
+        norm_before_residual: see `Eagle3Config`.
     """
 
-    def __init__(self, config: LayerConfig, weights: LayerWeights) -> None:
-        eps = config.rms_norm_eps
+    def __init__(self, config: LayerConfig, weights: LayerWeights, norm_before_residual: bool) -> None:
+        eps, self._norm_before_residual = config.rms_norm_eps, norm_before_residual
         self.input_norm, self.hidden_norm = weights.norm("input_layernorm", eps), weights.norm("hidden_norm", eps)
         shape, bias = (config.num_heads, config.num_kv_heads, config.head_dim), config.qkv_bias
         self.attention = Attention(*shape, weights, 0, None, qkv_bias=bias, output_bias=config.output_bias)
@@ -66,10 +79,11 @@ class Eagle3Layer:
         batch: RaggedBatch,
     ) -> torch.Tensor:
         """All [tokens, hidden]; tables: cos and sin of the step's positions."""
-        x = torch.cat([self.input_norm(embedded), self.hidden_norm(hidden)], dim=1)
-        x = self.attention(x, tables, kv, batch)
+        normalized = self.hidden_norm(hidden)
+        x = self.attention(torch.cat([self.input_norm(embedded), normalized], dim=1), tables, kv, batch)
         # The sum may be written into the residual, and `hidden` belongs to the caller.
-        x, residual = self.post_attention_norm.with_residual(x, hidden.clone())
+        residual = normalized if self._norm_before_residual else hidden.clone()
+        x, residual = self.post_attention_norm.with_residual(x, residual)
         return self.mlp(x) + residual
 
 
@@ -88,9 +102,11 @@ class Eagle3(Head):
         self.aux_layers = config.aux_layers
         self.ids = None if ids is None else ids.to(weights.kernels.device)
         self.head = weights.linear("lm_head")
+        eps = config.layer.rms_norm_eps
+        self.input_norm = weights.norm("input_norm", eps) if config.norm_before_fc else None
         self.fc = weights.linear("fc", bias="fc.bias" in config.shapes)
-        self.layer = Eagle3Layer(config.layer, weights.under("layers.0."))
-        self.norm = weights.norm("norm", config.layer.rms_norm_eps)
+        self.layer = Eagle3Layer(config.layer, weights.under("layers.0."), config.norm_before_residual)
+        self.norm = weights.norm("norm", eps)
 
     @staticmethod
     def read_config(fields: Fields, names: Collection[str], target_layers: int) -> Eagle3Config:
@@ -98,7 +114,10 @@ class Eagle3(Head):
 
         Raises ModelConfigError, and ConfigError if the target lacks layers that the head reads.
         """
-        fields.refuse("norm_before_residual", (False,), "a residual that is normalized")
+        nested = fields.section("transformer_layer_config")
+        fields = fields.with_defaults(nested.picked(nested.names()))
+        for name, why in REFUSED.items():
+            fields.refuse(name, (False,), why)
         layer, rope, vocab_size = read_layer(fields, names)
         aux_layers = read_aux_layers(fields, target_layers)
         hidden = layer.hidden_size
@@ -109,16 +128,22 @@ class Eagle3(Head):
             "norm.weight": (hidden,),
             "lm_head.weight": (draft_vocab_size, hidden),
         }
+        before_residual, before_fc = (
+            fields.flag(name, default=False) for name in ("norm_before_residual", "norm_before_fc")
+        )
+        if before_fc:
+            shapes["input_norm.weight"] = (len(aux_layers) * width,)
         if "fc.bias" in names:
             shapes["fc.bias"] = (hidden,)
         if TABLE in names:
             shapes[TABLE] = (vocab_size, hidden)
         shapes |= {f"layers.0.{name}": shape for name, shape in _layer_shapes(layer).items()}
-        return Eagle3Config(layer, rope, vocab_size, width, shapes, aux_layers, draft_vocab_size)
+        optional = before_residual, before_fc
+        return Eagle3Config(layer, rope, vocab_size, width, shapes, aux_layers, draft_vocab_size, *optional)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """features: [tokens, layers * the target's hidden size] of `AuxHiddenStates`. Returns [tokens, hidden]."""
-        return self.fc(features)
+        return self.fc(features if self.input_norm is None else self.input_norm(features))
 
     def forward(self, hidden: torch.Tensor, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
         """One step.
