@@ -61,7 +61,8 @@ def test_answers_and_streams_are_those_of_a_server(pair: list[FakeServer]) -> No
         events = router.stream(seed=3)
         assert text_of(events) == answer_text({"prompt": "p", "seed": 3})
         assert events.count("[DONE]") == 1
-        assert router.http.get("/v1/models").json()["data"][0]["id"] == "m"
+        models = router.http.get("/v1/models").json()
+        assert (models["data"][0]["id"], models["last_id"], models["has_more"]) == ("m", "m", False)
         assert router.http.post("/tokenize", json={"prompt": "x"}).json()["path"] == "/tokenize"
         assert router.http.get("/health").json() == {"status": "ok", "servers_up": 2, "servers": 2}
 

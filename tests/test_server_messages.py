@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import anthropic
@@ -103,6 +104,15 @@ def test_tokens_are_counted(client):
 def test_a_model_that_never_thinks_may_be_told_not_to(client):
     message = client.messages.create(**ASKED, thinking={"type": "disabled"})
     assert message.content[0].text == client.messages.create(**ASKED).content[0].text
+
+
+def test_models_are_described_as_anthropic_does(server, client):
+    [model] = client.models.list(limit=1)  # the client goes on to the next page if there is one
+    assert (model.id, model.display_name, model.type, model.lifecycle) == ("demo", "demo", "model", "active")
+    assert abs(model.created_at.timestamp() - time.time()) < 3600 and client.models.retrieve("demo") == model
+    listed = json.loads(server.get("/v1/models", **{"x-api-key": "k1"})[2])
+    assert (listed["object"], listed["data"][0]["object"], listed["data"][0]["owned_by"]) == ("list", "model", "quire")
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "demo", "demo")
 
 
 def test_errors_are_anthropics(server, client):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from typing import Any
@@ -126,6 +127,15 @@ def test_the_input_of_a_stored_response_is_listed_page_by_page(client):
     for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "nothing"}):
         with pytest.raises(openai.BadRequestError):
             items.list(made.id, **wrong)
+
+
+def test_items_whose_ids_repeat_are_listed_once_each(client):
+    ids = ["a", "a", None, "item_2", "a", "b"]
+    asked = [{"role": "user", "content": f"word {at}", **({"id": id} if id else {})} for at, id in enumerate(ids)]
+    made = client.responses.create(model="demo", max_output_tokens=2, input=asked)
+    listed = [*itertools.islice(client.responses.input_items.list(made.id, order="asc", limit=1), 20)]
+    assert [item.content for item in listed] == [f"word {at}" for at in range(6)]
+    assert [item.id for item in listed] == ["a", "item_1", "item_2", "item_3", "item_4", "b"]
 
 
 def test_stored_responses_are_their_tenants_alone(server, client):

@@ -415,6 +415,11 @@ def test_bad_messages_are_refused_by_their_place(messages: Any, param: str) -> N
     assert refusal(lambda: chat(messages=messages)).param == param
 
 
+def test_a_message_without_a_role_lacks_one() -> None:
+    for messages, told in (([{"content": "x"}], "is missing; it must be one"), ([{"role": None}], "is null; it must")):
+        assert told in refusal(lambda messages=messages: chat(messages=messages)).message
+
+
 def test_the_unsupported_kind_of_content_is_named() -> None:
     content = [{"type": "image_url", "image_url": {"url": "data:..."}}]
     assert '"image_url"' in refusal(lambda: chat(messages=[{"role": "user", "content": content}])).message

@@ -27,7 +27,7 @@ from quire.server.auth import METRICS_PATH, forbidden, tenant_of
 from quire.server.body import check_media_type
 from quire.server.context import stop_error
 from quire.server.errors import ApiError, invalid
-from quire.server.replies import send_error, send_json
+from quire.server.replies import models_list, send_error, send_json
 from quire.server.transport import read_body
 from quire.typed_json import BAD_JSON
 
@@ -204,7 +204,7 @@ class RouterApp:
     # -- status ----------------------------------------------------------------------------------
 
     async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, {"object": "list", "data": list(self._cards().values())})
+        await send_json(send, models_list(list(self._cards().values())))
 
     async def _model(self, scope: Scope, receive: Receive, send: Send) -> None:
         cards, name = self._cards(), scope["path"].removeprefix(MODELS)

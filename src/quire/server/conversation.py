@@ -126,7 +126,10 @@ class _Reader:
                 )
         role = given.text("role", MAX_NAME_LENGTH)
         if role not in ROLES:
-            raise wrong_value(f"{where}.role", role, "one of " + ", ".join(ROLES))
+            allowed = "one of " + ", ".join(ROLES)
+            if "role" not in raw:
+                raise invalid(f"{where}.role is missing; it must be {allowed}", f"{where}.role", "missing_parameter")
+            raise wrong_value(f"{where}.role", role, allowed)
         calls = self._tool_calls(where, given.raw("tool_calls"))
         if calls and role != "assistant":
             raise invalid(f"{where}.tool_calls is for the assistant's messages; leave it out", f"{where}.tool_calls")

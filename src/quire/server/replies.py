@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +21,12 @@ def json_reply(content: Any, status: int = 200, headers: Mapping[str, str] | Non
 def error_reply(error: ApiError, path: str = "") -> Response:
     """An error in the format of this path: Anthropic's or OpenAI's."""
     return json_reply(error.body(path), error.status, error.headers)
+
+
+def models_list(cards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The response of `/v1/models`: OpenAI's list, which is also Anthropic's only page."""
+    first, last = (cards[at]["id"] if cards else None for at in (0, -1))
+    return {"object": "list", "data": cards, "has_more": False, "first_id": first, "last_id": last}
 
 
 async def send_json(send: Send, content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,7 @@ from quire.server.context import AppContext
 from quire.server.engine_metrics import EngineReading
 from quire.server.errors import ApiError
 from quire.server.http_options import KEY_OPTIONS
-from quire.server.replies import json_reply
+from quire.server.replies import json_reply, models_list
 
 if TYPE_CHECKING:
     from quire.ipc.client import EngineClient
@@ -301,8 +302,9 @@ def _file(name: str) -> Response:
 
 
 def model_router(context: AppContext) -> APIRouter:
-    """`/v1/models`: the served models, in OpenAI's format."""
+    """`/v1/models`: the served models, in OpenAI's format and Anthropic's at once."""
     router = APIRouter(prefix="/v1/models", tags=["models"])
+    since = datetime.fromtimestamp(int(context.started), UTC).isoformat().replace("+00:00", "Z")
 
     def described(name: str) -> dict[str, Any]:
         info = context.client.info
@@ -311,6 +313,10 @@ def model_router(context: AppContext) -> APIRouter:
             "object": "model",
             "created": int(context.started),
             "owned_by": "quire",
+            "type": "model",
+            "display_name": name,
+            "created_at": since,
+            "lifecycle": "active",
             "root": context.model_names[0],
             "parent": None,
             "max_model_len": info.max_model_len if info is not None else None,
@@ -320,7 +326,7 @@ def model_router(context: AppContext) -> APIRouter:
 
     @router.get("", summary="The served models")
     async def models() -> Response:
-        return json_reply({"object": "list", "data": [described(name) for name in context.model_names]})
+        return json_reply(models_list([described(name) for name in context.model_names]))
 
     @router.get("/{id:path}", summary="One model")
     async def model(id: Annotated[str, PathParameter(description="The model's name.")]) -> Response:

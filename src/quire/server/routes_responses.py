@@ -78,7 +78,7 @@ def _page(items: list[dict[str, Any]], order: str, limit: int, after: str | None
     Raises:
         ApiError: 400: there is no item `after`.
     """
-    named = [{"id": f"item_{index}", "type": "message", **item} for index, item in enumerate(items)]
+    named = _named(items)
     if order == "desc":
         named.reverse()
     ids = [item["id"] for item in named]
@@ -89,6 +89,17 @@ def _page(items: list[dict[str, Any]], order: str, limit: int, after: str | None
     first, last = (page[at]["id"] if page else None for at in (0, -1))
     more = start + limit < len(named)
     return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}
+
+
+def _named(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items, each with an id of its own: one that repeats would lead from page to page in a circle."""
+    named: dict[str, dict[str, Any]] = {}
+    for index, item in enumerate(items):
+        given = item.get("id")
+        ours = given is None or given in named or given.startswith("item_")
+        id = f"item_{index}" if ours else given
+        named[id] = {"type": "message", **item, "id": id}
+    return list(named.values())
 
 
 def _items(store: ResponseStore, owner: str, response_id: str) -> bytes:
