@@ -624,10 +624,33 @@ def test_in_python_options_of_other_engines_are_explained() -> None:
         EngineConfig.from_options({"model": "demo", "flash_attn": True})
 
 
+def bench_serve_parser() -> CommandParser:
+    from quire.cli import bench_serve
+
+    parser = CommandParser("quire bench serve", "")
+    bench_serve.add_arguments(parser)
+    return parser
+
+
+def test_flags_of_vllms_benchmark_are_taken_or_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = bench_serve_parser()
+    flags = ["--base-url", "http://a", "--num-prompts=20", "--request-rate", "inf", "--random-input-len", "10"]
+    args = parser.parse([*flags, "--max-concurrency", "3"])
+    assert (args.url, args.num_requests, args.rate, args.input_len) == ("http://a", 20, "inf", "10")
+    assert args.concurrency == 3
+    assert main(["bench", "serve", "--port", "8000"]) == 2
+    assert "vLLM's --port is --url here: the server's whole URL" in capsys.readouterr().err
+    assert main(["bench", "serve", "--url", "http://a", "--dataset-name", "random"]) == 2
+    assert "vLLM's --dataset-name is --workload here: random, shared-prefix" in capsys.readouterr().err
+    assert main(["serve", "demo", "--request-rate", "3"]) == 2
+    assert "vLLM" not in capsys.readouterr().err
+
+
 def test_what_other_options_are_answered_with_is_there() -> None:
     from quire.cli.completion import options_of_commands
 
     flags = {flag for options in options_of_commands().values() for flag in options}
+    flags |= {*bench_serve_parser()._option_string_actions}
     for name, option in OTHER_OPTIONS.items():
         assert option.ours is None or "--" + option.ours.replace("_", "-") in flags, name
         assert option.ours is not None or option.why is not None, name

@@ -37,6 +37,7 @@ from quire.errors import (
 from quire.kv.disk import open_folder
 from quire.models.checkpoint import resolve
 from quire.ops.cpu.kernels import CpuKernels
+from quire.vllm_options import VLLM_METHODS
 from tests.forks import in_a_fork
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -392,6 +393,16 @@ def test_chat_renders_the_models_own_template(llm):
 def test_what_is_wrong_with_a_chats_arguments_is_told(llm, given, message):
     with pytest.raises(RequestError, match=f"^{re.escape(message)}"):
         llm.chat([{"role": "user", "content": "x"}], **given)
+
+
+def test_vllms_methods_that_are_not_there_say_what_to_use(llm):
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'encode': use embed"):
+        llm.encode(["x"])
+    with pytest.raises(AttributeError, match="/v1/score"):
+        llm.score("x", "y")
+    with pytest.raises(AttributeError, match=r"^'LLM' object has no attribute 'nonsense'$"):
+        llm.nonsense()
+    assert not hasattr(llm, "encode") and not [name for name in VLLM_METHODS if hasattr(LLM, name)]
 
 
 def test_vllms_names_of_arguments_are_taken_or_refused_by_name(llm):

@@ -22,6 +22,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from quire import child
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ServerError
 from quire.ipc.board import PATIENCE, PULSE, Board
@@ -296,6 +297,45 @@ async def test_a_disk_that_is_full_by_now_stops_no_restart(folder: Path, monkeyp
         await server.until_ready(boot=2)
         os.kill(server.supervisor._workers[0].pid, signal.SIGKILL)
         await server.until_ready(boot=2, worker=1)
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM])
+async def test_a_system_without_room_for_a_process_is_asked_again(
+    number: int, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("quire.server.processes.FIRST_BACKOFF", 0.01)
+    spawn, refused = child.spawn, 0
+
+    async def unable(*given: Any, **options: Any) -> Any:
+        nonlocal refused
+        if (refused := refused + 1) % 3:
+            raise OSError(number, os.strerror(number))
+        return await spawn(*given, **options)
+
+    async with running(folder) as server:
+        await server.until_ready(worker=0)
+        monkeypatch.setattr(child, "spawn", unable)
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
+        await server.until_ready(boot=2)
+        os.kill(server.supervisor._workers[0].pid, signal.SIGKILL)
+        await server.until_ready(boot=2, worker=1)
+    assert f"cannot start the engine 2: {os.strerror(number)}; trying again in 0.01 s" in caplog.text
+    assert refused == 6 and "cannot start the HTTP process 1" in caplog.text
+
+
+async def test_a_server_that_leaves_waits_for_no_room_for_a_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def unable(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    async with running(folder) as server:
+        await server.until_ready(worker=0)
+        monkeypatch.setattr(child, "spawn", unable)
+        os.kill(server.supervisor._workers[0].pid, signal.SIGKILL)
+        await server.until(lambda: "trying again" in caplog.text, "the HTTP process cannot be started")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await server.code() == 0
 
 
 async def test_a_disk_that_is_full_at_the_start_is_an_error_that_says_so(

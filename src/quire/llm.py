@@ -30,6 +30,7 @@ from quire.models.pooling import PoolingConfig
 from quire.runner.start import OnLoad
 from quire.text.reply_grammar import ReplyRequest, reply_request
 from quire.text.tokenizer import RenderedChat
+from quire.vllm_options import VLLM_METHODS
 
 if TYPE_CHECKING:
     from quire.progress import Progress
@@ -85,6 +86,13 @@ class LLM(LocalEngine):
         self._guard = ThreadGuard("LLM", "use AsyncLLM for many callers, or a lock around every call")
         self._close_engine = weakref.finalize(self, unless_forked(self._engine.close))
         self._close_engine.atexit = False
+
+    if not TYPE_CHECKING:  # for type checkers, what is not there is not there
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError, for vLLM's names with what to use instead."""
+            why = f": {VLLM_METHODS[name]}" if name in VLLM_METHODS else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{why}", name=name, obj=self)
 
     def __enter__(self) -> Self:
         return self

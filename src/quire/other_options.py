@@ -1,7 +1,8 @@
 """Options and commands of llama.cpp, Ollama and SGLang: those that mean the same are accepted on the command line, the
 others are explained.
 
-vLLM's are in `vllm_options.py`, since Quire's own names are vLLM's wherever both have the same thing.
+vLLM's are in `vllm_options.py`, since Quire's own names are vLLM's wherever both have the same thing; those of its
+benchmark are here.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ class OtherOption:
     short: tuple[str, ...] = ()
 
 
-LLAMA_CPP, OLLAMA, SGLANG = "llama.cpp", "Ollama", "SGLang"
+LLAMA_CPP, OLLAMA, SGLANG, VLLM = "llama.cpp", "Ollama", "SGLang", "vLLM"
 _UNBOUNDED = {"-1": "none", "-2": "none"}
 _ONE_DEVICE = "a model is entirely on one device, cuda or cpu"
 _BATCH = "the tokens of one step, for all requests together"
 _DRAFTS = """a JSON object, as in '{"model": "org/name", "num_speculative_tokens": 4}'"""
 _ALWAYS = "leave it out, it is always on"
 _DETECTED = "leave it out, it is detected from the model"
+_URL = "the server's whole URL, such as http://127.0.0.1:8000"
+_WORKLOAD = "random, shared-prefix, multi-turn or trace"
+_REPORT = "followed by the file's name"
 _HOST_TIER = "the size of the host tier, such as 8GiB"
 
 OTHER_OPTIONS: dict[str, OtherOption] = {
@@ -61,7 +65,29 @@ OTHER_OPTIONS: dict[str, OtherOption] = {
     "dp_size": OtherOption(SGLANG, "data_parallel_size", short=("--dp",)),
     "disaggregation_mode": OtherOption(SGLANG, "kv_role", values={"null": "none"}),
     "disaggregation_transfer_backend": OtherOption(SGLANG, "kv_transport"),
+    "base_url": OtherOption(VLLM, "url"),
+    "max_concurrency": OtherOption(VLLM, "concurrency"),
+    "num_prompts": OtherOption(VLLM, "num_requests"),
+    "num_warmups": OtherOption(VLLM, "warmup"),
+    "random_input_len": OtherOption(VLLM, "input_len"),
+    "random_output_len": OtherOption(VLLM, "output_len"),
+    "request_rate": OtherOption(VLLM, "rate"),
     # similar
+    "backend": OtherOption(VLLM, "endpoint", "completions or chat"),
+    "dataset_name": OtherOption(VLLM, "workload", _WORKLOAD),
+    "dataset_path": OtherOption(VLLM, "trace", "a file of lengths, shared prefixes and arrival times"),
+    "host": OtherOption(VLLM, "url", _URL),
+    "port": OtherOption(VLLM, "url", _URL),
+    "percentile_metrics": OtherOption(VLLM, "json", "it has all of them"),
+    "metric_percentiles": OtherOption(VLLM, "json", "it has p50, p90, p95 and p99"),
+    "random_prefix_len": OtherOption(VLLM, "prefix_len", "with --workload shared-prefix"),
+    "random_range_ratio": OtherOption(VLLM, "input_len", "a range such as 128-512; --output-len takes one, too"),
+    "ready_check_timeout_sec": OtherOption(VLLM, "wait", "seconds to wait for a server that is still starting"),
+    "save_result": OtherOption(VLLM, "json", _REPORT),
+    "result_dir": OtherOption(VLLM, "json", _REPORT),
+    "result_filename": OtherOption(VLLM, "json", _REPORT),
+    "save_detailed": OtherOption(VLLM, "details", "beside --json"),
+    "plot_timeline": OtherOption(VLLM, "plot", _REPORT),
     "api_key_file": OtherOption(LLAMA_CPP, "api_key", "with @ before the file's name"),
     "batch_size": OtherOption(LLAMA_CPP, "max_num_batched_tokens", _BATCH, short=("-b",)),
     "ubatch_size": OtherOption(LLAMA_CPP, "max_num_batched_tokens", _BATCH, short=("-ub",)),

@@ -163,6 +163,20 @@ VLLM_ARGUMENTS: dict[str, VllmOption] = {
 }
 """The same for arguments of the methods of vLLM's `LLM`."""
 
+VLLM_METHODS: dict[str, str] = {
+    "beam_search": "there is no beam search; SamplingParams(n=...) samples several outputs",
+    "classify": "classifiers are not supported",
+    "encode": "use embed, which returns an embedding for each prompt",
+    "get_default_sampling_params": "use default_params",
+    "get_metrics": "see stats",
+    "llm_engine": "LLM is the engine: use add_request, step and abort",
+    "reward": "reward models are not supported",
+    "score": "start a server and use its /v1/score, or compare what embed returns",
+    "sleep": "an engine cannot release its memory and resume; close it",
+    "wake_up": "an engine cannot release its memory and resume; create another one",
+}
+"""What to use instead of members of vLLM's `LLM` that are not there."""
+
 SPECULATIVE_OPTIONS: dict[str, VllmOption] = {"draft_tensor_parallel_size": _one()}
 """The same for the keys of `speculative_config`."""
 

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import ipaddress
+import logging
 import os
 import shutil
 import signal
@@ -16,14 +17,16 @@ import tempfile
 import time
 from asyncio.subprocess import Process
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from quire import child
+from quire import child, log
 from quire.errors import ServerError
 from quire.server.http_options import MAX_SOCKET_PATH, HttpOptions
+
+logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 """Backlog: connections that may wait while every HTTP process is busy, or none is up yet."""
@@ -34,7 +37,10 @@ FOLDER_PREFIX = "quire-"
 
 RESTART_WINDOW = 3600.0
 """Seconds after which a restart is forgiven."""
-MAX_BACKOFF = 15.0
+FIRST_BACKOFF, MAX_BACKOFF = 1.0, 15.0
+"""Seconds before processes that could not be started, or died, are started again."""
+SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Why a process cannot be started now, though it could later."""
 
 
 # -- the listening socket -------------------------------------------------------------------------------------
@@ -299,6 +305,25 @@ class Child:
             return cls(name, await child.spawn(command, message, fds=fds, environment=environment))
         except OSError as error:
             raise ServerError(f"cannot start the {name}: {error.strerror or error}") from error
+
+    @classmethod
+    async def start_again(cls, start: Callable[[], Awaitable[Child]], is_wanted: Callable[[], bool]) -> Child | None:
+        """Start one in place of another. While the system lacks memory, processes or files for it, try again later;
+        None if it is no longer wanted by then. Raises as `start` does.
+        """
+        delay = FIRST_BACKOFF
+        while is_wanted():
+            try:
+                return await start()
+            except ServerError as error:
+                cause = error.__cause__
+                if not isinstance(cause, OSError) or cause.errno not in SHORTAGES:
+                    raise
+                text = f"{error}; trying again in {delay:g} s"
+            log.event(logger, "cannot_start_yet", text, level=logging.ERROR)
+            await asyncio.sleep(delay)
+            delay = min(MAX_BACKOFF, 2 * delay)
+        return None
 
     async def _wait(self) -> None:
         await self._process.wait()

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -153,9 +153,16 @@ class Replica:
             fault=options.fault,
         )
         self._last_words: asyncio.Future[wire.EngineFailed] = asyncio.get_running_loop().create_future()
-        engine = self.child = await Child.start(
-            self.title, options.engine_command, start, environment=device_of(self.index, options.engine)
-        )
+        environment = device_of(self.index, options.engine)
+
+        def launch() -> Awaitable[Child]:
+            return Child.start(self.title, options.engine_command, start, environment=environment)
+
+        is_first = self.state.boot == 1 and not self.found  # it says whether the server can start at all
+        engine = await (launch() if is_first else Child.start_again(launch, lambda: not self._server.is_closing))
+        if engine is None:
+            return
+        self.child = engine
         self._server.spawn(self._replace(engine))
         if board is not None:
             self._server.spawn(self._server.watch(engine, board))

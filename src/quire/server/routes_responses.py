@@ -95,9 +95,9 @@ def _named(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The items, each with an id of its own: one that repeats would lead from page to page in a circle."""
     named: dict[str, dict[str, Any]] = {}
     for index, item in enumerate(items):
-        given = item.get("id")
-        ours = given is None or given in named or given.startswith("item_")
-        id = f"item_{index}" if ours else given
+        id = item.get("id", "item_")
+        if id in named or id.startswith("item_"):
+            id = f"item_{index}"
         named[id] = {"type": "message", **item, "id": id}
     return list(named.values())
 

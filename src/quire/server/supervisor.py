@@ -16,7 +16,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -350,9 +350,16 @@ class Supervisor:
         )
         spent = None if instead_of is None else wire.http_board_path(self.directory, instead_of)
         board = make_board(wire.http_board_path(self.directory, worker), spent)
-        process = self._workers[worker] = await Child.start(
-            f"HTTP process {worker}", self.options.http_command, start, fds=[self._listener.fileno()]
-        )
+
+        def launch() -> Awaitable[Child]:
+            fds = [self._listener.fileno()]
+            return Child.start(f"HTTP process {worker}", self.options.http_command, start, fds=fds)
+
+        is_first = instead_of is None
+        process = await (launch() if is_first else Child.start_again(launch, lambda: not self._leaving))
+        if process is None:
+            return
+        self._workers[worker] = process
         self.spawn(self._replace_worker(worker, process))
         self.spawn(self.watch(process, board))
 
