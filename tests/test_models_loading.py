@@ -420,6 +420,14 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(llama: Pat
         assert name in str(caught.value)
 
 
+def test_a_head_alone_is_refused_with_the_model_for_which_it_drafts(llama: Path) -> None:
+    verifier = {"speculators_config": {"verifier": {"name_or_path": "meta-llama/Llama-3.1-8B-Instruct"}}}
+    head = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}
+    edit_json(llama / "config.json", head | verifier)
+    with pytest.raises(UnknownArchitectureError, match=r"drafts for meta-llama/Llama-3.1-8B-Instruct\. Load that one"):
+        load_model(llama)
+
+
 NOT_THERE = {
     "DeepSeek V4": ["DeepseekV4ForCausalLM"],
     "MiniMax M3": ["MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"],

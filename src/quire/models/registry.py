@@ -293,6 +293,12 @@ def _architecture(fields: Fields) -> str:
     for name in names:
         if name in ARCHITECTURES:
             return name
+    if "speculators_model_type" in fields:
+        verifier = fields.section("speculators_config").section("verifier").picked(["name_or_path"])
+        raise UnknownArchitectureError(
+            f"{fields.source}: this checkpoint drafts for {verifier.get('name_or_path', 'another model')}. Load that "
+            'one, with speculative_config={"method": "eagle3", "model": "..."} that names this one.'
+        )
     family = [known for known in ARCHITECTURES if _family(known) == _family(names[0])]
     near = difflib.get_close_matches(names[0], family, n=1, cutoff=0.8)
     hint = f" Did you mean {near[0]}?" if near else ""
