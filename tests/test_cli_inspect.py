@@ -108,3 +108,9 @@ def test_inspect_needs_config_json_alone_and_says_what_would_make_it_fit(
     (tmp_path / "config.json").write_text(json.dumps(edited))
     assert main(["inspect", str(tmp_path)]) == 2
     assert "AWQ weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", [0, -5, -32])
+def test_a_context_of_no_tokens_is_refused(length: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "demo", "--max-model-len", str(length)]) == 2
+    assert f"--max-model-len {length} is out of range; allowed: 1 or more" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
-from quire.fleet.cached_prompts import CachedPrompts
+from quire.fleet.cached_prompts import MAX_NAMES, CachedPrompts
 from quire.fleet.choice import POLICIES, Cost, PolicyName
 from quire.fleet.prompt import CHUNK_BYTES, read_prompt
 from quire.router.app import RouterApp, counted_as
@@ -182,6 +182,19 @@ def test_what_a_server_tells_of_its_cache_counts_and_one_that_tells_nothing_is_a
         assert known.expects(other.address) == -1
     for one in (teller, other):
         one.stop()
+
+
+def test_many_engines_may_tell_of_full_caches(loop: Loop) -> None:
+    told = [{"engine": f"1.{number}", "up": True} for number in range(3)]
+    one = FakeServer(loop, replicas=told, cached=[CachedPrompts(f"1.{number}") for number in range(3)])
+    names = b"".join(number.to_bytes(8, "little") for number in range(MAX_NAMES))
+    for cached in one.cached:
+        cached.computed(names, [b"block"], lambda block: True)
+    with RouterThread([one]) as router:
+        known = router.site.servers.knowledge
+        assert wait_until(lambda: known.count(f"{one.address}#2") == MAX_NAMES)
+        assert router.site.servers.by_name[one.address].num_failures == 0
+    one.stop()
 
 
 def test_each_engine_of_a_server_is_known_by_what_it_tells_and_asked_by_its_number(loop: Loop) -> None:
@@ -677,6 +690,21 @@ def test_a_name_is_looked_up_as_the_machine_does(loop: Loop) -> None:
         assert wait_until(lambda: router.states == {server.address: "up"})
         router.thread.loop.call_soon_threadsafe(watching.cancel)
     server.stop()
+
+
+def test_a_server_that_left_its_port_to_another_program_is_forgotten(
+    pair: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.router.servers.FORGET_SECONDS", 0.3)
+    with RouterThread(pair[:1]) as router:
+
+        async def join() -> None:
+            router.site.servers.add(pair[1].url, "serve", "joined")
+
+        router.thread.call(join())
+        assert wait_until(lambda: router.up == 2)
+        pair[1].models_answer = (404, {"detail": "Not Found"})
+        assert wait_until(lambda: router.states == {pair[0].address: "up"})
 
 
 @needs_redis

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import stat
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -274,6 +275,21 @@ def test_what_a_killed_process_counted_stays_counted_and_its_gauges_go(tmp_path:
     assert value(text, "quire:http_requests_in_progress") == 0
     assert value(text, "quire:requests_rejected_total", reason="draining") == 1
     assert value(text, "vllm:inter_token_latency_seconds_count") == 1
+
+
+def test_a_process_that_got_a_dead_ones_id_is_not_taken_for_it(tmp_path: Path) -> None:
+    code = """if True:
+        import sys, pathlib
+        from quire.server.metrics import Metrics
+        metrics = Metrics(pathlib.Path(sys.argv[1]), worker=7)
+        metrics.queue(5, 50); metrics.rejected("draining")
+    """
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    file = tmp_path / "http-7.values"
+    file.write_bytes(struct.pack("d", os.getppid()) + file.read_bytes()[8:])  # somebody else, by now
+    text = text_of(Metrics(tmp_path, worker=8))
+    assert value(text, "quire:queued_requests") == 0
+    assert value(text, "quire:requests_rejected_total", reason="draining") == 1
 
 
 def test_a_process_that_takes_anothers_number_goes_on_counting_from_there(tmp_path: Path) -> None:

@@ -119,11 +119,22 @@ def fate(code: int) -> str:
 
 def cpu_seconds(pid: int) -> float:
     """The CPU time that a process has used; NaN if it is gone, or if the system does not report it."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else math.nan
+
+
+def began(pid: int) -> float:
+    """When a process began, in the system's own unit; 0.0 if it is gone, or if the system does not report it."""
+    fields = _stat(pid)
+    return float(fields[19]) if fields else 0.0
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third on; empty if there are none."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return math.nan
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return []
 
 
 # -- the child's side ----------------------------------------------------------------------------------------

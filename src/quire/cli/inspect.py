@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.config import parse_size
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from quire.models.config import DecoderConfig
@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     from quire.models.hub import resolve
     from quire.runner.memory_plan import format_size, free_memory
 
+    if args.max_model_len is not None and args.max_model_len < 1:
+        raise ConfigError(f"--max-model-len {args.max_model_len} is out of range; allowed: 1 or more")
     folder = resolve(args.model, args.revision, weights=False)
     memory = parse_size(args.memory) if args.memory else free_memory()
     found = describe(folder, memory, args.max_model_len)

@@ -23,7 +23,7 @@ from quire.fleet.load import Load, common_rate
 from quire.fleet.prompt import CHUNK_BYTES, Prompt
 from quire.log import event
 from quire.router.address import Address
-from quire.router.upstream import Upstream, UpstreamError
+from quire.router.upstream import FETCHED_BYTES, Upstream, UpstreamError
 from quire.typed_json import BAD_JSON
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,8 @@ FETCH_SECONDS = 0.02
 since it decides between computing and fetching, which differ by far."""
 
 FORGET_SECONDS = 60.0
-"""A server that joined by itself is removed if it is down and has not renewed its registration for this long."""
+"""A server that joined by itself is removed if it has not renewed its registration for this long and is not up: another
+program may have its port by then."""
 
 ON_DECODE = 4.0
 """With prefill servers, a second of prefill on another server is weighted by this factor: it delays all streams there,
@@ -384,7 +385,7 @@ class Servers:
                 )
                 self.failed(server, "its answer could not be read")
             silent = self.clock() - server.heard_at > FORGET_SECONDS
-            if server.state == "down" and server.origin == "joined" and silent:
+            if server.state != "up" and server.origin == "joined" and silent:
                 return self.remove(server.name)
             await self._pause(server)
 
@@ -453,7 +454,8 @@ class Servers:
             return
         since = [self.knowledge.expects(engine.name) for engine in server.engines]
         path = f"/load/prompts?since={','.join(map(str, since))}"
-        status, body = await server.upstream.fetch("GET", path, self._headers, seconds=PATIENCE_SECONDS)
+        most = FETCHED_BYTES * len(server.engines)  # each may tell the names of its whole cache
+        status, body = await server.upstream.fetch("GET", path, self._headers, seconds=PATIENCE_SECONDS, most=most)
         server.tells_prompts = status != 404
         if status != 200:
             return

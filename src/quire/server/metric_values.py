@@ -27,11 +27,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire import child
+
 logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "http-"
-_PID = 0  # the first cell of a file
+_PID, _BEGAN = 0, 1  # the first cells of a file: whose it is, and when that process began, since ids are used again
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Layout:
         self.families = {family.name: family for family in families}
         self.offsets: dict[str, int] = {}
         self.cells: dict[tuple[str, ...], int] = {}  # (name, *label values)
-        self.size = _PID + 1
+        self.size = _BEGAN + 1
         for family in families:
             self.offsets[family.name] = self.size
             for index, values in enumerate(family.series):
@@ -135,7 +137,7 @@ class Values:
             except OSError as error:
                 logger.warning("metrics of this process are not added to the others': %s", error.strerror or error)
         self.cells = memoryview(self._memory).cast("d")
-        self.cells[_PID] = os.getpid()
+        self.cells[_PID], self.cells[_BEGAN] = os.getpid(), child.began(os.getpid())
         for family in layout.families.values():
             if family.kind == "gauge":  # from an earlier process with this number
                 for index in range(family.size):
@@ -181,7 +183,7 @@ def read_all(layout: Layout, folder: Path | None, own: Values) -> tuple[list[flo
     total, pids = [0.0] * layout.size, []
     for cells in arrays:
         pid = int(cells[_PID]) if 0 < cells[_PID] < 2**31 else 0
-        if _lives(pid):
+        if _lives(pid) and child.began(pid) == cells[_BEGAN]:
             pids.append(pid)
         else:
             _clear_gauges(layout, cells)
