@@ -18,8 +18,10 @@ import pytest
 from quire.bench.kv import COMPUTED, Budget, PrefixTimer, Row, crossover, verdict
 from quire.bench.kv_plot import svg, text_plot
 from quire.bench.kv_prefill import prefill_process
+from quire.cli.bench_kv import _temporary
 from quire.cli.main import main
 from quire.errors import BenchmarkError, ConfigError
+from quire.kv.disk import open_folder
 from quire.llm import LLM
 from tests.oracle import save_checkpoint
 
@@ -50,6 +52,17 @@ def test_the_command_prints_a_table_crossovers_and_a_plot_and_writes_files(
     assert list(lines[1]["seconds"]) == ["computed", "pool", "host", "disk", "shared_memory", "socket"]
     assert lines[0]["seconds"]["socket"] is None and lines[1]["seconds"]["socket"] > 0
     ElementTree.parse(tmp_path / "kv.svg")
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("quire-bench-kv-killed", "quire-bench-kv-running", "quire-kv"):
+        (tmp_path / name).mkdir()
+        _, _, lock = open_folder(str(tmp_path / name))
+        if not name.endswith("running"):
+            os.close(lock)
+    with _temporary() as folder:
+        assert {each.name for each in tmp_path.iterdir()} == {"quire-bench-kv-running", "quire-kv", Path(folder).name}
 
 
 def test_what_there_is_no_time_for_is_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:

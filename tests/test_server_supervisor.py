@@ -26,6 +26,7 @@ from quire import child
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ServerError
 from quire.ipc.board import PATIENCE, PULSE, Board
+from quire.kv.disk import open_folder
 from quire.server import replica as replica_module
 from quire.server import supervisor as supervisor_module
 from quire.server.config import HttpStart, ServerConfig
@@ -813,6 +814,15 @@ def test_only_unlocked_folders_of_ours_are_removed(folder: Path) -> None:
     left = {path.name for path in folder.iterdir()}
     assert left == {"quire-foreign", "other-stale", "quire-file", "quire-link"}
     assert (folder / "other-stale" / LOCK_NAME).exists()
+
+
+def test_a_folder_of_cached_kv_is_nobodys_to_remove(folder: Path) -> None:
+    kept = folder / "quire-kv"
+    for _ in range(2):
+        _, key, lock = open_folder(str(kept))
+        os.close(lock)  # its engine has ended
+        with RuntimeFolder([folder]):
+            assert (kept / "key").read_bytes() == key
 
 
 # -- restarts -------------------------------------------------------------------------------------------------

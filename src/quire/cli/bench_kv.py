@@ -50,6 +50,9 @@ SET_HERE = (
 )
 """Options about several engines, which this command sets itself."""
 
+TEMPORARY = "quire-bench-kv-"
+"""Prefix of the names of temporary folders."""
+
 HOST_SHARE = 8
 """This fraction of free memory (1/N) is the host tier of each engine, which takes only what is used."""
 
@@ -187,13 +190,24 @@ def _open(stack: ExitStack, given: Given, sources: Sequence[str]) -> tuple[Prefi
             "cluster_key_file": other.key_file,
         }
     if "disk" in sources:
-        folder = options.get("disk_kv_path") or stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-kv-"))
+        folder = options.get("disk_kv_path") or stack.enter_context(_temporary())
         options["disk_kv_path"] = folder
     llm = stack.enter_context(start(Given(options, {}, given.preset), say="nothing"))
     if "disk" in sources and llm._engine.tiers.disk is None:
         raise ConfigError(next(note for note in llm.notes if note.startswith("disk_kv_path")))
     timer = PrefixTimer(llm, transports)
     return timer, min(timer.most_tokens, most or timer.most_tokens)
+
+
+@contextmanager
+def _temporary() -> Iterator[str]:
+    """A folder for the disk tier, which is removed afterwards; those of killed runs are removed, too."""
+    from quire.kv.disk import LOCK_FILE
+    from quire.server.processes import remove_stale
+
+    remove_stale(Path(tempfile.gettempdir()), TEMPORARY, LOCK_FILE)
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as folder:
+        yield folder
 
 
 def _measure(

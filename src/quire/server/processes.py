@@ -32,8 +32,9 @@ BACKLOG = 2048
 """Backlog: connections that may wait while every HTTP process is busy, or none is up yet."""
 
 LONGEST_NAME = "/engine-255-1000000.sock"
-LOCK_NAME = "lock"
+LOCK_NAME = "supervisor.lock"
 FOLDER_PREFIX = "quire-"
+"""Together they tell a server's folder from others, such as one of cached KV, which has a lock, too."""
 
 RESTART_WINDOW = 3600.0
 """Seconds after which a restart is forgiven."""
@@ -248,19 +249,19 @@ def _fits(base: Path) -> bool:
     return len(os.fsencode(base / f"{FOLDER_PREFIX}12345678")) + len(LONGEST_NAME) <= MAX_SOCKET_PATH
 
 
-def remove_stale(base: Path) -> None:
-    """Remove what this user's killed servers have left in `base`."""
+def remove_stale(base: Path, prefix: str = FOLDER_PREFIX, lock_name: str = LOCK_NAME) -> None:
+    """Remove what this user's killed servers have left in `base`: folders with a lock that none holds."""
     with contextlib.suppress(OSError):
-        for path in base.glob(f"{FOLDER_PREFIX}*"):
+        for path in base.glob(f"{prefix}*"):
             with contextlib.suppress(OSError):
-                _remove_if_stale(path)
+                _remove_if_stale(path, lock_name)
 
 
-def _remove_if_stale(path: Path) -> None:
+def _remove_if_stale(path: Path, lock_name: str) -> None:
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return
-    lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # a folder without one is not ours
+    lock = os.open(path / lock_name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # a folder without one is not ours
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its server lives
         shutil.rmtree(path, ignore_errors=True)
