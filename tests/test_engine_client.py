@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import time
 from collections.abc import AsyncIterator
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import zmq
 
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.engine.outputs import RequestOutput
+from quire.ipc import client as client_module
 from quire.ipc import link as link_module
 from quire.ipc import wire
 from quire.ipc.board import NUM_OPEN, Board
@@ -133,6 +136,40 @@ async def test_requests_of_a_killed_engine_go_on_at_the_other_at_once_with_what_
     assert moved[second].output_token_ids == [] and not moved[second].suspect
     await fleet.answer(first, [7], "length")
     assert fleet.outputs["a"].outputs[0].token_ids == [5, 6, 7]
+
+
+async def test_a_new_engine_is_asked_though_files_were_lacking_when_it_came(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The board and the socket of an engine may be refused at first; requests then wait, and are not forgotten."""
+    monkeypatch.setattr(client_module, "AGAIN_SECONDS", 0.01, raising=False)
+    lacking = {"Board": 2, "Channel": 2}
+
+    def scarce(name: str, error: Exception) -> Any:
+        real = getattr(link_module, name)
+
+        def make(*given: Any) -> Any:
+            if lacking[name]:
+                lacking[name] -= 1
+                raise error
+            return real(*given)
+
+        return make
+
+    monkeypatch.setattr(link_module, "Board", scarce("Board", OSError(errno.EMFILE, "too many open files")))
+    monkeypatch.setattr(link_module, "Channel", scarce("Channel", zmq.ZMQError(errno.EMFILE)))
+    number = await fleet.submit("a")
+    orders: asyncio.Queue[bytes] = asyncio.Queue()
+    following = asyncio.create_task(fleet.client._follow_supervisor(orders, lambda seconds: None))
+    fleet.boots[0] += 1
+    Board.create(wire.board_path(fleet.directory, 0, 2))
+    for state, info in (("restarting", None), ("ready", engine_info(boot=2))):
+        told = wire.EngineState(replica=0, boot=2, state=cast(Any, state), info=info, cause="killed", killed=True)
+        orders.put_nowait(wire.encode(told))
+    await asyncio.sleep(0.3)
+    following.cancel()
+    assert lacking == {"Board": 0, "Channel": 0} and fleet.client.state == "ready"
+    assert fleet.where(number) == [0] and number in fleet.adds(0)
 
 
 async def test_who_may_have_crashed_an_engine_is_tried_there_again_and_nowhere_else(fleet: Fleet) -> None:

@@ -38,6 +38,8 @@ from quire.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 PULSE_INTERVAL = 1.0
+AGAIN_SECONDS = 1.0
+"""After this long a message of the supervisor is handled again, if that failed for lack of files or memory."""
 Document = Literal["live", "requests", "steps", "stats", "prompts"]
 
 
@@ -352,13 +354,25 @@ class EngineClient:
             payload = await orders.get()
             try:
                 message = wire.decode_from_supervisor(payload)
-                if isinstance(message, wire.Drain):
-                    self.draining = True
-                    on_drain(message.seconds)
-                elif isinstance(message, wire.EngineState):
-                    await self._take_state(self.links[message.replica], message)
+                while not await self._followed(message, on_drain):
+                    await asyncio.sleep(AGAIN_SECONDS)
             except Exception:
                 logger.exception("a message of the supervisor cannot be handled")
+
+    async def _followed(self, message: wire.FromSupervisor, on_drain: Callable[[float], None]) -> bool:
+        """Handle a message of the supervisor; False if files or memory are lacking for that now. It must not be lost,
+        since then a new engine would never be asked.
+        """
+        try:
+            if isinstance(message, wire.Drain):
+                self.draining = True
+                on_drain(message.seconds)
+            elif isinstance(message, wire.EngineState):
+                await self._take_state(self.links[message.replica], message)
+        except (OSError, zmq.ZMQError) as error:
+            logger.error("a message of the supervisor cannot be handled yet: %s", error)
+            return False
+        return True
 
     async def _take_state(self, link: EngineLink, message: wire.EngineState) -> None:
         if message.path is not None and not self.located.is_set():

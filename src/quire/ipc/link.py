@@ -88,17 +88,16 @@ class EngineLink:
             self._pulse = (pulse, time.monotonic())
 
     def begin(self, boot: int) -> None:
-        """An engine with this number is there, or will be."""
+        """An engine with this number is there, or will be. Raises OSError if its board cannot be opened now."""
         if boot != self.boot:
-            self.boot = boot
             self.board = Board(wire.board_path(self._directory, self.replica, boot))
-            self._pulse = (-1, time.monotonic())
+            self.boot, self._pulse = boot, (-1, time.monotonic())
 
     def open(self, info: wire.EngineInfo) -> None:
-        """The engine is ready."""
-        self.info, self.state = info, "ready"
+        """The engine is ready. Raises ZMQError if no socket can be made now."""
         address = wire.engine_address(self._directory, self.replica, info.boot)
         self._channel = Channel(self._context, address, self._identity, self._hear)
+        self.info, self.state = info, "ready"
 
     def lose(self) -> set[int]:
         """The engine died: open questions fail. Returns the numbers of its requests."""
