@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import io
 import os
@@ -22,7 +23,7 @@ from rich.console import Console
 from quire.cli import up
 from quire.cluster import place
 from quire.cluster.folder import ClusterFolder, end, folder_of
-from quire.cluster.keeper import Keeper, Kept, is_healthy
+from quire.cluster.keeper import Keeper, Kept, is_healthy, is_taken
 from quire.cluster.place import Here
 from quire.cluster.screen import make_screen
 from quire.cluster.spec import Member, members, read_cluster
@@ -61,6 +62,21 @@ def test_a_router_with_a_certificate_is_asked_for_its_health_by_https(tmp_path: 
         context.client.draining = True
         assert not asyncio.run(is_healthy(dataclasses.replace(router, port=site.port)))
     assert not asyncio.run(is_healthy(dataclasses.replace(router, port=site.port)))
+
+
+async def test_a_member_that_cannot_be_asked_is_not_healthy_and_nobody_has_its_port() -> None:
+    server = Member(name="server-0", kind="server", arguments=(), host="a..b", port=8010)
+    assert not await is_healthy(server) and not await is_taken(server)
+
+    async def babble(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"x" * (1 << 20))
+        with contextlib.suppress(OSError):
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(babble, "127.0.0.1", 0) as babbler:
+        port = babbler.sockets[0].getsockname()[1]
+        assert not await is_healthy(dataclasses.replace(server, host="127.0.0.1", port=port))
 
 
 # -- the file --------------------------------------------------------------------------------------------------

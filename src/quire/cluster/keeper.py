@@ -29,6 +29,9 @@ TAKEN_SECONDS = 5.0
 KILL_SECONDS = 10.0
 """How long a member may take to exit after its drain timeout, before it is killed."""
 
+UNREACHABLE = OSError, TimeoutError, ValueError
+"""Errors of a member that cannot be asked, whose host is no name, or that answers endlessly."""
+
 USAGE = 2
 """Exit code of a member with an invalid option or model (`quire.cli.main`), which a restart would not help."""
 
@@ -175,7 +178,7 @@ async def is_taken(member: Member) -> bool:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 _, writer = await asyncio.open_connection(member.host, member.port)
-        except (OSError, TimeoutError):
+        except UNREACHABLE:
             return False
         writer.close()
         await asyncio.sleep(LOOK_SECONDS)
@@ -195,5 +198,5 @@ async def is_healthy(member: Member) -> bool:
                 host = host_and_port(member.host, member.port)
                 writer.write(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
                 return b" 200 " in await reader.readline()
-    except (OSError, TimeoutError):
+    except UNREACHABLE:
         return False
