@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -767,6 +768,16 @@ def test_a_folder_is_gone_after_use_and_its_sockets_names_fit(folder: Path) -> N
         assert len(str(path / "engine-255-1000000.sock")) <= MAX_SOCKET_PATH
         assert (path / LOCK_NAME).read_text() == f"{os.getpid()}\n"
     assert not path.exists()
+
+
+def test_cleaners_of_old_files_pass_over_a_folder_in_use(folder: Path) -> None:
+    """As systemd-tmpfiles does: it locks a folder before it removes what is in it."""
+    with RuntimeFolder() as path:
+        cleaner = os.open(path, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(cleaner)
 
 
 def test_a_base_whose_name_is_too_long_for_sockets_is_passed_over(folder: Path) -> None:

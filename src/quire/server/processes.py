@@ -186,7 +186,8 @@ class RuntimeFolder:
     """A server's private folder, with its sockets, boards and metrics. A context manager that removes it.
 
     A file in it is locked while the supervisor lives, so that later servers can recognize and remove the folders of
-    killed ones.
+    killed ones. So is the folder itself, which keeps systemd-tmpfiles from removing old files there: HTTP processes
+    that start later need them.
 
     Args:
         bases: where it may be; the first with a short enough path is used.
@@ -195,7 +196,7 @@ class RuntimeFolder:
     def __init__(self, bases: Sequence[Path] | None = None) -> None:
         places = bases if bases is not None else (Path(tempfile.gettempdir()), Path("/tmp"))
         self._bases = list(dict.fromkeys(base.absolute() for base in places))
-        self._lock = -1
+        self._locks = contextlib.ExitStack()
 
     def __enter__(self) -> Path:
         """Create it.
@@ -215,8 +216,10 @@ class RuntimeFolder:
             try:
                 path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))  # mode 0700
                 try:
-                    self._lock = _locked(path)
+                    self._locks.callback(os.close, _locked(path))
+                    self._locks.callback(os.close, _kept(path))
                 except OSError:
+                    self._locks.close()
                     shutil.rmtree(path, ignore_errors=True)
                     raise
                 return path
@@ -226,7 +229,7 @@ class RuntimeFolder:
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        self._locks.close()
 
 
 def _locked(folder: Path) -> int:
@@ -243,6 +246,14 @@ def _locked(folder: Path) -> int:
         os.close(lock)
         raise
     return lock
+
+
+def _kept(folder: Path) -> int:
+    """Lock the folder against cleaners, where its file system can; returns the descriptor."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return descriptor
 
 
 def _fits(base: Path) -> bool:
