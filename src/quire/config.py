@@ -80,7 +80,7 @@ class EngineConfig:
     )
     revision: str | None = option(None, "branch, tag or commit of a downloaded model")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto", "data type of weights and KV cache; auto: the checkpoint's"
+        "auto", "data type of weights and KV cache; auto: the checkpoint's, or float32 where that is fp16 on a CPU"
     )
     quantization: Literal["int8", "int4"] | None = option(
         None, "quantize the weights of linear layers while loading (int4: the head in int8); default: as stored"
