@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +15,7 @@ from quire.router.resume import StreamPosition
 from quire.router.servers import Server
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
 from tests.server_fakes import wait_until
+from tests.test_router_serve import RouteProcess
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,33 @@ def test_many_requests_that_a_server_loses_at_once_are_one_failure(loop: Loop) -
         server = server_of(router, first)
         assert server.retry_at - server.failed_at < 3.0
     second.stop()
+
+
+def test_clients_take_no_files_that_connections_to_servers_need(loop: Loop) -> None:
+    """A router out of files could not reach its servers, would take all for down, and break off all their streams."""
+    server = FakeServer(loop, pause=0.1, chunk=1)
+    router = RouteProcess("--server", server.url)
+    router.command = ["bash", "-c", 'ulimit -n 160 && exec "$0" "$@"', *router.command]
+    router._warm = False
+    body = b'{"prompt": "p", "stream": true}'
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    request += b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+
+    def ask(_: int) -> bytes:
+        told = b""
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", router.port), 30) as connection:
+            connection.sendall(request)
+            while data := connection.recv(1 << 16):
+                told += data
+        return told
+
+    with router, ThreadPoolExecutor(120) as pool:
+        wait_until(lambda: len(router.up()) == 1)
+        answers = list(pool.map(ask, range(120)))
+        begun = [told for told in answers if told.startswith(b"HTTP/1.1 200")]
+        assert len(begun) >= 30 and all(b"[DONE]" in told and b"error" not in told for told in begun)
+        assert router.json("/router/status")["servers"][0]["failures"] == 0
+    server.stop()
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -56,7 +56,8 @@ class Router:
         tasks: list[asyncio.Task[None]] = []
         try:
             tasks = await begin(sources_of(self._config), site.servers)
-            self._http = make_server(create_app(site), certificate=self._config.certificate())
+            # A connection's request may need one to a server: for lack of it the server would be taken for down.
+            self._http = make_server(create_app(site), certificate=self._config.certificate(), files=2)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal, number)

@@ -78,6 +78,7 @@ class BoundedProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self._files = config.files if isinstance(config, HttpConfig) else 1
         self._timer: TimerHandle | None = None
         self._unread: TimerHandle | None = None  # runs while data waits for the client to read
         self._running: RequestResponseCycle | None = None  # the request that is being answered
@@ -96,7 +97,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._way_out = _WayOut(self)
-        excess = len(self.connections) - _max_connections()
+        excess = len(self.connections) - _max_connections() // self._files
         if excess > SPARE_FILES // 2:
             transport.abort()  # not even an answer can be sent
         elif excess > 0:
@@ -473,11 +474,12 @@ def _no_room() -> ApiError:
 
 
 class HttpConfig(Config):
-    """uvicorn's, with a callback for what is refused before it is a request (its id and the error), and a certificate
-    that may be renewed."""
+    """uvicorn's, with a callback for what is refused before it is a request (its id and the error), a certificate
+    that may be renewed, and the number of files that a connection may take."""
 
     on_refused: Callable[[str, ApiError], None] = staticmethod(log_unread)
     certificate: ServerCertificate | None = None
+    files: int = 1
 
     def load(self) -> None:
         super().load()
@@ -550,12 +552,15 @@ class HttpServer(uvicorn.Server):
             task.cancel()
 
 
-def make_server(app: ASGIApp, graceful_seconds: int = 2, certificate: ServerCertificate | None = None) -> HttpServer:
+def make_server(
+    app: ASGIApp, graceful_seconds: int = 2, certificate: ServerCertificate | None = None, files: int = 1
+) -> HttpServer:
     """A uvicorn server for this app.
 
     Args:
         graceful_seconds: how long running answers may take after it was told to stop.
         certificate: for HTTPS; None: plain HTTP.
+        files: file descriptors that a connection may take, with those for its request.
     """
     config = HttpConfig(
         app,
@@ -569,5 +574,5 @@ def make_server(app: ASGIApp, graceful_seconds: int = 2, certificate: ServerCert
         server_header=False,
         timeout_graceful_shutdown=graceful_seconds,
     )
-    config.certificate = certificate
+    config.certificate, config.files = certificate, files
     return HttpServer(config)
