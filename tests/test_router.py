@@ -184,6 +184,22 @@ def test_what_a_server_tells_of_its_cache_counts_and_one_that_tells_nothing_is_a
         one.stop()
 
 
+def test_of_a_large_fleet_the_log_and_the_page_show_the_lowest_costs_alone(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = [{"engine": f"1.{number}", "up": True, "running": number} for number in range(40)]
+    one = FakeServer(loop, replicas=told)
+    with RouterThread([one]) as router:
+        assert wait_until(lambda: router.site.servers.by_name[one.address].engines[39:])
+        assert wait_until(lambda: router.site.servers.by_name[one.address].engines[39].others == 39)
+        with caplog.at_level("INFO"):
+            router.complete()
+        [sent] = router.http.get("/router/status").json()["requests"]
+        assert [cost["server"] for cost in sent["costs"]] == [f"{one.address}#{number}" for number in range(8)]
+        assert wait_until(lambda: "32 others" in caplog.text) and f"{one.address}#8 " not in caplog.text
+    one.stop()
+
+
 def test_many_engines_may_tell_of_full_caches(loop: Loop) -> None:
     told = [{"engine": f"1.{number}", "up": True} for number in range(3)]
     one = FakeServer(loop, replicas=told, cached=[CachedPrompts(f"1.{number}") for number in range(3)])

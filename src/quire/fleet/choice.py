@@ -31,6 +31,9 @@ FETCH_BELOW = 0.8
 NEAR = 1.25
 """Costs up to this many times the lowest one count as equal, since rates are estimates."""
 
+MOST_SHOWN = 8
+"""Of a fleet of hundreds, all costs of each request would fill the log."""
+
 PolicyName = Literal["cost", "round-robin", "least-loaded", "prefix-hash"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
@@ -107,6 +110,15 @@ class Decision:
     @property
     def server(self) -> str:
         return self.chosen.server
+
+    @property
+    def shown(self) -> list[Cost]:
+        """The costs for people, in order: the chosen server's and the lowest ones, at most `MOST_SHOWN`."""
+        if len(self.costs) <= MOST_SHOWN:
+            return list(self.costs)
+        ranked = sorted(self.costs, key=lambda cost: (cost is not self.chosen, cost.total))
+        kept = {cost.server for cost in ranked[:MOST_SHOWN]}
+        return [cost for cost in self.costs if cost.server in kept]
 
 
 def cost_of(tokens: int, candidate: Candidate, waiting: float = 0.0) -> Cost:

@@ -499,9 +499,12 @@ class Choice(msgspec.Struct, frozen=True):
         return max(1, self.tokens - self.decision.chosen.held) if self.prefill is None else 1
 
     def described(self) -> str:
-        """The choice and each server's cost, for the log."""
+        """The choice and the servers' costs, for the log."""
         pair = f" with {self.prefill.name}" if self.prefill is not None else ""
-        return f"to {self.engine.name}{pair}: " + "; ".join(map(str, self.decision.costs))
+        shown = self.decision.shown
+        others = len(self.decision.costs) - len(shown)
+        more = [f"{others} others"] if others else []
+        return f"to {self.engine.name}{pair}: " + "; ".join([*map(str, shown), *more])
 
 
 def _engines(servers: Iterable[Server]) -> list[tuple[Server, Engine]]:

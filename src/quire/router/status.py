@@ -61,7 +61,7 @@ def _sending(one: Sending, now: float) -> dict[str, Any]:
                 "queue_s": round(cost.queue, 5),
                 "total_s": round(cost.total, 5),
             }
-            for cost in choice.decision.costs
+            for cost in choice.decision.shown
         ],
     }
 
