@@ -129,7 +129,7 @@ def test_progress_counts_up_to_the_whole(base: Path, folder: Path) -> None:
 
 def test_names_of_what_tokens_depend_on_differ(base: Path) -> None:
     models = [load(base), load(base, "int8"), load(base, "int4", 32), load(base, "int4", 32, "float32")]
-    assert len({fingerprint.system(base, model) for model in models}) == 4
+    assert len({fingerprint.system(fingerprint.parts(base, model, "auto")) for model in models}) == 4
     assert [model.precision for model in models] == [
         "bfloat16",
         "bfloat16, weights int8, activations int8 by 256",

@@ -100,6 +100,7 @@ class Engine:
         computing: context entered around what may take long and changes no bookkeeping, so that it may be interrupted
             there: launching steps, and waiting for them.
         path: folder of the checkpoint.
+        fingerprint: what tokens depend on, by name.
         grammars: compiles the required forms of replies.
         expert_balancer: moves experts between ranks; None if ranks share every expert, or there are none.
         kv_cache: the device's blocks, one cache per KV group.
@@ -187,6 +188,7 @@ class Engine:
         self.memory_plan = self._planned(report, neighbours)
         if self._ranks:
             self._ranks.begin(self.memory_plan, hash_key)
+        self.fingerprint = fingerprint.parts(self.path, self.model, config.kv_cache_dtype)
         self.grammars = open_grammars(self.path, self.model.vocab_size)
         self._compiling = Compiling(self.grammars)
         starting = config, self.model, self.device, self.memory_plan, self.threads, report, self.speculation
@@ -283,7 +285,7 @@ class Engine:
         """Per replica; the host tier is shared by all of them."""
         config, speculation = self.config, self.speculation
         # Everything that a block's bytes depend on besides its tokens.
-        identity = fingerprint.parts(self.path, self.model, config.kv_cache_dtype) | {
+        identity = self.fingerprint | {
             "block_size": str(config.block_size),
             "layout of the KV": "|".join(
                 layout_id(cache, self.model, group) for group, cache in enumerate(self.kv_cache)

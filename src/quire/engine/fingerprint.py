@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import blake3
@@ -20,7 +21,7 @@ def parts(folder: Path, model: Model, kv_cache_dtype: str) -> dict[str, str]:
     }
 
 
-def system(folder: Path, model: Model, kv_cache_dtype: str = "auto") -> str:
+def system(parts: Mapping[str, str]) -> str:
     """A short hash of them, as in responses."""
-    text = "|".join(f"{name}={value}" for name, value in parts(folder, model, kv_cache_dtype).items())
+    text = "|".join(f"{name}={value}" for name, value in parts.items())
     return "qr-" + blake3.blake3(text.encode()).hexdigest(length=8)

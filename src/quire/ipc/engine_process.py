@@ -156,7 +156,6 @@ class EngineProcess:
     def info(self) -> wire.EngineInfo:
         """The engine's description, for the other processes."""
         from quire.engine import fingerprint
-        from quire.models.checkpoint import content_hash
 
         engine, plan, model = self.engine, self.engine.memory_plan, self.engine.model
         how = model.quantization
@@ -166,7 +165,7 @@ class EngineProcess:
             architecture=model.architecture,
             dtype=str(model.dtype).removeprefix("torch."),
             kernels=model.kernels.describe(model.dtype),
-            fingerprint=fingerprint.system(engine.path, model, engine.config.kv_cache_dtype),
+            fingerprint=fingerprint.system(engine.fingerprint),
             threads=engine.threads,
             vocab_size=model.vocab_size,
             max_model_len=engine.max_model_len,
@@ -192,7 +191,7 @@ class EngineProcess:
                 "quantization_group_size": how.group if how else None,
             },
             kv_transfer=engine.tiers.exporter.told() if engine.tiers.exporter else {},
-            checkpoint=content_hash(engine.path),
+            checkpoint=engine.fingerprint["checkpoint"],
             causal=model.causal,
         )
 

@@ -128,9 +128,8 @@ class Eagle3(Head):
             "norm.weight": (hidden,),
             "lm_head.weight": (draft_vocab_size, hidden),
         }
-        before_residual, before_fc = (
-            fields.flag(name, default=False) for name in ("norm_before_residual", "norm_before_fc")
-        )
+        before_residual = fields.flag("norm_before_residual", default=False)
+        before_fc = fields.flag("norm_before_fc", default=False)
         if before_fc:
             shapes["input_norm.weight"] = (len(aux_layers) * width,)
         if "fc.bias" in names:
@@ -138,8 +137,8 @@ class Eagle3(Head):
         if TABLE in names:
             shapes[TABLE] = (vocab_size, hidden)
         shapes |= {f"layers.0.{name}": shape for name, shape in _layer_shapes(layer).items()}
-        optional = before_residual, before_fc
-        return Eagle3Config(layer, rope, vocab_size, width, shapes, aux_layers, draft_vocab_size, *optional)
+        own = aux_layers, draft_vocab_size, before_residual, before_fc
+        return Eagle3Config(layer, rope, vocab_size, width, shapes, *own)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """features: [tokens, layers * the target's hidden size] of `AuxHiddenStates`. Returns [tokens, hidden]."""

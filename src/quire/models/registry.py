@@ -293,7 +293,7 @@ def _architecture(fields: Fields) -> str:
     for name in names:
         if name in ARCHITECTURES:
             return name
-    if "speculators_model_type" in fields:
+    if fields.picked(["speculators_model_type"]) == {"speculators_model_type": "eagle3"}:
         verifier = fields.section("speculators_config").section("verifier").picked(["name_or_path"])
         raise UnknownArchitectureError(
             f"{fields.source}: this checkpoint drafts for {verifier.get('name_or_path', 'another model')}. Load that "

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -417,7 +418,7 @@ class Generation:
         self._summary.end(self._reason, self._error)
 
 
-class Document(Generation):
+class Document(Generation, ABC):
     """A call that runs no request: `_document` makes its response, while the call has a place in the queue."""
 
     async def _answer(self, call: Any, writer: AnswerWriter) -> None:
@@ -428,9 +429,9 @@ class Document(Generation):
             ticket.leave()
         await writer.whole(msgspec.json.encode(document), ignored_header(call.ignored))
 
+    @abstractmethod
     async def _document(self, call: Any) -> dict[str, Any]:
         """The response; it may be cancelled at any point."""
-        raise NotImplementedError
 
     async def _count(self, call: ChatCall) -> int:
         """Tokens of a chat's prompt."""
