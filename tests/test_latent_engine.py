@@ -144,5 +144,5 @@ def test_a_note_says_what_an_engine_without_the_promise_does(folder: Path, tmp_p
 
 
 def test_engines_with_and_without_the_promise_have_other_fingerprints(folder: Path) -> None:
-    names = {system(folder, make(folder, promised).model) for promised in (True, False)}
+    names = {system(make(folder, promised).fingerprint) for promised in (True, False)}
     assert len(names) == 2
