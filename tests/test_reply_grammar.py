@@ -27,7 +27,7 @@ from quire.text.chat_template import ChatTemplate, check_messages
 from quire.text.detokenizer import Detokenizer
 from quire.text.reply import Reply
 from quire.text.reply_formats import KNOWN, in_format
-from quire.text.reply_grammar import ReplyGrammar, ReplyRequest, reply_grammar
+from quire.text.reply_grammar import ReplyGrammar, ReplyRequest, reply_grammar, reply_request
 from quire.text.reply_parser import ReplyParser
 from quire.text.reply_syntax import ID, ReplyForm, ReplySyntax, ToolSyntax
 from quire.text.tokenizer import Tokenizer, _reply_form
@@ -130,8 +130,11 @@ HINTS = [
 ]
 
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("choice", ["auto", "required", {"name": "weather"}])
+@pytest.mark.parametrize("choice", ["auto", "required", "named"])
 def test_what_the_grammar_lets_come_is_what_the_parser_reads(name: str, choice: Any, marked: bool) -> None:
     syntax = template(name).reply_syntax
     specials = markers_of(syntax) if marked else []
@@ -139,7 +142,7 @@ def test_what_the_grammar_lets_come_is_what_the_parser_reads(name: str, choice: 
     opening = [] if choice != "auto" else [syntax.tools.begin + syntax.tools.before_name] if syntax.tools else []
     for seed in range(3):
         form = ReplyForm(syntax, in_reasoning=seed == 2 and syntax.reasoning is not None)
-        made = reply_grammar(form, ReplyRequest(tools=TOOLS, tool_choice=choice))
+        made = reply_grammar(form, reply_request(TOOLS, NAMED if choice == "named" else choice))
         reply, ended, _ = sampled(tokenizer, made, seed, hints=[*HINTS, *opening])
         if not ended:
             continue
@@ -148,7 +151,7 @@ def test_what_the_grammar_lets_come_is_what_the_parser_reads(name: str, choice: 
         for call in reply.tool_calls:
             assert call.name in SCHEMAS
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
-        if isinstance(choice, dict):
+        if choice == "named":
             assert [call.name for call in reply.tool_calls] == ["weather"]
 
 
@@ -508,7 +511,7 @@ def test_a_name_that_python_would_not_take_is_refused_where_it_is_strict() -> No
 )
 def test_a_text_says_that_it_is_one_and_no_other_value_does(told: str, value: str, allowed: bool) -> None:
     form = ReplyForm(template("deepseek_v32").reply_syntax, reasoned=True)
-    made = reply_grammar(form, ReplyRequest(tools=TOOLS, tool_choice={"name": "weather"}))
+    made = reply_grammar(form, reply_request(TOOLS, NAMED))
     days = {"true": "false", "false": "true"}.get(told, told)
     text = f'''<｜DSML｜function_calls>
 <｜DSML｜invoke name="weather">

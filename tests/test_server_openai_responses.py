@@ -295,8 +295,14 @@ def test_tools_are_those_of_a_chat():
         {"name": "f", "parameters": parameters, "strict": True},
         {"name": "g"},
     ]
-    named = msgspec.structs.replace(asked, tool_choice=NamedTool("function", "f"))
-    assert _chat(named)["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    named = msgspec.structs.replace(asked, tool_choice=NamedTool("f"))
+    function = {"type": "function", "function": {"name": "f"}}
+    assert _chat(named)["tool_choice"] == function
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
+    some = msgspec.json.decode(json.dumps({"input": "x", "tools": tools, "tool_choice": choice}), type=ResponsesBody)
+    allowed = {"mode": "required", "tools": [function]}
+    assert _chat(some)["tool_choice"] == {"type": "allowed_tools", "allowed_tools": allowed}
+    assert msgspec.to_builtins(some.tool_choice) == choice
 
 
 @pytest.mark.parametrize(
@@ -312,6 +318,7 @@ def test_tools_are_those_of_a_chat():
         ({"max_output_tokens": "5"}, "max_output_tokens"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": []}}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),

@@ -243,6 +243,13 @@ def test_what_is_not_supported_is_refused_by_name_at_any_size() -> None:
 
 
 CALLED = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def allowed(mode: str, *names: Any) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 BAD_TOOLS: list[tuple[dict[str, Any], str]] = [
     ({"tools": "f"}, "tools"),
     ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
@@ -253,6 +260,16 @@ BAD_TOOLS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [CALLED] * 300}, "tools"),
     ({"tools": [CALLED], "tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": [CALLED], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": [CALLED], "tool_choice": allowed("auto", "f", "g")}, "tool_choice"),
+    ({"tools": [CALLED], "tool_choice": allowed("none", "f")}, "tool_choice"),
+    ({"tools": [CALLED], "tool_choice": allowed("auto")}, "tool_choice"),
+    ({"tools": [CALLED], "tool_choice": allowed("auto", ["f"])}, "tool_choice"),
+    ({"tools": [CALLED], "tool_choice": {"type": "allowed_tools", "allowed_tools": "f"}}, "tool_choice"),
+    (
+        {"tools": [CALLED], "tool_choice": allowed("auto") | {"allowed_tools": {"mode": "auto", "tools": ["f"]}}},
+        "tool_choice",
+    ),
+    ({"tool_choice": allowed("auto", "f")}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [CALLED], "parallel_tool_calls": 1}, "parallel_tool_calls"),
     ({"reasoning_effort": "a lot"}, "reasoning_effort"),
@@ -295,6 +312,14 @@ def test_tools_and_their_messages_are_read() -> None:
         "enable_thinking": True,
         "reasoning_effort": "low",
     }
+
+
+def test_some_of_the_tools_may_be_allowed() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "fgh"]
+    for mode in ("auto", "required"):
+        asked = chat(tools=tools, tool_choice=allowed(mode, "h", "f")).reply
+        assert asked.tool_choice == mode and asked.parallel and asked.tools == tools  # the prompt has all of them
+        assert [function["name"] for function in asked.callable] == ["f", "h"]
 
 
 HARMLESS: dict[str, Any] = {

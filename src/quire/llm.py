@@ -204,7 +204,7 @@ class LLM(LocalEngine):
             messages: one chat, or a list of them; messages have `role` and `content`, as in OpenAI's API.
             sampling_params: one for all chats, or a list with one per chat; None: the checkpoint's defaults.
             tools: the functions that may be called, in OpenAI's format.
-            tool_choice: "auto" (the default), "none", "required", or a function, in OpenAI's format.
+            tool_choice: "auto" (the default), "none", "required", a function or `allowed_tools`, in OpenAI's format.
             parallel_tool_calls: allow several calls in one reply.
             add_generation_prompt: end the prompt with the beginning of the assistant's reply; None: unless
                 `continue_final_message`.

@@ -250,6 +250,15 @@ _TOOL_CALL: Schema = {
         },
     },
 }
+_NAMED_TOOL: Schema = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+    },
+}
+
 _TOOLS: dict[str, Schema] = {
     "tools": {
         "type": ["array", "null"],
@@ -276,18 +285,23 @@ _TOOLS: dict[str, Schema] = {
         },
     },
     "tool_choice": {
-        "description": "none: no calls; auto: the model decides; required: at least one; or a particular function.",
+        "description": "none: no calls; auto: the model decides; required: at least one; a particular function; or "
+        "auto or required among some of the tools.",
         "anyOf": [
             {"enum": ["none", "auto", "required", None]},
+            _NAMED_TOOL,
             {
                 "type": "object",
-                "required": ["type", "function"],
+                "required": ["type", "allowed_tools"],
                 "properties": {
-                    "type": {"const": "function"},
-                    "function": {
+                    "type": {"const": "allowed_tools"},
+                    "allowed_tools": {
                         "type": "object",
-                        "required": ["name"],
-                        "properties": {"name": {"type": "string"}},
+                        "required": ["mode", "tools"],
+                        "properties": {
+                            "mode": {"enum": ["auto", "required"]},
+                            "tools": {"type": "array", "minItems": 1, "items": _NAMED_TOOL},
+                        },
                     },
                 },
             },

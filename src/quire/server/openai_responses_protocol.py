@@ -56,11 +56,17 @@ class FunctionTool(msgspec.Struct, omit_defaults=True):
     strict: bool | None = None
 
 
-class NamedTool(msgspec.Struct):
-    """The tool that must be called."""
+class NamedTool(msgspec.Struct, tag="function"):
+    """The tool that must be called, or one that may be."""
 
-    type: Literal["function"]
     name: str
+
+
+class AllowedTools(msgspec.Struct, tag="allowed_tools"):
+    """The tools that may be called, of all that the prompt has."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
 
 
 class Format(msgspec.Struct, frozen=True):
@@ -117,7 +123,7 @@ class ResponsesBody(msgspec.Struct):
     store: bool | None = None
     background: bool | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -228,8 +234,11 @@ def _chat(given: ResponsesBody) -> dict[str, Any]:
     }
     if given.tools:
         chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in given.tools]
-    if isinstance(given.tool_choice, NamedTool):
-        chat["tool_choice"] = {"type": "function", "function": {"name": given.tool_choice.name}}
+    if isinstance(given.tool_choice, AllowedTools):
+        allowed = {"mode": given.tool_choice.mode, "tools": [_named(tool) for tool in given.tool_choice.tools]}
+        chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
+    elif isinstance(given.tool_choice, NamedTool):
+        chat["tool_choice"] = _named(given.tool_choice)
     elif given.tool_choice is not None:
         chat["tool_choice"] = given.tool_choice
     if given.reasoning is not None and given.reasoning.effort is not None:
@@ -241,6 +250,10 @@ def _chat(given: ResponsesBody) -> dict[str, Any]:
         if given.text.format.type == "json_schema":
             chat["response_format"]["json_schema"] = form
     return {name: value for name, value in chat.items() if value is not None}
+
+
+def _named(tool: NamedTool) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 def _function(tool: FunctionTool) -> dict[str, Any]:

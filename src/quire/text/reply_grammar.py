@@ -22,6 +22,10 @@ from quire.text.reply_syntax import ID, ReplyForm, ToolSyntax
 from quire.text.tag_formats import Format, any_text, const, either, sequence, tag
 
 MAX_TOOLS = 256
+TOOL_CHOICES = (
+    '"auto", "none", "required", {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", '
+    '"allowed_tools": {"mode": "auto" or "required", "tools": [{"type": "function", "function": {"name": ...}}, ...]}}'
+)
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
@@ -30,13 +34,15 @@ class ReplyRequest(msgspec.Struct, frozen=True):
 
     Attributes:
         tools: in OpenAI's format.
-        tool_choice: "auto", "none", "required", or {"name": ...}.
+        tool_choice: "auto", "none" or "required".
+        allowed: names of the tools that may be called; None for all. The prompt has all tools either way.
         parallel: several calls are allowed.
         structured: constraints on the content.
     """
 
     tools: list[dict[str, Any]] = []
-    tool_choice: str | dict[str, str] = "auto"
+    tool_choice: str = "auto"
+    allowed: frozenset[str] | None = None
     parallel: bool = True
     structured: StructuredOutputsParams | None = None
 
@@ -46,9 +52,7 @@ class ReplyRequest(msgspec.Struct, frozen=True):
         if self.tool_choice == "none":
             return []
         functions = [tool["function"] for tool in self.tools]
-        if isinstance(self.tool_choice, dict):
-            return [function for function in functions if function["name"] == self.tool_choice["name"]]
-        return functions
+        return [one for one in functions if self.allowed is None or one["name"] in self.allowed]
 
 
 def reply_request(
@@ -62,16 +66,34 @@ def reply_request(
     checked = _tools([] if tools is None else tools)
     names = [tool["function"]["name"] for tool in checked]
     choice = ("auto" if names else "none") if tool_choice is None else tool_choice
-    if isinstance(choice, Mapping) and choice.get("type") == "function" and isinstance(choice.get("function"), Mapping):
-        choice = {"name": choice["function"].get("name")}
-        if choice["name"] not in names:
-            raise _refused("tool_choice", f"names {_shown(choice['name'])}, which is none of the tools")
-    elif not (isinstance(choice, str) and choice in ("auto", "none", "required")):
-        allowed = '"auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
-        raise _refused("tool_choice", f"is {_shown(choice)}; it must be {allowed}")
+    allowed: list[Any] | None = None
+    match choice:
+        case "auto" | "none" | "required":
+            pass
+        case {"type": "function", "function": {"name": name}}:
+            choice, allowed, parallel = "required", [name], False
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as given},
+        }:
+            choice, allowed = mode, [_called(one) for one in given]
+        case _:
+            raise _refused("tool_choice", f"is {_shown(choice)}; it must be {TOOL_CHOICES}")
+    for name in allowed or ():
+        if name not in names:
+            raise _refused("tool_choice", f"names {_shown(name)}, which is none of the tools")
     if choice == "required" and not names:
         raise _refused("tool_choice", "is 'required', but there are no tools")
-    return ReplyRequest(checked, choice if names else "none", parallel, structured)
+    subset = None if allowed is None else frozenset(allowed)
+    return ReplyRequest(checked, choice if names else "none", subset, parallel, structured)
+
+
+def _called(tool: Any) -> Any:
+    """The name of one of the allowed tools."""
+    match tool:
+        case {"type": "function", "function": {"name": name}}:
+            return name
+    raise _refused("tool_choice", f"allows {_shown(tool)}, which is no function: give its name as in tools")
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:
@@ -152,15 +174,12 @@ def reply_grammar(form: ReplyForm, wanted: ReplyRequest) -> ReplyGrammar:
     arguments = {function["name"]: _arguments(syntax.tools, function, loosened) for function in functions}
     texts = {name: texts for name, (_, texts) in arguments.items()}
     form = msgspec.structs.replace(form, tools=texts)
-    calls = _Calls(syntax.tools, {name: one for name, (one, _) in arguments.items()}, _parallel(wanted, syntax.tools))
+    parallel = wanted.parallel and not syntax.tools.single
+    calls = _Calls(syntax.tools, {name: one for name, (one, _) in arguments.items()}, parallel)
     if wanted.tool_choice != "auto":
         return ReplyGrammar(_structured(_reply(form, None, calls)), form, loosened)
     content = {"type": "any_text"} if wanted.structured is None else _content(wanted.structured)
     return ReplyGrammar(_structured(_reply(form, content, calls)), form, loosened)
-
-
-def _parallel(wanted: ReplyRequest, tools: ToolSyntax) -> bool:
-    return wanted.parallel and not tools.single and not isinstance(wanted.tool_choice, dict)
 
 
 class _Calls:
