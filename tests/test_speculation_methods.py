@@ -209,9 +209,28 @@ def test_the_demo_has_its_own_and_drafts_well(method):
     assert 0.55 < stats.accepted_by_position[0] / stats.verifications < 0.95
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_a_model_tells_the_method(folders, alone, method):
+    spec = {"model": folders[method], "adaptive": False}
+    engine = Engine(
+        EngineConfig(model=folders[target_of(method)], threads=1, max_model_len=200, speculative_config=spec)
+    )
+    assert engine.config.speculation.method == method
+    assert f"speculation: {method} ({folders[method]}), up to 4 drafts per step, always" in engine.notes
+    assert run(engine, range(16)) == alone[target_of(method)] and engine.stats.drafted > 0
+
+
+@pytest.mark.parametrize("spec", [{"prompt_lookup_max": 4}, {"model": "[ngram]"}, {"model": "ngram", "method": None}])
+def test_what_is_for_ngram_alone_tells_the_method(spec):
+    own = EngineConfig(model="m", speculative_config=spec).speculation
+    assert own == SpeculativeConfig.read({"method": "ngram"} | spec | {"method": "ngram", "model": None}, "m")
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        ({"num_speculative_tokens": 3}, "has no method; give one of ngram, draft_model"),
+        ({"model": "x", "prompt_lookup_min": 2}, "prompt_lookup_min is for method ngram, but method is that of model"),
         ({}, "has no method; give one of ngram, draft_model, eagle, eagle3, mtp"),
         ({"method": "medusa"}, "method is 'medusa'; allowed: ngram"),
         ({"method": ["ngram"]}, r"method is \['ngram'\]; allowed: ngram"),

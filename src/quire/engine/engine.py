@@ -32,7 +32,7 @@ from quire.engine import fingerprint
 from quire.engine.compiling import Compiling
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.expert_balancer import ExpertBalancer
-from quire.engine.loading import for_whole_prompts, load, open_grammars, sampling_defaults
+from quire.engine.loading import for_whole_prompts, load, open_grammars, sampling_defaults, with_method
 from quire.engine.machine import MESSAGE_BYTES, check_gpus
 from quire.engine.notes import notes_of
 from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
@@ -130,6 +130,7 @@ class Engine:
         trace = None if config.profile is None else TraceFile(config.profile)  # fails before the model is loaded
         report("finding the checkpoint", 0.0)
         self.path: Path = resolve(config.model, config.revision)
+        self.config = config = with_method(config)
         self.device = open_device(config.device)
         self._ranks = self._start_ranks(report, open_checkpoint, proposer) if config.num_ranks > 1 else None
         self.threads = self._ranks.threads if self._ranks else config.threads or usable_threads()

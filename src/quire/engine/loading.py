@@ -12,7 +12,7 @@ from quire.core.sampling_params import NEUTRAL, SamplingParams
 from quire.errors import ConfigError, ModelConfigError, SamplingParamsError
 from quire.grammar.grammars import Grammars
 from quire.grammar.vocabulary import Vocabulary
-from quire.models.checkpoint import Checkpoint, content_hash, resolve
+from quire.models.checkpoint import Checkpoint, content_hash
 from quire.models.fields import Fields
 from quire.models.model import Model
 from quire.models.registry import load_model
@@ -23,17 +23,31 @@ from quire.parallel.group import Group, OneRank
 from quire.runner.device import Device
 from quire.runner.proposer import Proposer, Speculation
 from quire.runner.start import OnLoad
-from quire.speculate.methods import make_speculation
+from quire.speculate.load_draft import method_of
+from quire.speculate.methods import find, make_speculation
 
 EARLIER = 0.8
 """Share of `collective_timeout_s` for ranks that share layers, so that they notice a silent one before the others."""
+
+
+def with_method(config: EngineConfig) -> EngineConfig:
+    """The options with the method of `speculative_config`: if none was given, the one that its model is made for.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    spec = config.speculation
+    if spec is None or spec.method is not None:
+        return config
+    method = method_of(find(spec))
+    return replace(config, speculative_config={**(config.speculative_config or {}), "method": method})
 
 
 def contents(config: EngineConfig, path: Path) -> dict[str, str]:
     """A hash of each checkpoint that ranks read, by its option; `path`: the model's folder."""
     found, spec = {"model": content_hash(path)}, config.speculation
     if spec is not None and spec.model is not None:
-        found["speculative_config"] = content_hash(resolve(spec.named_model()))
+        found["speculative_config"] = content_hash(find(spec))
     return found
 
 

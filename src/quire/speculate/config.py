@@ -31,7 +31,7 @@ class SpeculativeConfig:
     """Speculative decoding of one engine.
 
     Attributes:
-        method: one of `METHODS`.
+        method: one of `METHODS`; None for the one that `model` is made for, which its tensors tell (`load_draft.py`).
         model: folder of the draft model or head, org/name on the Hub, or the name of an embedded one.
         num_speculative_tokens: maximum drafts per request and step; with trees, nodes of a tree.
         adaptive: draft as many as pay off, down to none; False: always as many as fit.
@@ -43,7 +43,7 @@ class SpeculativeConfig:
         ConfigError: a value has the wrong type, is out of range, or does not apply to the method.
     """
 
-    method: str
+    method: str | None
     num_speculative_tokens: int
     model: str | None = None
     adaptive: bool = True
@@ -53,7 +53,7 @@ class SpeculativeConfig:
     tree_depth: int = 6
 
     def __post_init__(self) -> None:
-        if not isinstance(self.method, str) or self.method not in METHODS:
+        if self.method is not None and (not isinstance(self.method, str) or self.method not in METHODS):
             raise ConfigError(f"speculative_config: method is {_shown(self.method)}; allowed: {', '.join(METHODS)}")
         for name, low, high in (
             ("prompt_lookup_min", 1, 32),
@@ -94,14 +94,13 @@ class SpeculativeConfig:
                 near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
                 raise ConfigError(f"speculative_config: unknown key {_shown(name)}; {hint}")
-        if "method" not in given:
-            raise ConfigError(f"speculative_config has no method; give one of {', '.join(METHODS)}")
-        method = given["method"]
-        own = cls(**{**_defaults(method, given.get("tree_width"), model), **given})
+        given = _with_method(given)
+        own = cls(**{**_defaults(given["method"], given.get("tree_width"), model), **given})
         for name in given:
             if own.method != "ngram" and name.startswith("prompt_lookup"):
+                theirs = own.method or "that of model"
                 raise ConfigError(
-                    f"speculative_config: {name} is for method ngram, but method is {own.method}; leave it out"
+                    f"speculative_config: {name} is for method ngram, but method is {theirs}; leave it out"
                 )
             if own.tree_width == 1 and name == "tree_depth":
                 raise ConfigError("speculative_config: tree_depth is for trees; set tree_width, or leave it out")
@@ -128,9 +127,26 @@ class SpeculativeConfig:
         return f"speculation: {what}, {shape} per step{'' if self.adaptive else ', always'}"
 
 
+def _with_method(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys with "method", as vLLM finds it if it was left out: None for what is in the folder of "model".
+
+    Raises:
+        ConfigError: nothing says which it is.
+    """
+    if given.get("method") is not None:
+        return dict(given)
+    if given.get("model") in ("ngram", "[ngram]"):
+        return {**given, "method": "ngram", "model": None}
+    if given.get("model") is not None:
+        return {**given, "method": None}
+    if any(name.startswith("prompt_lookup") for name in given):
+        return {**given, "method": "ngram"}
+    raise ConfigError(f"speculative_config has no method; give one of {', '.join(METHODS)}, or a model")
+
+
 def _defaults(method: Any, tree_width: Any, model: str) -> dict[str, Any]:
     """Defaults that depend on the method, on trees, and on the target."""
-    known = method if isinstance(method, str) else ""
+    known = method if isinstance(method, str) else "draft_model"  # heads have the same
     most = METHODS.get(known, 1) if tree_width in (None, 1) else TREE_NODES
     return {"num_speculative_tokens": most, "model": DEMOS.get(known) if model == "demo" else None}
 

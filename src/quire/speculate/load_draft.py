@@ -18,8 +18,22 @@ from quire.models.weights import Weights
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 256 << 20
+HEAD = "fc.weight"
+"""A tensor that distinguishes heads from whole models."""
 HIDDEN_NORM = "layers.0.hidden_norm.weight"
 """A tensor that distinguishes EAGLE-3 heads from older ones."""
+
+
+def method_of(folder: Path | str) -> str:
+    """The method with which a checkpoint drafts, by its tensors.
+
+    Raises ConfigError: the folder holds no checkpoint.
+    """
+    with _refused(folder):
+        names = _names(Checkpoint(Path(folder)))
+    if HEAD not in names:
+        return "draft_model"
+    return "eagle3" if HIDDEN_NORM in names else "eagle"
 
 
 def load_eagle(folder: Path | str, target: Model) -> Eagle:
@@ -92,16 +106,18 @@ def _refused(folder: Path | str) -> Iterator[None]:
 def _open_head(folder: Path) -> Checkpoint:
     """A head's checkpoint, with EAGLE-3's `midlayer` renamed to `layers.0`."""
     checkpoint = Checkpoint(folder)
-    entries = {
-        name.removeprefix("model.").replace("midlayer.", "layers.0."): entry
-        for name, entry in checkpoint.entries.items()
-    }
+    entries = {own: checkpoint.entries[name] for own, name in _names(checkpoint).items()}
     if len(entries) != len(checkpoint.entries):
         raise UnexpectedTensorError("tensors of the same name stand in it with and without 'model.' or 'midlayer.'")
-    if "fc.weight" not in entries:
+    if HEAD not in entries:
         raise ConfigError("it holds no tensor 'fc.weight', so it is no EAGLE head; for a whole model say draft_model")
     checkpoint.entries = entries
     return checkpoint
+
+
+def _names(checkpoint: Checkpoint) -> dict[str, str]:
+    """Names of a head's tensors as Quire has them, and as they are in the file."""
+    return {name.removeprefix("model.").replace("midlayer.", "layers.0."): name for name in checkpoint.entries}
 
 
 def _check_made_for(config: HeadConfig, target: Model) -> None:

@@ -50,16 +50,21 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
     )
 
 
+def find(spec: SpeculativeConfig) -> Path:
+    """The folder of the draft model or head. Raises `ConfigError` if there is none."""
+    try:
+        return resolve(spec.named_model())
+    except CheckpointError as error:
+        raise ConfigError(f"speculative_config: {error}") from error
+
+
 def _load(spec: SpeculativeConfig, target: Model, folder: Path) -> tuple[DraftingModel, tuple[int, ...], int, str]:
     """The drafting model, the target's layers whose input it takes, bytes of its own weights, and their name."""
     if spec.method == "mtp":
         if target.mtp is None:
             raise ValueError("the model has no multi-token-prediction layer: load it with mtp=True")
         return target.mtp, (), 0, "mtp"
-    try:
-        path = resolve(spec.named_model())
-    except CheckpointError as error:
-        raise ConfigError(f"speculative_config: {error}") from error
+    path = find(spec)
     if spec.method == "draft_model":
         model = load_draft_model(path, target, folder)
         return DraftModel(model, target.vocab_size), (), model.weight_bytes, content_hash(path)
