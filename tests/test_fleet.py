@@ -245,6 +245,27 @@ def test_what_was_sent_is_held_up_to_where_prompts_part():
     assert known.held("a", chain(1, 2)) == 0
 
 
+def test_what_is_known_of_all_servers_is_bounded_and_those_with_most_give_up_what_was_used_long_ago():
+    known = Knowledge(max_blocks_of_all=6400)
+    few = chain(*range(50))
+    known.sent("few", few)
+    for server in range(20):
+        for prompt in range(40):  # in all 20 * 1,600 blocks
+            known.sent(
+                f"many-{server}", chain(*range(10_000 * server + 100 * prompt, 10_000 * server + 100 * prompt + 40))
+            )
+            assert known.total <= 6400 + 6400 // 64 + 40
+    names = [[f"e{server}-{index}".encode() for index in range(1000)] for server in range(2)]
+    known.snapshot("told", "boot", 0, names[0])
+    assert not known.hear("heard", "boot", []) or known.total <= 6540
+    known.hear("heard", "boot", [CacheEvent(number, True, name) for number, name in enumerate(names[1])])
+    assert known.total <= 6400 + 6400 // 64 + 40
+    assert known.expects("heard") == 1000, "its events go on"
+    assert known.held("few", few) == 50 and 0 < known.count("told") < 1000
+    last = chain(*range(193_900, 193_940))
+    assert known.held("many-19", last) == 40 > known.held("many-19", chain(*range(190_000, 190_040)))
+
+
 def test_what_is_known_of_a_server_is_bounded_and_tails_go_first():
     known = Knowledge(max_blocks=6)
     known.sent("a", chain("x", 1, 2, 3))
