@@ -237,6 +237,35 @@ def test_who_is_killed_is_started_again_and_all_end_together(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
+CHATTY = """
+import itertools, time
+for number in itertools.count():
+    print(f"line {number} " + "x" * 1000, flush=True)
+    time.sleep(0.001)
+"""
+
+
+@pytest.mark.usefixtures("program")
+def test_a_members_log_and_the_one_before_are_all_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "LOG_BYTES", 100_000)
+    log, last = tmp_path / "chatty.log", tmp_path / "chatty.log.1"
+
+    async def run() -> None:
+        keeper, seen = kept_by(tmp_path, member("chatty", "server", CHATTY), member("router", "router"))
+        running = asyncio.create_task(keeper.run(seen.changed))
+        numbers = set()
+        for _ in range(3):
+            await until(lambda: last.exists() and int(last.read_text().split()[1]) not in numbers)
+            numbers.add(int(last.read_text().split()[1]))
+            assert log.stat().st_size < 1_000_000
+        keeper.leave()
+        await running
+
+    asyncio.run(run())
+    lines = last.read_text().splitlines()
+    assert lines[0].startswith("line ") and len(lines) > 50 and {*tmp_path.glob("chatty*")} == {log, last}
+
+
 @pytest.mark.usefixtures("program")
 def test_who_dies_too_often_is_left_and_without_a_server_all_ends(tmp_path: Path) -> None:
     async def scenario() -> None:

@@ -17,7 +17,7 @@ from quire.cli.options import CommandParser
 from quire.cli.terminal import console, note
 from quire.cluster.folder import ClusterFolder, folder_of
 from quire.cluster.keeper import Keeper, Kept
-from quire.cluster.place import Here, Place, write_files
+from quire.cluster.place import Here, Place, log_of, write_files
 from quire.cluster.screen import make_screen
 from quire.cluster.spec import ClusterFile, Member, members, needs, read_cluster
 from quire.curve import read_token
@@ -111,7 +111,7 @@ def _place(cluster: ClusterFile, folder: Path) -> Place:
 
 def _last_words(kept: Kept, folder: Path) -> str:
     """Why a member has failed, with the last line that it printed: of one that is not valid, its own message."""
-    log = folder / f"{kept.member.name}.log"
+    log = log_of(kept.member, folder)
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +16,16 @@ from quire.cluster.member import Start
 from quire.cluster.spec import Member, Need
 from quire.errors import ClusterError
 
+LOG_BYTES = 64 << 20
+"""A log that is longer starts anew."""
+
 
 class Running(Protocol):
     """A member's process."""
 
     async def exit_code(self) -> int | None:
-        """None while it runs; a negative signal number if a signal killed it."""
+        """None while it runs; a negative signal number if a signal killed it. Asked at least every second, and so the
+        place where its log is kept short."""
 
     async def signal(self, number: signal.Signals) -> None:
         """Send it a signal; does nothing once it has ended."""
@@ -65,11 +70,31 @@ def write_files(member: Member, folder: Path) -> None:
             file.write(text.replace("{folder}", str(folder)))
 
 
+def log_of(member: Member, folder: Path) -> Path:
+    """The file for a member's output."""
+    return folder / f"{member.name}.log"
+
+
+def bound(log: Path) -> None:
+    """Keep a log short: beyond `LOG_BYTES` it starts anew, and the last one is kept as NAME.log.1.
+
+    Its writer appends to it, so it is copied and emptied; what is printed in between is lost. If there is no room for a
+    copy, it is emptied all the same.
+    """
+    with contextlib.suppress(OSError):
+        if log.stat().st_size <= LOG_BYTES:
+            return
+        with contextlib.suppress(OSError):
+            shutil.copy(log, log.with_name(log.name + ".1"))
+        os.truncate(log, 0)
+
+
 class _Process:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process, self._log = process, log
 
     async def exit_code(self) -> int | None:
+        bound(self._log)
         return self._process.returncode
 
     async def signal(self, number: signal.Signals) -> None:
@@ -98,10 +123,11 @@ class Here:
 
     async def start(self, member: Member) -> Running:
         """See `Place`."""
-        start = Start(command_of(member, str(self._folder)), str(self._folder / f"{member.name}.log"))
+        log = log_of(member, self._folder)
+        start = Start(command_of(member, str(self._folder)), str(log))
         try:
             write_files(member, self._folder)
-            return _Process(await child.spawn(child.python("quire.cluster.member"), start))
+            return _Process(await child.spawn(child.python("quire.cluster.member"), start), log)
         except OSError as error:
             raise ClusterError(f"{member.name} cannot be started: {error.strerror or error}") from error
 

@@ -16,7 +16,7 @@ import msgspec
 
 from quire import child
 from quire.cluster.member import Start
-from quire.cluster.place import Here, Running, command_of, write_files
+from quire.cluster.place import Here, Running, bound, command_of, log_of, write_files
 from quire.cluster.spec import Member, Need
 from quire.errors import ClusterError, ConfigError
 
@@ -37,6 +37,7 @@ class _Starter:
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
         self._process: subprocess.Popen[bytes] | None = None
+        self._log: Path | None = None
 
     def address(self) -> str:
         """The address of its machine."""
@@ -46,11 +47,14 @@ class _Starter:
         """Start a member, given as JSON; returns the process id."""
         member = msgspec.json.decode(told, type=Member)
         write_files(member, self._folder)
-        start = Start(command_of(member, str(self._folder)), str(self._folder / f"{member.name}.log"))
+        self._log = log_of(member, self._folder)
+        start = Start(command_of(member, str(self._folder)), str(self._log))
         self._process = child.spawn_quietly(child.python("quire.cluster.member"), start)
         return self._process.pid
 
     def exit_code(self) -> int | None:
+        if self._log is not None:
+            bound(self._log)
         return self._process.poll() if self._process else None
 
     def signal(self, number: int) -> None:
