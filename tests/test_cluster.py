@@ -20,6 +20,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from quire import child
 from quire.cli import up
 from quire.cluster import place
 from quire.cluster.folder import ClusterFolder, end, folder_of
@@ -161,6 +162,19 @@ def test_a_cluster_runs_once_and_keeps_its_key(tmp_path: Path, monkeypatch: pyte
     with ClusterFolder(path) as folder:
         assert folder.key() == key
     assert not end(path, 1.0, hurry=False)  # nobody runs it
+
+
+def test_another_process_of_the_same_id_is_not_told_to_end(tmp_path: Path) -> None:
+    """The folder may be on a disk that machines or containers share, each with ids of its own."""
+    with ClusterFolder(tmp_path), subprocess.Popen(["sleep", "60"]) as other:
+        (tmp_path / "lock").write_text(f"{other.pid} 1\n")
+        with pytest.raises(ClusterError, match=f"not by process {other.pid} of this machine"):
+            end(tmp_path, 1.0, hurry=True)
+        assert other.poll() is None
+        (tmp_path / "lock").write_text(f"{other.pid} {child.began(other.pid):.0f}\n")
+        with pytest.raises(ClusterError, match="still stopping"):  # this process holds the lock on
+            end(tmp_path, 0.5, hurry=False)
+        assert other.wait() == -signal.SIGTERM
 
 
 # -- its members -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import signal
 import time
 from pathlib import Path
 
+from quire import child
 from quire.errors import ClusterError
 
 LOCK_NAME, KEY_NAME = "lock", "cluster.key"
@@ -49,7 +50,7 @@ class ClusterFolder:
                 f"this cluster is running already ({self.path}); stop it with 'quire down' first"
             ) from error
         os.ftruncate(self._lock, 0)
-        os.write(self._lock, f"{os.getpid()}\n".encode())
+        os.write(self._lock, f"{os.getpid()} {child.began(os.getpid()):.0f}\n".encode())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +70,7 @@ def end(path: Path, seconds: float, hurry: bool) -> bool:
     """Tell the process that runs a cluster to stop it, and wait for that; False if it is not running.
 
     Raises:
-        ClusterError: it has not ended within this many seconds.
+        ClusterError: it has not ended within this many seconds, or is none of this machine's processes.
     """
     until = time.monotonic() + seconds
     owner = _owner(path)
@@ -90,15 +91,28 @@ def end(path: Path, seconds: float, hurry: bool) -> bool:
 
 
 def _owner(path: Path) -> int | None:
-    """The id of the process that has locked the folder."""
+    """The id of the process that has locked the folder.
+
+    Raises:
+        ClusterError: another process has this id here: the folder is shared with another machine or container.
+    """
     try:
         lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return None  # not locked
-    except OSError:
-        return int(os.read(lock, 32) or b"0") or None
+        for _ in range(2):  # it may be ending, or may not have written yet who it is
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return None  # not locked
+            except OSError:
+                pid, _, began = os.pread(lock, 64, 0).decode().partition(" ")
+            if pid and float(began or 0) == child.began(int(pid)):
+                return int(pid)
+            time.sleep(0.1)
     finally:
         os.close(lock)
+    raise ClusterError(
+        f"the cluster's folder {path} is in use, but not by process {pid or 0} of this machine; run 'quire down' "
+        "where the cluster was started"
+    )
