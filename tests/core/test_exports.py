@@ -152,6 +152,24 @@ def test_what_another_engine_computed_is_on_the_disk_once_it_was_used_twice():
     assert scheduler.kv.sources.num_moved(PEER, "loaded") == scheduler.kv.sources.num_moved(DISK, "stored") == 5
 
 
+def test_requests_that_are_tried_in_halves_compute_their_prompts_so_no_slow_engine_holds_up_the_others():
+    scheduler, runner = decoder()
+    scheduler.kv.sources.prefill_tokens = None
+    for number in (1, 2):
+        scheduler.add(make_request(number, [number, *PROMPT], 3))
+    assert len(scheduler.schedule(0.0).spans) == 2
+    scheduler.kv.sources.prefill_tokens = 12
+    assert scheduler.restart(failed=True, whole=False) is None and scheduler.trials.on
+    scheduler.add(make_request(3, PROMPT[:5], 3))
+    updates = run_all(scheduler, runner)  # nobody computes for it elsewhere
+    assert {number: outputs(updates)[number] for number in (1, 2, 3)} == {
+        1: expected_output([1, *PROMPT], 3), 2: expected_output([2, *PROMPT], 3), 3: expected_output(PROMPT[:5], 3)
+    }  # fmt: skip
+    assert not scheduler.kv.sources.orders and not scheduler.trials.on
+    scheduler.add(make_request(4, [4, *PROMPT], 3))
+    assert scheduler.schedule(0.0) is None and scheduler.expects_others, "afterwards others compute again"
+
+
 def test_a_short_one_is_computed_here():
     scheduler, runner = decoder()
     scheduler.add(make_request(1, PROMPT[:12], 3))  # its last block holds the token that is computed anyway

@@ -403,7 +403,8 @@ class Scheduler:
         cached = (match.num_blocks * size + match.partial_tokens + self.kv.needs_next_token) // size
         last = (len(request.tokens) - 1) // size
         event = self._leaders.awaited(request, cached, last)
-        if event is None and not self._is_full and request.num_fetches < MOST_FETCHES:
+        # While requests are tried in halves all others wait for them, so they wait for no source, which may be slow.
+        if event is None and not (self.trials.on or self._is_full) and request.num_fetches < MOST_FETCHES:
             tokens = len(request.tokens)
             needed = self.kv.blocks_to_start(request, match, tokens, self._max_chunk, len(self.running))
             most = self.kv.fetches.most_loads(step.num_decodes > 0, step.spare)
