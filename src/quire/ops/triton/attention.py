@@ -43,7 +43,7 @@ VALUE_UNIT = tl.constexpr(64.0)
 A value scale of fp16 numbers is at most 65504 / 127, so they stay finite."""
 
 MERGED_AT_ONCE = 8
-"""Splits whose loads are under way together when they are merged."""
+"""Splits whose loads are under way together when they are merged, and most tokens of a program that does so."""
 
 LOG2_E = 1.4426950408889634
 LOG2 = tl.constexpr(LOG2_E)
@@ -63,7 +63,7 @@ def summed(weights):
     The largest of a split's weights is 1, or was until a larger one made all before it less: what is lost is less than
     2^-23 of it a key, and so less than a thirtieth of what rounding weights to bf16 changes.
     """
-    wholes = (weights + 2.0).to(tl.int32, bitcast=True) - 0x40000000
+    wholes = (weights + 2.0).to(tl.int32, bitcast=True)  # 2^30 more; KEYS of them, a multiple of 4, are 0 modulo 2^32
     return tl.sum(wholes, 1).to(tl.float32) * 2.384185791015625e-07
 
 
@@ -100,46 +100,45 @@ def _blocks(table, key, low, high, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _take_in(
-    top,
-    total,
-    out,
+def _look_at(
     queries,
     numbers,
     scales,
     plane,
     offset,
     there,
-    seen,
-    scale,
     HEAD_DIM: tl.constexpr,
     PLANE: tl.constexpr,
     QUANTIZED: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Merges a key tile into the rows' maxima [ROWS], sums [ROWS] and outputs [ROWS, DIM].
+    """Scores [ROWS, KEYS] of a key tile, its values [KEYS, DIM], and the scales [KEYS] of these where QUANTIZED.
 
-    Its keys are rows `offset` of the planes `plane`, where they are `there` [KEYS]; `seen` is [ROWS, KEYS].
+    Its keys are rows `offset` of the planes `plane`, where they are `there` [KEYS].
     """
     dim = tl.arange(0, DIM)
     at = numbers + (plane + offset * HEAD_DIM)[:, None] + dim[None, :]
     in_keys = there[:, None] & (dim < HEAD_DIM)[None, :]  # all else is 0, whatever lies in memory
     k = widen(tl.load(at, mask=in_keys, other=0.0), queries.dtype)
     v = widen(tl.load(at + PLANE, mask=in_keys, other=0.0), queries.dtype)
-
-    scores = tl.dot(queries, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
+    scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
+    value_scales = 1.0
     if QUANTIZED:
         scale_at = scales + plane // 4 + offset  # BLOCK_STRIDE and PLANE are in bytes
-        scores *= (tl.load(scale_at, mask=there, other=0.0) * scale)[None, :]
-    else:
-        scores *= scale
-    scores = tl.where(seen, scores, float("-inf"))
-    highest = tl.maximum(top, tl.max(scores, 1))
-    weights = tl.exp2(scores - highest[:, None])
+        scores *= tl.load(scale_at, mask=there, other=0.0)[None, :]
+        value_scales = tl.load(scale_at + PLANE // 4, mask=there, other=0.0) * VALUE_UNIT
+    return scores, v, value_scales
+
+
+@triton.jit
+def _take_in(top, total, out, scores, v, value_scales, scale, QUANTIZED: tl.constexpr):
+    """Merges a key tile into the rows' maxima [ROWS], sums [ROWS] and outputs [ROWS, DIM]; -inf is not seen."""
+    highest = tl.maximum(top, tl.max(scores, 1) * scale)
+    weights = tl.exp2(tl.fma(scores, scale, -highest[:, None]))
     shrink = tl.exp2(top - highest)
     total = total * shrink + summed(weights)
     if QUANTIZED:
-        weights *= (tl.load(scale_at + PLANE // 4, mask=there, other=0.0) * VALUE_UNIT)[None, :]
+        weights *= value_scales[None, :]
     out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
     return highest, total, out
 
@@ -238,6 +237,9 @@ def _attend(
         last = tl.minimum(last_split * TILES_PER_SPLIT, tl.cdiv(high, KEYS))
         if paths is not None:
             last = tl.where(base < 0, last, tl.minimum(last, base // KEYS))
+        whole = 0 if WINDOW else (start + 1 if CAUSAL else high) // KEYS  # up to which all rows see all keys
+        if paths is not None and not WINDOW:
+            whole = tl.where(base < 0, whole, last)
         # A tile's blocks are looked up one tile ahead: otherwise its keys could not be on their way by then.
         block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
         for key_tile in range(first, last):
@@ -245,17 +247,23 @@ def _attend(
             there = (key >= low) & (key < high)
             plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
             block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
-            seen = _within(key[None, :], position, high, WINDOW, CAUSAL)
-            top, total, out = _take_in(
-                *(top, total, out, queries, numbers, scales, plane, key % BLOCK_SIZE, there, seen, scale),
-                *(HEAD_DIM, PLANE, QUANTIZED, DIM),
+            scores, v, value_scales = _look_at(
+                *(queries, numbers, scales, plane, key % BLOCK_SIZE, there, HEAD_DIM, PLANE, QUANTIZED, DIM)
             )
-            # In one loop, since the next split's keys are on their way meanwhile.
-            if (key_tile + 1) % TILES_PER_SPLIT == 0 and not listed:
+            # In one loop, since a split's first keys are on their way during the one before. And here, since the last
+            # product is awaited with this one: used before that, it would be awaited at once, by itself.
+            if key_tile % TILES_PER_SPLIT == 0 and not listed:
                 all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
                 top, total, out = _nothing(all_out)
+            if key_tile >= whole:
+                seen = _within(key[None, :], position, high, WINDOW, CAUSAL)
+                scores = tl.where(seen, scores, float("-inf"))
+            top, total, out = _take_in(top, total, out, scores, v, value_scales, scale, QUANTIZED)
         if paths is not None:
             first_tree = tl.where(base < 0, last_split, tl.maximum(first_split, base // SPLIT))
+            if last % TILES_PER_SPLIT == 0 and not listed:  # the tree begins a split
+                all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
+                top, total, out = _nothing(all_out)
             for split in range(first_tree, last_split):
                 for turn in range(tokens):
                     path = paths + (first_row + turn).to(tl.int64) * path_width
@@ -271,10 +279,12 @@ def _attend(
                         seen = mine & (key[None, :] <= position)
                         if WINDOW:
                             seen &= key[None, :] > position - WINDOW
-                        top, total, taken = _take_in(
-                            *(top, total, out, queries, numbers, scales, plane, place % BLOCK_SIZE, there, seen, scale),
+                        scores, v, value_scales = _look_at(
+                            *(queries, numbers, scales, plane, place % BLOCK_SIZE, there),
                             *(HEAD_DIM, PLANE, QUANTIZED, DIM),
                         )
+                        scores = tl.where(seen, scores, float("-inf"))
+                        top, total, taken = _take_in(top, total, out, scores, v, value_scales, scale, QUANTIZED)
                         out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
                 if not listed:
                     all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
@@ -305,7 +315,7 @@ def _merge_splits(
     TOKENS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """One head of a tile of at most TOKENS tokens whose splits are listed; programs (tile, head)."""
+    """TOKENS tokens of a tile whose splits are listed, one head; programs (tile, head, tokens of the tile)."""
     head = tl.program_id(1)
     record = records + tl.program_id(0) * RECORD
     first_row, tokens, first_item, items = (
@@ -317,7 +327,7 @@ def _merge_splits(
     if first_item < 0:
         return
 
-    token, dim = tl.arange(0, TOKENS), tl.arange(0, DIM)
+    token, dim = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM)
     is_row = token < tokens
     in_tile = is_row[:, None] & (dim < HEAD_DIM)[None, :]
     top, total = _begin(sinks, head + token * 0)
@@ -471,12 +481,12 @@ def attend(
 def merge_splits(work: Work, heads: int, result: torch.Tensor, sinks: torch.Tensor | None, **shape: Any) -> None:
     """Writes the rows of `result` whose splits are listed; `shape`: the other arguments of `_merge_splits`."""
     if work.workers:
-        rows = _power_of_two(work.short)
-        _merge_splits[(work.tiles, heads)](
+        tokens = min(MERGED_AT_ONCE, _power_of_two(work.short))
+        _merge_splits[(work.tiles, heads, -(-work.short // tokens))](
             *(work.out, work.sums, work.records, result, sinks, work.short),
             HEADS=heads,
-            TOKENS=rows,
-            AT_ONCE=MERGED_AT_ONCE if rows == 1 else 1,
-            num_warps=1 if rows * shape["DIM"] <= 256 else 4,
+            TOKENS=tokens,
+            AT_ONCE=MERGED_AT_ONCE,
+            num_warps=1 if tokens * shape["DIM"] <= 256 else 4,
             **shape,
         )
