@@ -122,9 +122,12 @@ def test_tiles_suit_the_step(spans: list[Span], rows: int) -> None:
     requests = [Request(sum(span), (2, 1, 64), torch.float32, seed=1) for span in spans]
     kv, tables = stored(requests, 16, "auto")
     q = torch.cat([r.q[start:] for r, (start, _) in zip(requests, spans, strict=True)])
-    batch = on_device(spans, tables, 16)
-    assert batch.spans is not None
-    assert attention._make_plan(q, kv, batch.spans, None).rows == rows
+    for padding in ((0, 0), (0, 200)):  # spans are padded to the most that a step may have
+        if rows == 64 or not any(padding):
+            batch = on_device(spans, tables, 16, padding)
+            assert batch.spans is not None
+            plan = attention._make_plan(q, kv, batch.spans, None)
+            assert (plan.rows, plan.least) == (rows, 16)
 
 
 def test_short_tiles_are_taken_where_their_instruction_sums_as_the_one_for_many_rows(
@@ -136,7 +139,12 @@ def test_short_tiles_are_taken_where_their_instruction_sums_as_the_one_for_many_
         for how in ("auto", "int8", "fp8"):
             kv = KVCache(2, 1, 1, 16, 16, torch.float16, how)  # type: ignore[arg-type]
             assert attention.short_tiles(q, kv) == (wanted and how == "auto")
-    assert [attention._row_tile(2, rows, short) for short in (True, False) for rows in (2, 300)] == [16, 64, 64, 64]
+    assert [attention._row_tiles(group, short) for short in (True, False) for group in (2, 20)] == [
+        (64, 16),
+        (64, 32),
+        (64, 64),
+        (64, 64),
+    ]
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -414,7 +422,9 @@ def test_kernels_compile_for_gpus(arch: int) -> None:
     kernels = [use for use in found if use["kernel"] == "_attend"]
     decode, prompt, fp8, both_ways = kernels
     assert decode["matrix"] == ["mma.sync"]
-    assert all(use["matrix"] == [instruction] for use in (prompt, fp8, both_ways))
+    assert all(instruction in use["matrix"] for use in (prompt, fp8, both_ways))
+    assert all("mma.sync" in use["matrix"] for use in (prompt, both_ways)), "for tiles of few rows"
+    assert all(3 * use["waits"] <= use["wgmma"] for use in kernels), "each product is awaited by itself"
     # Where a row's totals and its split's outputs do not fit beside each other, totals are spilled: loads and
     # stores once a split, none in the loop over its tiles (so says the disassembly).
     assert max(use["stack"] for use in kernels) <= 480, kernels

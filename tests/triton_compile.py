@@ -8,6 +8,7 @@ process of its own.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -86,7 +87,11 @@ def main(module: str, *architectures: str) -> None:
 
 
 def _usage(kernel: Any) -> dict[str, Any]:
-    """Bytes of shared memory, registers a thread, bytes spilled, matrix instructions, and how these lay out K."""
+    """Bytes of shared memory, registers a thread, bytes spilled, matrix instructions, and how these lay out K.
+
+    Also how many of `wgmma` there are, and how often the machine code waits for some: as often where each is awaited
+    by itself, which ptxas makes of code that uses a result before it says that it waits.
+    """
     ptx = kernel.asm["ptx"]
     import triton
 
@@ -94,7 +99,9 @@ def _usage(kernel: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+        dump = functools.partial(subprocess.run, capture_output=True, text=True)
+        text = dump([tool, "--dump-resource-usage", file.name]).stdout
+        code = dump([tool, "-sass", file.name]).stdout if "wgmma" in ptx else ""
     numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
     return {
         "registers": int(numbers.get("REG", 0)),
@@ -103,6 +110,8 @@ def _usage(kernel: Any) -> dict[str, Any]:
         "warps": kernel.metadata.num_warps,
         "matrix": sorted({word for word in ("wgmma", "mma.sync", "tcgen05") if word in ptx}),
         "asynchronous": ptx.count("cp.async"),
+        "wgmma": len(re.findall(r"\b[HIQ]GMMA\b", code)),
+        "waits": code.count("WARPGROUP.DEPBAR"),
         "k_widths": _k_widths(kernel.asm["ttgir"]),
     }
 

@@ -167,6 +167,127 @@ def _begin(sinks, head):
     return top, total
 
 
+@triton.jit
+def _attend_tile(
+    q,
+    numbers,
+    scales,
+    tables,
+    result,
+    split_out,
+    split_sums,
+    sinks,
+    depths,
+    paths,
+    path_width,
+    table_stride,
+    short,
+    layer,
+    scale,
+    item,
+    kv_head,
+    assignment,
+    Q_STRIDE: tl.constexpr,
+    Q_HEAD_STRIDE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PLANE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """A row tile, or one of its splits, as `assigned` says; of at most ROWS tokens times heads."""
+    first_row, start, tokens, table_row, base, low, high, first_split, last_split, listed = assignment
+    TILES_PER_SPLIT: tl.constexpr = SPLIT // KEYS
+    row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
+    token, head = row // GROUP, kv_head * GROUP + row % GROUP
+    is_row = token < tokens
+    in_tile = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    q_at = (first_row + token).to(tl.int64) * Q_STRIDE + head * Q_HEAD_STRIDE
+    queries = tl.load(q + q_at[:, None] + dim[None, :], mask=in_tile, other=0.0)
+    position = (start + token)[:, None]
+    if paths is not None:
+        depth = tl.load(depths + first_row + token, mask=is_row, other=0)
+        position = tl.where(base < 0, start + token, base + depth)[:, None]
+    table = tables + table_row.to(tl.int64) * table_stride
+
+    all_top, all_total = _begin(sinks, head)
+    all_out = tl.zeros((ROWS, DIM), tl.float32)
+    top, total, out = _nothing(all_out)
+    first = tl.maximum(first_split * TILES_PER_SPLIT, low // KEYS)
+    last = tl.minimum(last_split * TILES_PER_SPLIT, tl.cdiv(high, KEYS))
+    if paths is not None:
+        last = tl.where(base < 0, last, tl.minimum(last, base // KEYS))
+    whole = 0 if WINDOW else (start + 1 if CAUSAL else high) // KEYS  # up to which all rows see all keys
+    if paths is not None and not WINDOW:
+        whole = tl.where(base < 0, whole, last)
+    # A tile's blocks are looked up one tile ahead: otherwise its keys could not be on their way by then.
+    block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
+    for key_tile in range(first, last):
+        key = key_tile * KEYS + tl.arange(0, KEYS)
+        there = (key >= low) & (key < high)
+        plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
+        block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
+        scores, v, value_scales = _look_at(
+            *(queries, numbers, scales, plane, key % BLOCK_SIZE, there, HEAD_DIM, PLANE, QUANTIZED, DIM)
+        )
+        # In one loop, since a split's first keys are on their way during the one before. And here, since the last
+        # product is awaited with this one: used before that, it would be awaited at once, by itself.
+        if key_tile % TILES_PER_SPLIT == 0 and not listed:
+            all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
+            top, total, out = _nothing(all_out)
+        if key_tile >= whole:
+            seen = _within(key[None, :], position, high, WINDOW, CAUSAL)
+            scores = tl.where(seen, scores, float("-inf"))
+        top, total, out = _take_in(top, total, out, scores, v, value_scales, scale, QUANTIZED)
+    if paths is not None:
+        first_tree = tl.where(base < 0, last_split, tl.maximum(first_split, base // SPLIT))
+        if last % TILES_PER_SPLIT == 0 and not listed:  # the tree begins a split
+            all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
+            top, total, out = _nothing(all_out)
+        for split in range(first_tree, last_split):
+            for turn in range(tokens):
+                path = paths + (first_row + turn).to(tl.int64) * path_width
+                end = base + tl.load(depths + first_row + turn) + 1
+                mine = (token == turn)[:, None]
+                begin = tl.maximum(split * TILES_PER_SPLIT, tl.maximum(low, base) // KEYS)
+                for key_tile in range(begin, tl.minimum((split + 1) * TILES_PER_SPLIT, tl.cdiv(end, KEYS))):
+                    key = key_tile * KEYS + tl.arange(0, KEYS)
+                    there = (key >= low) & (key < end)
+                    place = _place_of(path, base, key, there)
+                    block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
+                    plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
+                    seen = mine & (key[None, :] <= position)
+                    if WINDOW:
+                        seen &= key[None, :] > position - WINDOW
+                    scores, v, value_scales = _look_at(
+                        *(queries, numbers, scales, plane, place % BLOCK_SIZE, there),
+                        *(HEAD_DIM, PLANE, QUANTIZED, DIM),
+                    )
+                    scores = tl.where(seen, scores, float("-inf"))
+                    top, total, taken = _take_in(top, total, out, scores, v, value_scales, scale, QUANTIZED)
+                    out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
+            if not listed:
+                all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
+                top, total, out = _nothing(all_out)
+    if listed:
+        slot = (item * short + token) * (KV_HEADS * GROUP) + head
+        tl.store(split_out + slot[:, None] * HEAD_DIM + dim[None, :], out, mask=in_tile)
+        tl.store(split_sums + slot * 2, top, mask=is_row)
+        tl.store(split_sums + slot * 2 + 1, total, mask=is_row)
+    else:
+        all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
+        at = (first_row + token).to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
+        tl.store(result + at[:, None] + dim[None, :], _finish(all_total, all_out, QUANTIZED), mask=in_tile)
+
+
 @triton.jit(do_not_specialize=["table_stride", "tiles", "workers", "short", "layer", "path_width"])
 def _attend(
     q,
@@ -203,101 +324,32 @@ def _attend(
     QUANTIZED: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
+    LEAST: tl.constexpr,
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
 ):
     """A row tile of one KV head with all its splits, or some of the listed splits; programs (see `items_of`, KV head).
 
-    Layouts: split_out [items, short, heads, HEAD_DIM]; split_sums, of maxima and sums, [items, short, heads, 2].
-    `scale` contains the factor log2(e), since weights are powers of 2.
+    A tile that has no more rows (tokens times heads) than LEAST is computed as one of so many. Layouts: split_out
+    [items, short, heads, HEAD_DIM]; split_sums, of maxima and sums, [items, short, heads, 2]. `scale` contains the
+    factor log2(e), since weights are powers of 2.
     """
-    TILES_PER_SPLIT: tl.constexpr = SPLIT // KEYS
     kv_head = tl.program_id(1)
     first_item, last_item = items_of(item_count, tiles)
     for item in range(first_item, last_item, workers):
-        first_row, start, tokens, table_row, base, low, high, first_split, last_split, listed = assigned(
-            *(item, records, tiles, bases, depths, context_lens, path_width, WINDOW, CAUSAL, SPLIT)
-        )
-        row, dim = tl.arange(0, ROWS), tl.arange(0, DIM)
-        token, head = row // GROUP, kv_head * GROUP + row % GROUP
-        is_row = token < tokens
-        in_tile = is_row[:, None] & (dim < HEAD_DIM)[None, :]
-        q_at = (first_row + token).to(tl.int64) * Q_STRIDE + head * Q_HEAD_STRIDE
-        queries = tl.load(q + q_at[:, None] + dim[None, :], mask=in_tile, other=0.0)
-        position = (start + token)[:, None]
-        if paths is not None:
-            depth = tl.load(depths + first_row + token, mask=is_row, other=0)
-            position = tl.where(base < 0, start + token, base + depth)[:, None]
-        table = tables + table_row.to(tl.int64) * table_stride
-
-        all_top, all_total = _begin(sinks, head)
-        all_out = tl.zeros((ROWS, DIM), tl.float32)
-        top, total, out = _nothing(all_out)
-        first = tl.maximum(first_split * TILES_PER_SPLIT, low // KEYS)
-        last = tl.minimum(last_split * TILES_PER_SPLIT, tl.cdiv(high, KEYS))
-        if paths is not None:
-            last = tl.where(base < 0, last, tl.minimum(last, base // KEYS))
-        whole = 0 if WINDOW else (start + 1 if CAUSAL else high) // KEYS  # up to which all rows see all keys
-        if paths is not None and not WINDOW:
-            whole = tl.where(base < 0, whole, last)
-        # A tile's blocks are looked up one tile ahead: otherwise its keys could not be on their way by then.
-        block = _blocks(table, first * KEYS + tl.arange(0, KEYS), low, high, BLOCK_SIZE)
-        for key_tile in range(first, last):
-            key = key_tile * KEYS + tl.arange(0, KEYS)
-            there = (key >= low) & (key < high)
-            plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
-            block = _blocks(table, key + KEYS, low, high, BLOCK_SIZE)
-            scores, v, value_scales = _look_at(
-                *(queries, numbers, scales, plane, key % BLOCK_SIZE, there, HEAD_DIM, PLANE, QUANTIZED, DIM)
+        assignment = assigned(*(item, records, tiles, bases, depths, context_lens, path_width, WINDOW, CAUSAL, SPLIT))
+        if LEAST < ROWS and assignment[2] * GROUP <= LEAST:
+            _attend_tile(
+                *(q, numbers, scales, tables, result, split_out, split_sums, sinks, depths, paths, path_width),
+                *(table_stride, short, layer, scale, item, kv_head, assignment, Q_STRIDE, Q_HEAD_STRIDE, BLOCK_STRIDE),
+                *(KV_HEADS, GROUP, PLANE, BLOCK_SIZE, HEAD_DIM, WINDOW, CAUSAL, QUANTIZED, SPLIT, LEAST, KEYS, DIM),
             )
-            # In one loop, since a split's first keys are on their way during the one before. And here, since the last
-            # product is awaited with this one: used before that, it would be awaited at once, by itself.
-            if key_tile % TILES_PER_SPLIT == 0 and not listed:
-                all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
-                top, total, out = _nothing(all_out)
-            if key_tile >= whole:
-                seen = _within(key[None, :], position, high, WINDOW, CAUSAL)
-                scores = tl.where(seen, scores, float("-inf"))
-            top, total, out = _take_in(top, total, out, scores, v, value_scales, scale, QUANTIZED)
-        if paths is not None:
-            first_tree = tl.where(base < 0, last_split, tl.maximum(first_split, base // SPLIT))
-            if last % TILES_PER_SPLIT == 0 and not listed:  # the tree begins a split
-                all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
-                top, total, out = _nothing(all_out)
-            for split in range(first_tree, last_split):
-                for turn in range(tokens):
-                    path = paths + (first_row + turn).to(tl.int64) * path_width
-                    end = base + tl.load(depths + first_row + turn) + 1
-                    mine = (token == turn)[:, None]
-                    begin = tl.maximum(split * TILES_PER_SPLIT, tl.maximum(low, base) // KEYS)
-                    for key_tile in range(begin, tl.minimum((split + 1) * TILES_PER_SPLIT, tl.cdiv(end, KEYS))):
-                        key = key_tile * KEYS + tl.arange(0, KEYS)
-                        there = (key >= low) & (key < end)
-                        place = _place_of(path, base, key, there)
-                        block = tl.load(table + place // BLOCK_SIZE, mask=there, other=0)
-                        plane = block.to(tl.int64) * BLOCK_STRIDE + (layer * KV_HEADS + kv_head) * 2 * PLANE
-                        seen = mine & (key[None, :] <= position)
-                        if WINDOW:
-                            seen &= key[None, :] > position - WINDOW
-                        scores, v, value_scales = _look_at(
-                            *(queries, numbers, scales, plane, place % BLOCK_SIZE, there),
-                            *(HEAD_DIM, PLANE, QUANTIZED, DIM),
-                        )
-                        scores = tl.where(seen, scores, float("-inf"))
-                        top, total, taken = _take_in(top, total, out, scores, v, value_scales, scale, QUANTIZED)
-                        out = tl.where(mine, taken, out)  # a number that is not finite, times 0, is not 0
-                if not listed:
-                    all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
-                    top, total, out = _nothing(all_out)
-        if listed:
-            slot = (item * short + token) * (KV_HEADS * GROUP) + head
-            tl.store(split_out + slot[:, None] * HEAD_DIM + dim[None, :], out, mask=in_tile)
-            tl.store(split_sums + slot * 2, top, mask=is_row)
-            tl.store(split_sums + slot * 2 + 1, total, mask=is_row)
         else:
-            all_top, all_total, all_out = _merge(all_top, all_total, all_out, top, total, out)
-            at = (first_row + token).to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
-            tl.store(result + at[:, None] + dim[None, :], _finish(all_total, all_out, QUANTIZED), mask=in_tile)
+            _attend_tile(
+                *(q, numbers, scales, tables, result, split_out, split_sums, sinks, depths, paths, path_width),
+                *(table_stride, short, layer, scale, item, kv_head, assignment, Q_STRIDE, Q_HEAD_STRIDE, BLOCK_STRIDE),
+                *(KV_HEADS, GROUP, PLANE, BLOCK_SIZE, HEAD_DIM, WINDOW, CAUSAL, QUANTIZED, SPLIT, ROWS, KEYS, DIM),
+            )
 
 
 @triton.jit(do_not_specialize=["short"])
@@ -324,7 +376,7 @@ def _merge_splits(
         tl.load(record + 6),
         tl.load(record + 7),
     )
-    if first_item < 0:
+    if (first_item < 0) | (tl.program_id(2) * TOKENS >= tokens):
         return
 
     token, dim = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM)
@@ -351,11 +403,13 @@ class _Plan(NamedTuple):
 
     Attributes:
         rows, keys, dim: of a row tile (tokens times group), of a key tile, and of a head, padded: powers of two.
+        least: rows of a tile that has no more.
         warps, stages: of a program, and how many key tiles it has in flight.
         work: which program does what.
     """
 
     rows: int
+    least: int
     keys: int
     dim: int
     warps: int
@@ -368,9 +422,11 @@ def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, window: int | N
     group = heads // kv.kv_heads
     dim = max(16, _power_of_two(head_dim))
     head_bytes = dim * q.element_size()
-    rows = _row_tile(group, -(-tokens // len(spans.starts)) * group, short_tiles(q, kv))
+    most, least = _row_tiles(group, short_tiles(q, kv))
+    rows = least if tokens == len(spans.starts) else most
     return _Plan(
         rows=rows,
+        least=least,
         keys=min(64, max(16, TILE_BYTES // head_bytes)),
         dim=dim,
         warps=8 if rows * max(head_bytes, 256) > 64 * 256 else 4,  # the sums of 16 rows of 128 numbers fill a warp
@@ -382,13 +438,14 @@ def _make_plan(q: torch.Tensor, kv: KVCache, spans: DeviceSpans, window: int | N
     )
 
 
-def _row_tile(group: int, rows_per_span: int, short: bool) -> int:
-    """Rows (tokens times group) of a tile, as fit what spans of the step have; `short`: see `short_tiles`.
+def _row_tiles(group: int, short: bool) -> tuple[int, int]:
+    """Most and fewest rows (tokens times group) of a tile; `short`: see `short_tiles`.
 
-    64 are the fewest of the fast instruction of compute capability 9.0, and what long prompts take. 16 do for
-    decoding, which memory bounds: fewer of them are padding.
+    64 are the fewest of the fast instruction of compute capability 9.0, and what prompts take. 16 do for decodes, which
+    memory bounds: fewer of them are padding.
     """
-    return max(16 if short and rows_per_span <= 16 else 64, _power_of_two(group))
+    fewest = _power_of_two(group)
+    return max(64, fewest), max(16 if short else 64, fewest)
 
 
 def short_tiles(q: torch.Tensor, kv: KVCache) -> bool:
@@ -468,6 +525,7 @@ def attend(
         CAUSAL=causal,
         SPLIT=work.keys,
         ROWS=plan.rows,
+        LEAST=plan.least,
         KEYS=plan.keys,
         num_warps=plan.warps,
         num_stages=plan.stages,

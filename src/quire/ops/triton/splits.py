@@ -33,8 +33,9 @@ would leave more in scratch memory, if it has at most as many."""
 WORKERS = 1024
 """Programs that share the items: some rounds of those that run at once, so that the last round is short."""
 
-SCRATCH_BYTES = 1 << 27
-"""Most memory for splits that lie side by side: of two million keys in all, with 32 heads of 128 and a row a span."""
+SCRATCH_BYTES = 1 << 28
+"""Most memory for splits that lie side by side: of four million keys in all, with 32 heads of 128 and a row a span, or
+of 512 rows behind 16,384 tokens, with 16 heads."""
 
 WRITERS = 8
 """Programs that write the lists."""
