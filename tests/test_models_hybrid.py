@@ -86,6 +86,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_conv_bias": False,
             "conv_kernel": 3,
             "edit": {
+                "use_conv_bias": ...,
+                "mamba_conv_bias": False,
+                "conv_kernel": ...,
+                "mamba_d_conv": 3,
+                "n_groups": ...,
+                "mamba_n_groups": 2,
+                "mamba_dt_limit": [0.0, math.inf],
                 "layers_block_type": ...,
                 "hybrid_override_pattern": "M-*",
                 "num_hidden_layers": 3,
@@ -202,6 +209,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts": ("lfm2", {"num_experts": 4}, "'num_experts' is 4"),
     "kinds": ("granitemoehybrid", {"layer_types": ["mamba"] * 3}, "at least one is attention"),
     "limits": ("granitemoehybrid", {"time_step_limit": [0.001, 0.1]}, "'time_step_limit' is"),
+    "older limits": ("nemotron_h", {"mamba_dt_limit": [0.001, 0.1]}, "'time_step_limit' is"),
     "groups": (
         "granitemoehybrid",
         {"mamba_n_groups": 3},

@@ -43,6 +43,13 @@ RENAMED = (
     (r"\.mixer\.fc2_latent_proj\.", f".mlp.{OUT_OF}."),
     (r"\.mixer\.", ".mlp."),
 )
+OLDER_NAMES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_limit": "time_step_limit",
+}
+"""Names of fields in older checkpoints, which take precedence, as in transformers."""
 ONE_NORM = "norm"
 REFUSED = {
     "attention_bias": ((False,), "biases of attention"),
@@ -120,6 +127,7 @@ def _read_experts(fields: Fields) -> ExpertsConfig:
 
 
 def _read_mamba(fields: Fields, eps: float) -> MambaConfig:
+    fields = fields.updated({OLDER_NAMES[older]: value for older, value in fields.picked(OLDER_NAMES).items()})
     refuse_limits(fields)
     heads, groups = heads_of(fields, "mamba_num_heads", "n_groups", 8)
     return MambaConfig(
