@@ -78,6 +78,23 @@ def test_phi_3s_context_before_scaling_is_that_of_transformers_where_nothing_say
     assert read(fields).rope.original_max_position_embeddings == 4096
 
 
+@pytest.mark.parametrize("architecture", ["gemma3_text", "olmo3"])
+def test_older_rotary_scaling_beside_a_section_for_each_kind_of_layers_is_merged_as_in_transformers(
+    architecture: str,
+) -> None:
+    sections = {
+        "full_attention": {"rope_type": "default", "rope_theta": 7000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    }
+    fields = tiny(architecture) | {"rope_theta": 8000.0, "rope_local_base_freq": 200.0, "rope_parameters": sections}
+    fields["layer_types"] = ([*sections] * fields["num_hidden_layers"])[: fields["num_hidden_layers"]]
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    for older, theta in ((scaling, 7000.0), ({**scaling, "rope_theta": 9000.0}, 9000.0)):
+        found = read(fields | {"rope_scaling": older})
+        assert found == read(whole(architecture, fields | {"rope_scaling": older}))
+        assert {(rope.kind, rope.theta) for rope in found.ropes or ()} == {("linear", theta), ("default", 300.0)}
+
+
 def test_the_base_of_all_of_olmo_3s_layers_may_stand_in_one_section() -> None:
     fields = tiny("olmo3") | {"rope_parameters": {"rope_type": "default", "rope_theta": 7000.0}}
     assert {rope.theta for rope in read(fields).ropes or ()} == {7000.0}

@@ -338,6 +338,13 @@ def rope_section(fields: Fields) -> Fields:
     return older if older.names() else fields.section("rope_parameters")
 
 
+def with_older_scaling(section: Fields, fields: Fields) -> Fields:
+    """The section for layers without windows, in a family that has one for each kind of layer. If there is
+    `rope_scaling` besides, it is for these layers, and takes precedence field by field, as in transformers."""
+    older = fields.section("rope_scaling")
+    return section.updated(older.picked(older.names()))
+
+
 def read_rope(
     fields: Fields,
     head_dim: int,

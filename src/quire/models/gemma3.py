@@ -22,6 +22,7 @@ from quire.models.config import (
     read_layer_types,
     read_num_layers,
     read_rope,
+    with_older_scaling,
 )
 from quire.models.fields import Fields
 from quire.models.text_tower import read_text_tower
@@ -103,6 +104,6 @@ def _read_rope(fields: Fields, kind: str) -> RopeConfig:
     if unknown:
         raise sections.error(min(unknown), f"absent, beside {' and '.join(THETAS)}")
     section = sections.section(kind)
-    if kind == GLOBAL and fields.section("rope_scaling").names():
-        section = fields.section("rope_scaling")
+    if kind == GLOBAL:
+        section = with_older_scaling(section, fields)
     return read_rope(fields.without("rope_theta"), read_head_dim(fields), base, scaling=section)[0]

@@ -16,6 +16,7 @@ from quire.models.config import (
     read_num_layers,
     read_rope,
     rope_section,
+    with_older_scaling,
 )
 from quire.models.fields import Fields
 from quire.models.olmo2 import read_olmo_config
@@ -38,6 +39,7 @@ def read_config(fields: Fields, generation: Fields) -> DecoderConfig:
         if unknown:
             raise nested.error(min(unknown), f"absent, beside {' and '.join(sections)}")
         sections = {kind: nested.section(kind) for kind in sections}
+        sections["full_attention"] = with_older_scaling(sections["full_attention"], fields)
     ropes = {kind: read_rope(fields, head_dim, THETA, scaling=section) for kind, section in sections.items()}
     windows = tuple(window if kind == "sliding_attention" else None for kind in types)
     config = read_olmo_config(fields, generation, windows, ropes["full_attention"])
