@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -11,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
+from quire.router.address import Address
 from quire.router.resume import StreamPosition
 from quire.router.servers import Server
+from quire.router.upstream import Answer, Connections, Upstream
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
 from tests.server_fakes import wait_until
 from tests.test_router_serve import RouteProcess
@@ -83,6 +86,44 @@ def test_clients_take_no_files_that_connections_to_servers_need(loop: Loop) -> N
         assert len(begun) >= 30 and all(b"[DONE]" in told and b"error" not in told for told in begun)
         assert router.json("/router/status")["servers"][0]["failures"] == 0
     server.stop()
+
+
+async def test_idle_connections_are_closed_where_others_need_their_files() -> None:
+    """The longest idle one first, of whatever server; those with requests stay."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError), contextlib.closing(writer):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx")
+
+    connections, upstreams = Connections(4), []
+    for _ in range(3):
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        address = Address(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        upstreams.append(Upstream(address, connections))
+    first, second, third = upstreams
+
+    async def ask(upstream: Upstream) -> Answer:
+        answer = await upstream.ask(upstream.address.request("GET", "/", (), b""))
+        assert await answer.piece() == b"x" and await answer.piece() == b""
+        return answer
+
+    kept, held = [await ask(first) for _ in range(2)], [await ask(second) for _ in range(2)]
+    for answer in kept:
+        first.release(answer)
+    assert connections.open == 4 and [*connections.idle] == kept
+    held.append(await ask(third))
+    await asyncio.sleep(0)
+    assert connections.open == 4 and not kept[0].is_usable and [*connections.idle] == kept[1:]
+    held += [await ask(third) for _ in range(3)]  # more requests than that: no idle one is left
+    await asyncio.sleep(0)
+    assert connections.open == len(held) == 6 and not connections.idle and all(each.is_usable for each in held)
+    second.release(held.pop(0))
+    assert (await ask(second)).is_usable and connections.open == 6, "the idle one is used"
+    for upstream in upstreams:
+        upstream.break_off()
+    await asyncio.sleep(0.01)
+    assert connections.open == 0 and not connections.idle
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -28,7 +28,7 @@ from quire.router.address import Address
 from quire.router.app import create_app as create_router
 from quire.router.config import RouterConfig
 from quire.router.run import make_site
-from quire.router.upstream import Upstream, UpstreamError
+from quire.router.upstream import Connections, Upstream, UpstreamError
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.joining import RouterHost, url_for
@@ -229,7 +229,7 @@ def test_the_clients_verify_and_take_a_named_authority(site: AppThread, files: F
 @needs_openssl
 def test_a_router_verifies_servers_behind_tls(site: AppThread, files: Files) -> None:
     async def ask(cacert: str | None) -> int:
-        upstream = Upstream(Address(site.url), cacert)
+        upstream = Upstream(Address(site.url), Connections(9), cacert)
         try:
             return (await upstream.fetch("GET", "/v1/models", seconds=60))[0]
         finally:

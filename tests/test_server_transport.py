@@ -544,11 +544,11 @@ CRLF = "\r\n"
 
 
 def test_who_is_refused_for_too_many_connections_finds_that_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_max_connections", lambda: 0)
+    monkeypatch.setattr(transport, "max_connections", lambda: 0)
     with bench.connect() as connection:
         connection.sendall(post("/v1/echo", b"x" * LARGE))
         assert answer_of(connection)[0] == 503
-    monkeypatch.setattr(transport, "_max_connections", lambda: -transport.SPARE_FILES)
+    monkeypatch.setattr(transport, "max_connections", lambda: -transport.SPARE_FILES)
     with bench.connect() as connection, contextlib.suppress(ConnectionResetError):
         assert connection.recv(100) == b""  # so many that nobody can be waited for
 
@@ -635,7 +635,7 @@ def test_a_stream_that_breaks_ends_its_connection(bench: Bench, caplog: pytest.L
 
 
 def test_over_the_limit_of_connections_the_newest_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_max_connections", lambda: 2)
+    monkeypatch.setattr(transport, "max_connections", lambda: 2)
     with bench.connect() as first, bench.connect() as second:
         for connection in (first, second):
             connection.sendall(get())

@@ -17,15 +17,19 @@ from quire.router.metrics import RouterMetrics
 from quire.router.servers import Servers
 from quire.router.site import Site
 from quire.server.auth import Tenants
-from quire.server.transport import HttpServer, make_server
+from quire.server.transport import HttpServer, make_server, max_connections
 
 logger = logging.getLogger(__name__)
+
+FILES = 2
+"""File descriptors of a client's connection: its request may need one to a server, which for lack of it would be taken
+for down."""
 
 
 def make_site(config: RouterConfig) -> Site:
     """Make a router's shared state, with the servers that were configured."""
     key = config.server_key or (config.api_key[0] if config.api_key else "")
-    servers = Servers(config.policy, key, cacert=config.cacert)
+    servers = Servers(config.policy, key, cacert=config.cacert, max_connections=max_connections() // FILES)
     for url in filter(is_server, config.server):
         servers.add(url)
     for url in filter(is_server, config.prefill_server):
@@ -56,8 +60,7 @@ class Router:
         tasks: list[asyncio.Task[None]] = []
         try:
             tasks = await begin(sources_of(self._config), site.servers)
-            # A connection's request may need one to a server: for lack of it the server would be taken for down.
-            self._http = make_server(create_app(site), certificate=self._config.certificate(), files=2)
+            self._http = make_server(create_app(site), certificate=self._config.certificate(), files=FILES)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal, number)

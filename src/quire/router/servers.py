@@ -23,7 +23,7 @@ from quire.fleet.load import Load, common_rate
 from quire.fleet.prompt import CHUNK_BYTES, Prompt
 from quire.log import event
 from quire.router.address import Address
-from quire.router.upstream import FETCHED_BYTES, Upstream, UpstreamError
+from quire.router.upstream import FETCHED_BYTES, Connections, Upstream, UpstreamError
 from quire.typed_json import BAD_JSON
 
 logger = logging.getLogger(__name__)
@@ -105,11 +105,13 @@ class Server:
         num_requests, num_failures: since the router started.
     """
 
-    def __init__(self, url: str, role: Role, origin: Origin, cacert: str | None = None) -> None:
+    def __init__(
+        self, url: str, role: Role, origin: Origin, connections: Connections, cacert: str | None = None
+    ) -> None:
         self.address = Address(url)
         self.name = self.address.name
         self.role, self.origin = role, origin
-        self.upstream = Upstream(self.address, cacert)
+        self.upstream = Upstream(self.address, connections, cacert)
         self.engines = [Engine(self.name)]
         self.state: State = "new"
         self.reason = "not checked yet"
@@ -179,6 +181,7 @@ class Servers:
     Args:
         key: the API key that the router itself sends to the servers; "" for none.
         cacert: see `quire.tls.client_context`.
+        max_connections: most connections to all of them, as far as requests do not need more.
     """
 
     def __init__(
@@ -187,8 +190,9 @@ class Servers:
         key: str = "",
         clock: Callable[[], float] = time.monotonic,
         cacert: str | None = None,
+        max_connections: int = 1 << 20,
     ) -> None:
-        self._cacert = cacert
+        self._cacert, self._connections = cacert, Connections(max_connections)
         self.by_name: dict[str, Server] = {}
         self.knowledge = Knowledge()
         self.bytes_per_token = BYTES_PER_TOKEN
@@ -216,7 +220,7 @@ class Servers:
             return found
         if found is not None:
             self.remove(name)
-        server = self.by_name[name] = Server(url, role, origin, self._cacert)
+        server = self.by_name[name] = Server(url, role, origin, self._connections, self._cacert)
         server.heard_at = self.clock()
         self._looking[name] = asyncio.create_task(self._look_after(server))
         event(logger, "server_added", f"server {name} ({role}) was added", server=name, role=role, origin=origin)

@@ -11,6 +11,7 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import cast
 
 import httptools
@@ -40,6 +41,30 @@ class NoAnswerError(UpstreamError):
     """A server did not lose its connection, but its answer took too long, or is too large."""
 
 
+class Connections:
+    """The connections to all servers.
+
+    Args:
+        most: how many may be open; beyond that idle ones are closed before another is opened.
+
+    Attributes:
+        open: how many are open. opening: how many are being opened.
+        idle: those without a request, the least recently used first.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.open = self.opening = 0
+        self.idle: dict[Answer, None] = {}
+
+    def make_room(self) -> None:
+        """Close idle ones, so that one more may be open."""
+        excess = self.open + self.opening + 1 - self._most
+        for answer in list(islice(self.idle, max(0, excess))):
+            del self.idle[answer]
+            answer.abort()
+
+
 class Answer(asyncio.Protocol):
     """A connection, and the response that is read from it; one at a time.
 
@@ -47,8 +72,8 @@ class Answer(asyncio.Protocol):
         status: 0 until the headers are there. headers: with names in lower case.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop, connections: Connections) -> None:
+        self._loop, self._connections = loop, connections
         self._transport: asyncio.Transport | None = None
         self._news: asyncio.Future[None] | None = None
         self._lost = False
@@ -138,9 +163,12 @@ class Answer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not derive from it
+        self._connections.open += 1
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
+        self._connections.open -= 1
+        self._connections.idle.pop(self, None)
         if not self._done and self._head_done:  # a body without a length ends this way
             self._end_by_close()
         self._wake()
@@ -198,10 +226,10 @@ class Answer(asyncio.Protocol):
 
 
 class Upstream:
-    """The connections to one server. `cacert`: a CA certificate; see `quire.tls.client_context`."""
+    """The connections to one server, among those to all. `cacert`: a CA certificate; see `quire.tls.client_context`."""
 
-    def __init__(self, address: Address, cacert: str | None = None) -> None:
-        self.address = address
+    def __init__(self, address: Address, connections: Connections, cacert: str | None = None) -> None:
+        self.address, self._connections = address, connections
         self._context = client_context(cacert) if address.tls else None
         self._idle: list[Answer] = []
         self._busy: set[Answer] = set()
@@ -220,6 +248,7 @@ class Upstream:
         reached = False
         while self._idle:
             answer = self._idle.pop()
+            self._connections.idle.pop(answer, None)
             if not answer.is_usable:
                 continue
             try:
@@ -249,9 +278,11 @@ class Upstream:
     async def _connect(self) -> Answer:
         loop = asyncio.get_running_loop()
         address = self.address
+        self._connections.make_room()
+        self._connections.opening += 1
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                make = functools.partial(Answer, loop)
+                make = functools.partial(Answer, loop, self._connections)
                 if address.uds is not None:
                     _, answer = await loop.create_unix_connection(make, address.uds)
                 else:
@@ -261,6 +292,8 @@ class Upstream:
         except OSError as error:
             reason = why_untrusted(error) or error.strerror or type(error).__name__
             raise UpstreamError(f"no connection: {reason}") from None
+        finally:
+            self._connections.opening -= 1
         return answer
 
     def release(self, answer: Answer) -> None:
@@ -268,6 +301,7 @@ class Upstream:
         self._busy.discard(answer)
         if answer.can_be_kept and len(self._idle) < KEPT_CONNECTIONS:
             self._idle.append(answer)
+            self._connections.idle[answer] = None
         else:
             answer.abort()
 

@@ -97,7 +97,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._way_out = _WayOut(self)
-        excess = len(self.connections) - _max_connections() // self._files
+        excess = len(self.connections) - max_connections() // self._files
         if excess > SPARE_FILES // 2:
             transport.abort()  # not even an answer can be sent
         elif excess > 0:
@@ -380,7 +380,7 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _max_connections() -> int:
+def max_connections() -> int:
     """Most connections, given the limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 20 if soft == resource.RLIM_INFINITY else max(1, soft - SPARE_FILES)
