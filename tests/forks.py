@@ -5,6 +5,7 @@ They are forked from one that does nothing else, so that they have nothing of wh
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -82,6 +83,7 @@ def _run_rank(
     module: str, start: bytes, inherited: Mapping[str, int], errors: int, environment: Mapping[str, str]
 ) -> None:
     """What `python -m quire.engine.rank` does with this on its standard input."""
+    gc.freeze()  # what it shares with all forks is no garbage, and to look at it takes longer than to load a model
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
