@@ -40,9 +40,9 @@ SITE := build/docs-venv
 CLOCKED := $(patsubst %,tests/test_%.py,async_llm bench_serve bench_serve_driver cli_bench_serve cpu_library engine_health \
     frontend log patience server_admission server_fuzz server_generate_clock server_page_speed server_pulse server_stalls \
     server_streaming server_transport tokenizer_pool_deadlines)
-LONGEST := $(wildcard $(patsubst %,tests/test_%.py,parallel_* cluster* speculation* server_faults server_page server_e2e \
-    determinism kv_* router* engine_failures engine_properties cli_serve cli_generate triton_* cpu_*))
-CLOCKLESS := $(filter-out $(CLOCKED),$(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/test_*.py))) tests/core
+LONGEST := $(wildcard $(patsubst %,tests/test_%.py,parallel_* cluster* speculation* server_faults server_page* server_e2e \
+    determinism kv_* router* engine_* cli_serve cli_generate triton_* cpu_* structured_* server_supervisor gpu_check models_*))
+CLOCKLESS := $(filter-out $(CLOCKED),$(LONGEST) tests/core $(filter-out $(LONGEST),$(wildcard tests/test_*.py)))
 WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 

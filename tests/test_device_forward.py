@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,38 +66,37 @@ ALL, DECODES = (sizes(8, LARGEST_SMALL_GRAPH) for sizes in (all_sizes, decode_si
 CACHES = {"radix": (22, 40), "hash": (400, 173), "off": (22, 2048)}
 """Kinds of prefix cache, with the blocks and the largest chunks that they are tested with."""
 
-ALWAYS = (("lazy", "radix"), ("lazy", "off"), ("eager", "hash"), ("off", "radix"))
-"""`make test-slow` adds the other pairs of graphs and caches."""
+ALWAYS = (("lazy", "radix", True), ("lazy", "off", False), ("eager", "hash", True), ("off", "radix", False))
+"""`make test-slow` adds the other combinations of graphs, caches and whether steps overlap."""
 
 
 @pytest.mark.parametrize(
-    ("graphs", "blocks", "chunk", "cache"),
+    ("graphs", "cache", "overlap"),
     [
-        pytest.param(graphs, *CACHES[cache], cache, marks=() if (graphs, cache) in ALWAYS else pytest.mark.slow)
-        for graphs in ("lazy", "eager", "off")
-        for cache in CACHES
+        pytest.param(*each, marks=() if each in ALWAYS else pytest.mark.slow)
+        for each in itertools.product(("lazy", "eager", "off"), CACHES, (True, False))
     ],
 )
-def test_a_device_gives_the_same_tokens(folder, alone, graphs, blocks, chunk, cache):
-    for overlap in (True, False):
-        device = DelayedDevice()
-        with on_device(device, SpanKernels()):
-            config = options(
-                folder,
-                cuda_graphs=graphs,
-                num_kv_blocks=blocks,
-                max_num_batched_tokens=chunk,
-                prefix_cache=cache,
-                async_scheduling=overlap,
-                check_invariants=True,
-            )
-            engine = Engine(config)
-        order = list(range(len(prompts())))
-        assert run(engine, order) == alone
-        assert run(engine, order[::-1], first_id=100, stagger=2) == alone
-        assert (device.num_replayed > 0) == (graphs != "off")
-        assert device.peaks == 1, "the largest step was run once, for the memory plan"
-        assert device.num_elsewhere == 0
+def test_a_device_gives_the_same_tokens(folder, alone, graphs, cache, overlap):
+    device = DelayedDevice()
+    blocks, chunk = CACHES[cache]
+    with on_device(device, SpanKernels()):
+        config = options(
+            folder,
+            cuda_graphs=graphs,
+            num_kv_blocks=blocks,
+            max_num_batched_tokens=chunk,
+            prefix_cache=cache,
+            async_scheduling=overlap,
+            check_invariants=True,
+        )
+        engine = Engine(config)
+    order = list(range(len(prompts())))
+    assert run(engine, order) == alone
+    assert run(engine, order[::-1], first_id=100, stagger=2) == alone
+    assert (device.num_replayed > 0) == (graphs != "off")
+    assert device.peaks == 1, "the largest step was run once, for the memory plan"
+    assert device.num_elsewhere == 0
 
 
 def test_all_graphs_are_recorded_at_start_and_said_so(folder):

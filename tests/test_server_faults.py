@@ -123,7 +123,7 @@ def test_killed_tokenizer_and_http_processes_are_replaced(server):
 
 def test_sigterm_lets_running_requests_finish_and_leaves_nothing_behind():
     with ServeProcess(warm=False) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
-        futures = [pool.submit(server.json, "/v1/completions", job) for job in jobs(8, max_tokens=600)]
+        futures = [pool.submit(server.json, "/v1/completions", job) for job in jobs(8, max_tokens=300)]
         wait_until(lambda: all_run(server, 8))
         server.process.send_signal(signal.SIGTERM)
         for future in futures:

@@ -27,7 +27,7 @@ from quire.speculate.config import SpeculativeConfig
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import VOCAB, save_checkpoint
 
-MAX_TOKENS = 24
+MAX_TOKENS = 20
 KINDS: dict[str, tuple[str, torch.dtype, dict[str, Any], dict[str, Any]]] = {
     "bfloat16": ("qwen3", torch.bfloat16, {}, {}),
     "float32": ("llama", torch.float32, {}, {}),
@@ -226,7 +226,7 @@ def test_whatever_is_drafted_the_output_is_the_same(plain, choice, lengths):
         assert run(engine, range(15, -1, -1), first_id=100, stagger=2) == outcomes, f"{drafts} drafts, warm"
         assert proposer.num_drafts > 0 or choice == "failing"
         if choice == "right":
-            assert engine.stats.accepted > 200
+            assert engine.stats.accepted > 150
 
 
 @pytest.mark.parametrize("choice", ["right, then wrong", "trees"])
@@ -239,7 +239,7 @@ def test_drafts_change_nothing_in_any_kernels_and_formats(plain, choice):
             proposer=proposer,
         )
         assert run(engine, range(16)) == outcomes
-        assert proposer.num_drafts > 100
+        assert proposer.num_drafts > 50
 
 
 @pytest.mark.parametrize(
@@ -316,10 +316,10 @@ def test_a_verification_yields_the_accepted_drafts_and_one_token_more(plain):
     made = []
     while not engine.idle:
         made += [len(update.tokens) for update in engine.step() if update.tokens]
-    assert made == [1, 6, 6, 6, 5]
+    assert made == [1, 6, 6, 6, 1]
     stats = engine.stats
-    assert (stats.verifications, stats.drafted, stats.accepted) == (4, 19, 19)
-    assert stats.accepted_by_position == [4, 4, 4, 4, 3]
+    assert (stats.verifications, stats.drafted, stats.accepted) == (3, 15, 15)
+    assert stats.accepted_by_position == [3, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)

@@ -109,7 +109,7 @@ def test_with_rejection_sampling_a_replay_gives_what_is_launched_without(folders
         more = {"speculative_acceptance": "rejection", "cuda_graphs": graphs, "max_num_batched_tokens": 64}
         engine = taped(folders, "eagle", device, **more)
         found.append(run(engine, range(16)))
-        assert (device.num_replayed > 100) == (graphs == "lazy") and engine.stats.drafted > 100
+        assert (device.num_replayed > 50) == (graphs == "lazy") and engine.stats.drafted > 100
     assert found[0] == found[1]
 
 
@@ -132,11 +132,12 @@ def test_a_replay_of_trees_does_so_too(folders, plain, method):
 def test_more_drafts_or_requests_launch_nothing_more(folders, waits):
     """Outside of graphs only what follows them is launched: head and sampling of the rows that are verified."""
     found = {}
-    for drafts, count in ((2, 1), (6, 1), (6, 8)):
+    for drafts, count in ((2, 1), (6, 1), (6, 4)):
         device = TapedDevice()
         kind = OnHost if waits else methods.DeviceDraftingProposer
         with mock.patch.object(methods, "DeviceDraftingProposer", kind):
-            engine = taped(folders, "eagle", device, drafts, cuda_graphs="eager", max_num_seqs=8)
+            sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64}  # so that few graphs are recorded
+            engine = taped(folders, "eagle", device, drafts, cuda_graphs="eager", **sizes)
         for number in range(count):
             engine.add(request(1, number, max_tokens=60))
         for _ in range(4):

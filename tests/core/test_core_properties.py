@@ -318,7 +318,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=4 * settings().max_examples,
+    max_examples=max(80, 2 * settings().max_examples),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
