@@ -209,7 +209,7 @@ FLAGS = ["--check-invariants", "--num-kv-blocks", "300", "--max-num-seqs", "16",
 def test_mixed_traffic_leaves_the_books_balanced():
     with ServeProcess(*FLAGS, "--admin") as server:
         files = {pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in server.pids("all")}
-        wrong, done = fuzz(server, seed=1, seconds=12, clients=12)
+        wrong, done = fuzz(server, seed=1, seconds=8, clients=12)
         assert not wrong, "\n".join(wrong[:20])
         assert min(done.values()) > 5 and len(done) == 5, done
         wait_until(lambda: balanced(server))
