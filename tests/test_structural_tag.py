@@ -185,6 +185,15 @@ def test_what_is_not_honoured_is_refused_by_name(grammars: Grammars, told: Any, 
         grammars.compile(StructuredOutputsParams(structural_tag=told))
 
 
+def test_what_has_too_many_parts_for_the_library_is_told_so(grammars: Grammars) -> None:
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in "abcd"}}
+    content = {"type": "json_schema", "json_schema": schema}
+    tags = [{"type": "tag", "begin": f"<{number}>", "content": content, "end": "</>"} for number in range(2400)]
+    told = {"type": "triggered_tags", "triggers": ["<"], "tags": tags}
+    with pytest.raises(SamplingParamsError, match="cannot be used: it has too many parts; make it smaller"):
+        grammars.compile(StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": told}))
+
+
 def test_many_texts_that_may_not_occur_are_compiled_at_once(tokenizer: Tokenizer) -> None:
     """All of them can be under way at the same place. Each in an expression of its own, they took minutes."""
     grammars = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size), most_seconds=3.0)

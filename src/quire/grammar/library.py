@@ -138,6 +138,8 @@ def why_not(text: str) -> str:
     """The library's error message, in terms that a user understands."""
     if text.startswith("oneOf constraints"):
         return "oneOf is enforced only where no two of its options can hold at once; write anyOf"
+    if "symbols.len()" in text:  # the library's panic beyond 65,000
+        return "it has too many parts; make it smaller"
     if text.startswith("NoExtension"):
         return "no text meets it that the model's tokens can spell"
     return in_words(text)
