@@ -20,7 +20,7 @@ from jsonschema_specifications import REGISTRY
 from quire.core.structured_outputs import MAX_GRAMMAR_BYTES, ReasoningBudget, StructuredOutputsParams
 from quire.errors import SamplingParamsError
 from quire.grammar import library
-from quire.grammar.grammars import MAX_GRAMMARS, Grammars, Matcher, _Masks, append, masks
+from quire.grammar.grammars import MAX_GRAMMARS, STEPS_KEPT, Grammars, Matcher, _Masks, append, masks
 from quire.grammar.json_schema import ANNOTATIONS, FORMATS, MAX_DEPTH, RFC_3339, check_schema
 from quire.grammar.vocabulary import MAX_FORCED, Vocabulary
 from quire.models.hub import ASSETS
@@ -486,6 +486,21 @@ def test_grammars_are_kept_as_long_as_there_is_room(tokenizer: Tokenizer) -> Non
     for form in large:
         grammars.compile(form)
     assert forms[-1] not in grammars and large[0] not in grammars and large[-1] in grammars
+
+
+def test_a_grammar_that_a_request_was_admitted_with_is_there_for_its_first_step(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.grammar.grammars.MAX_GRAMMARS", 2)
+    grammars = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size))
+    mine, *others = (StructuredOutputsParams(regex=f"b{i}") for i in range(40))
+    grammars.compile(mine)
+    assert mine in grammars  # a request is admitted
+    for number, other in enumerate(others):
+        grammars.begin_step()
+        grammars.compile(other)
+        assert (mine in grammars._kept) == (number < STEPS_KEPT - 1)
+        assert len(grammars._kept) == 2
 
 
 # -- vocabularies ----------------------------------------------------------------------------------------------

@@ -48,8 +48,9 @@ class Compiling:
         return Event(GRAMMAR, wanted)
 
     def take_begun(self) -> list[StructuredOutputsParams | None]:
-        """The grammars begun since the last call, for `StepPlan.compiles`."""
+        """The grammars begun for the step that has been planned, for `StepPlan.compiles`."""
         begun, self._begun = self._begun, []
+        self._grammars.begin_step()
         return begun
 
     def take_ended(self, scheduler: Scheduler | Lockstep, seconds: float = 0.0) -> None:

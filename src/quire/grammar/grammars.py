@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
@@ -29,6 +29,10 @@ MAX_GRAMMARS = 256
 
 MAX_KEPT_BYTES = 8 << 20
 """Most bytes of the text that they were compiled from, in total."""
+
+STEPS_KEPT = 16
+"""Steps, the one that is being planned included, in which a grammar that was found for a request is not evicted: the
+request's matcher is made when its first step is computed, and fewer are in flight."""
 
 
 class Matcher:
@@ -271,18 +275,25 @@ class Grammars:
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutputsParams, llguidance.LLMatcher] = OrderedDict()
         self._kept_bytes = 0
+        self._found: deque[set[StructuredOutputsParams]] = deque([set()], STEPS_KEPT)  # of each step
         self._thread: ThreadPoolExecutor | None = None
         self._begun: dict[StructuredOutputsParams | None, Future[None]] = {}
         self._worker = MaskWorker()
 
     def __contains__(self, wanted: StructuredOutputsParams | None) -> bool:
-        """Whether a grammar is compiled, which counts as a use. None needs nothing but the vocabulary."""
+        """Whether a grammar is compiled; if so, it is kept for some steps. None needs nothing but the vocabulary."""
         with self._lock:
             if wanted is None:
                 return self._vocabulary is not None
             if wanted in self._kept:
                 self._kept.move_to_end(wanted)
+                self._found[-1].add(wanted)
             return wanted in self._kept
+
+    def begin_step(self) -> None:
+        """Another step is planned: see `STEPS_KEPT`."""
+        with self._lock:
+            self._found.append(set())
 
     def compile(self, wanted: StructuredOutputsParams | None) -> None:
         """Compile a grammar, so that matchers are cheap to make.
@@ -380,10 +391,17 @@ class Grammars:
             if wanted not in self._kept:
                 self._kept[wanted] = made
                 self._kept_bytes += wanted.size
-            while len(self._kept) > MAX_GRAMMARS or (self._kept_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
-                oldest, _ = self._kept.popitem(last=False)
-                self._kept_bytes -= oldest.size
+            self._evict()
         return made
+
+    def _evict(self) -> None:
+        """As many as are too many, those first that were used least recently. The caller has the lock."""
+        for oldest in list(self._kept)[:-1]:
+            if len(self._kept) <= MAX_GRAMMARS and self._kept_bytes <= MAX_KEPT_BYTES:
+                break
+            if not any(oldest in found for found in self._found):
+                del self._kept[oldest]
+                self._kept_bytes -= oldest.size
 
     def _library_tokenizer(self) -> llguidance.LLTokenizer:
         vocabulary = self._loaded()
