@@ -669,6 +669,29 @@ def test_servers_of_a_file_come_and_go_with_its_lines(
         router.thread.loop.call_soon_threadsafe(watching[0].cancel)
 
 
+def test_a_file_that_is_being_written_takes_no_server_away(loop: Loop, pair: list[FakeServer], tmp_path: Path) -> None:
+    path = tmp_path / "servers"
+    both = f"{pair[0].url}\n{pair[1].url}\n"
+    path.write_text(both)
+    with RouterThread(servers_file=str(path)) as router:
+        source = FileSource(path)
+
+        def look() -> set[str]:
+            router.thread.call(source.look(router.site.servers))
+            return set(router.states)
+
+        addresses = {server.address for server in pair}
+        assert look() == addresses
+        for written in ("", pair[0].url):  # as far as it is there yet
+            path.write_text(written)
+            assert look() == addresses
+            path.write_text(both)
+            assert look() == addresses
+        path.write_text(pair[0].url)
+        assert look() == addresses
+        assert look() == {pair[0].address}
+
+
 def test_each_address_of_a_name_is_a_server_as_long_as_the_name_has_it(
     loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

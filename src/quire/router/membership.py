@@ -99,14 +99,21 @@ def _tell(error: Exception) -> str:
 
 
 class FileSource:
-    """A file with one server per line; see `read_servers_file`."""
+    """A file with one server per line; see `read_servers_file`.
+
+    A change counts once two looks in turn have found it: while a file is written it is empty, or lacks its last lines.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self.pause = path, WATCH_SECONDS
+        self._last: dict[str, Role] | None = None
 
     async def look(self, servers: Servers) -> None:
         """See `Source`."""
-        servers.set_listed(read_servers_file(self._path), "file")
+        listed, before = read_servers_file(self._path), self._last
+        self._last = listed
+        if before in (None, listed):
+            servers.set_listed(listed, "file")
 
 
 def read_servers_file(path: Path) -> dict[str, Role]:
