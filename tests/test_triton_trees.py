@@ -102,6 +102,17 @@ def test_a_row_of_a_tree_has_the_bits_of_its_path_alone(
         check(DeviceWorld, Heads(shape, dtype, stored, window), TRITON, random.Random(f"{seed} {shape}"), most=12)
 
 
+@pytest.mark.parametrize("base", [128, 256])
+def test_a_tree_that_begins_a_split_has_the_bits_of_its_paths(base: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits, "SCRATCH_BYTES", 0)  # one program, split after split
+    torch.manual_seed(0)
+    tree, world = Tree([-1, 0, 0, 1]), DeviceWorld(Heads((4, 2, 32), torch.float32, "auto", None), TRITON, 16, 300, 2)
+    request = world.request(base, len(tree.paths), 5)
+    (out,) = world.step([(request, Part(request.table, base, paths=tree.paths))])
+    for path in (tree.paths[leaf] for leaf in tree.leaves):
+        assert equal(out[path], world.line(request, path))
+
+
 @pytest.mark.parametrize(
     "dtype, stored, shape, listed",
     [

@@ -398,14 +398,13 @@ class Scheduler:
             return lacked
         if request.computes_all:
             return None
-        size = self.kv.block_size
+        size, tokens = self.kv.block_size, len(request.tokens)
         # The token that is computed again for a drafting head is in a cached block.
         cached = (match.num_blocks * size + match.partial_tokens + self.kv.needs_next_token) // size
-        last = (len(request.tokens) - 1) // size
+        last = (tokens - 1) // size
         event = self._leaders.awaited(request, cached, last)
         # While requests are tried in halves all others wait for them, so they wait for no source, which may be slow.
         if event is None and not (self.trials.on or self._is_full) and request.num_fetches < MOST_FETCHES:
-            tokens = len(request.tokens)
             needed = self.kv.blocks_to_start(request, match, tokens, self._max_chunk, len(self.running))
             most = self.kv.fetches.most_loads(step.num_decodes > 0, step.spare)
             fetch = self.kv.bring(request, cached, last, needed, self._next_number, step.now, most)

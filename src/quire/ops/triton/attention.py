@@ -58,7 +58,7 @@ def _place_of(path, base, key, there):
 
 @triton.jit
 def summed(weights):
-    """The sums of weights [ROWS, KEYS] between 0 and 1, which are added up as multiples of 2^-22: so any order will do.
+    """The sums of weights [ROWS, KEYS] from 0 to 1, or a rounding more, added up as multiples of 2^-22, in any order.
 
     The largest of a split's weights is 1, or was until a larger one made all before it less: what is lost is less than
     2^-23 of it a key, and so less than a thirtieth of what rounding weights to bf16 changes.
