@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.costs import Costs
 from tests.http_tools import ServeProcess
 
 gc.disable()  # until tests are collected: it is a third of what that takes
@@ -32,6 +33,14 @@ hypothesis.settings.register_profile(
     "mutants", hypothesis.settings.get_profile("quire"), max_examples=20, phases=[hypothesis.Phase.generate]
 )
 hypothesis.settings.load_profile("quire")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", default="", metavar="FILE", help="write what each test costs, a line of JSON each")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Costs(config.getoption("--costs")))
 
 
 def pytest_collection_finish() -> None:
