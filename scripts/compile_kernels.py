@@ -26,6 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "src" / "quire" / "ops" / "cpu"
 SOURCES = KERNELS / "src"
+EVERYWHERE = ("simd.h", "team.h")
+"""Headers that nearly all sources include. To read them, and the thousands of intrinsics, takes over a second."""
 SETS = runpy.run_path(str(KERNELS / "instruction_sets.py"))
 OPTIONS = (
     *("-std=c++17", "-O3", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0", "-fPIC"),
@@ -125,10 +127,17 @@ def _compile(libraries: dict[str, Path], compiler: str, more: Sequence[str]) -> 
     """Make these libraries, by instruction set."""
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)  # the last ones should be short
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(_cores()) as pool:
-        options_of = {name: _options_of(name, compiler) for name in libraries}
+        options_of = {name: (*OPTIONS, *_options_of(name, compiler), *more) for name in libraries}
+
+        def read_headers(name: str) -> str | None:
+            header = Path(temporary, f"{name}.h")
+            header.write_text("".join(f'#include "{SOURCES / each}"\n' for each in EVERYWHERE))
+            return _failure([compiler, *options_of[name], "-x", "c++-header", str(header), "-o", f"{header}.gch"])
 
         def compile_one(name: str, source: Path) -> str | None:
-            options = (*OPTIONS, *options_of[name], *more)
+            # Nobody waits for the headers: what begins before they are read reads them itself.
+            read = headers[name].done() and headers[name].result() is None
+            options = (*options_of[name], *(("-include", f"{temporary}/{name}.h") if read else ()))
             return _failure([compiler, *options, "-c", str(source), "-o", f"{temporary}/{name}.{source.stem}.o"])
 
         def link(name: str) -> str | None:
@@ -139,6 +148,7 @@ def _compile(libraries: dict[str, Path], compiler: str, more: Sequence[str]) -> 
                 unfinished.replace(libraries[name])
             return failure
 
+        headers = {name: pool.submit(read_headers, name) for name in libraries}
         compiled = [(name, pool.submit(compile_one, name, source)) for name in libraries for source in sources]
         failures: Failures = {}
         for name, done in compiled:

@@ -110,6 +110,17 @@ def test_only_what_is_older_than_its_sources_is_made_again(
     assert libraries(tmp_path) == {"avx2"}  # the other was of older sources
 
 
+def test_headers_of_all_sources_are_read_once_for_a_set(
+    script: dict[str, Any], compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)  # more cores do not wait for the headers
+    assert script["compile_kernels"](tmp_path, ["avx2", "sse2"], str(compiler)) == {}
+    lines = [line.split() for line in compiler.with_name("log").read_text().splitlines()]
+    assert sum("c++-header" in words for words in lines) == 2
+    sources = [words for words in lines if any(word.endswith(".cpp") for word in words)]
+    assert sources and all("-include" in words for words in sources)
+
+
 def test_without_a_compiler_the_torch_path_is_announced(
     script: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
