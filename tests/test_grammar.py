@@ -84,6 +84,44 @@ def test_a_matcher_waits_for_a_grammar_that_is_being_compiled(tokenizer: Tokeniz
     grammars.close()
 
 
+TEXT_FORMS: list[Any] = [
+    {"type": "string"},
+    {"type": "string", "maxLength": 9},
+    {"properties": {"a": {"pattern": "^(x|[a-z.-]+)$"}}, "type": ["string", "object"]},
+    True,
+]
+
+
+@pytest.mark.parametrize("schema", TEXT_FORMS, ids=str)
+@pytest.mark.parametrize("inside", [r"S\u00e3o", r"\u0041\u002F", r"\ud83d\ude00", r"a\u0007\"\\b", r"\uFFFF"])
+def test_every_character_may_be_escaped(grammars: Grammars, tokenizer: Tokenizer, schema: Any, inside: str) -> None:
+    json.loads(f'"{inside}"')
+    assert accepts(grammars, tokenizer, StructuredOutputsParams(json=schema), f'"{inside}"')
+    tag = {
+        "format": {"type": "tag", "begin": "<", "content": {"type": "json_schema", "json_schema": schema}, "end": ">"}
+    }
+    assert accepts(grammars, tokenizer, StructuredOutputsParams(structural_tag=tag), f'<"{inside}">')
+
+
+@pytest.mark.parametrize("half", [r"\ud83d", r"\ude00", r"\ud83dx", r"\ud83d\u0041"])
+def test_half_a_surrogate_pair_is_not_written(grammars: Grammars, tokenizer: Tokenizer, half: str) -> None:
+    assert not accepts(grammars, tokenizer, StructuredOutputsParams(json=TEXT_FORMS[0]), f'"{half}"')
+
+
+@pytest.mark.parametrize("pattern", [".", "\\S", "^.+$", "^a|b$", "^[^x]*$", "^\\s?$"])
+def test_an_escape_is_not_begun_where_only_control_characters_could_follow(
+    grammars: Grammars, tokenizer: Tokenizer, pattern: str
+) -> None:
+    form = StructuredOutputsParams(json={"type": "string", "pattern": pattern})
+    matcher = grammars.matcher(form, [2])
+    for letter in '"\\':
+        [token] = tokenizer.encode(letter, add_special_tokens=False)
+        matcher.append(token)
+    [token] = tokenizer.encode("u", add_special_tokens=False)
+    assert token not in allowed(matcher)
+    assert accepts(grammars, tokenizer, form, '"b"') or pattern == "^\\s?$"
+
+
 # -- every keyword ---------------------------------------------------------------------------------------------
 
 

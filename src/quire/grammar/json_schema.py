@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -63,6 +64,14 @@ _TIME = (
 RFC_3339 = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
 """Formats enforced as patterns, since the library allows February 29th in every year and a leap second at any time. A
 year has four digits, from 0000, and a leap second is only written at an offset of zero."""
+
+_PRINTED = re.compile(
+    r"\^(?:[^\\.\[\]^$\x00-\x1f\x7f]|\\[dw!-/:-@\[-`{-~]|\[(?!\^)(?:[ -Z^-~]|\\[dw!-/:-@\[-`{-~])+\])*\$"
+)
+"""A pattern of the whole text, of parts that match no control character."""
+
+SHORT_ESCAPES = 'nrbtf\\"'
+"""The escapes of JSON other than `\\u` and `\\/`."""
 
 IN_PLACE = frozenset({"allOf", "anyOf", "oneOf"})
 DRAFTS = "draft-04", "draft-06", "draft-07", "2019-09", "2020-12"
@@ -120,8 +129,11 @@ def check_schema(text: str) -> None:
     _checked(text)
 
 
-def enforced_schema(text: str) -> str:
+def enforced_schema(text: str, spaces: Mapping[str, Any]) -> str:
     """The schema for the library, with dates and times as patterns (RFC 3339), and bounds that it can hold.
+
+    Args:
+        spaces: the library's options for white space.
 
     Raises:
         SamplingParamsError: see `check_schema`.
@@ -133,7 +145,36 @@ def enforced_schema(text: str) -> str:
             if each.get("format") in RFC_3339:
                 pattern = {"pattern": RFC_3339[each.pop("format")]}
                 each.update(pattern if "pattern" not in each else {"allOf": [*each.get("allOf", ()), pattern]})
-    return json.dumps(schema)
+    options = {**spaces, **_escapes(found.values())}
+    return json.dumps({**({} if schema is True else schema), "x-guidance": options})
+
+
+def _escapes(schemas: Iterable[Any]) -> dict[str, Any]:
+    """The library's options for escapes in strings: all of JSON's but `\\/`, which it does not know.
+
+    In a string with a pattern it knows `\\u` for control characters alone, so that `\\u00e9` would become one. If a
+    pattern may match any, `\\u` is not written at all.
+    """
+    patterns = [pattern for each in schemas if isinstance(each, dict) for pattern in _patterns(each)]
+    if all(map(_is_printed, patterns)):
+        return {"json_allow_general_unicode_escapes": True}
+    return {"json_allow_general_unicode_escapes": True, "json_allowed_escapes": SHORT_ESCAPES}
+
+
+def _is_printed(pattern: str) -> bool:
+    """Whether a pattern certainly matches no text with control characters."""
+    if _PRINTED.fullmatch(pattern) is None:
+        return False
+    depth = 0
+    for part in re.findall(r"\\.|\[(?:\\.|[^]])*\]|[()|]", pattern):
+        depth += (part == "(") - (part == ")")
+        if part == "|" and depth == 0:
+            return False  # the ends of the text are those of single options
+    return True
+
+
+def _patterns(schema: Mapping[str, Any]) -> list[str]:
+    return [*([schema["pattern"]] if "pattern" in schema else []), *schema.get("patternProperties", ())]
 
 
 def _checked(text: str) -> tuple[Any, dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -99,12 +100,10 @@ def grammar_text(wanted: StructuredOutputsParams, specials: Mapping[str, int]) -
     """
     if wanted.json is not None or wanted.json_object:
         schema = str(wanted.json) if wanted.json is not None else '{"type":"object"}'
-        schema = enforced_schema(schema)
-        schema = "{}" if schema.strip() == "true" else schema  # the library accepts options only with objects
+        spaces: dict[str, Any] = {"whitespace_pattern": wanted.whitespace_pattern or WHITESPACE}
         if wanted.disable_any_whitespace:
-            return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
-        spaces = wanted.whitespace_pattern or WHITESPACE
-        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": spaces})
+            spaces = {"whitespace_flexible": False}
+        return llguidance.LLMatcher.grammar_from_json_schema(enforced_schema(schema, spaces))
     if wanted.regex is not None:
         return llguidance.LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:

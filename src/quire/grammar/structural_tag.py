@@ -291,11 +291,10 @@ class _Lark:
         return self._join(name, self._literal(rest))
 
     def _json(self, given: Format) -> str:
-        schema = json.loads(enforced_schema(json.dumps(given["json_schema"])))
         spaces: dict[str, Any] = {"whitespace_pattern": given.get("whitespace_pattern", self._whitespace)}
         if given.get("disable_any_whitespace"):
             spaces = {"whitespace_flexible": False}
-        return "%json " + json.dumps({**({} if schema is True else schema), "x-guidance": spaces})
+        return "%json " + enforced_schema(json.dumps(given["json_schema"]), spaces)
 
     def _one_of(self, texts: Sequence[str]) -> str:
         return self._either([self._literal(text) for text in texts]) if texts else ""
