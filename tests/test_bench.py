@@ -260,6 +260,23 @@ def test_a_record_holds_rates_and_shares_of_the_ceiling() -> None:
 
 
 @pytest.mark.parametrize(
+    ("weights", "first", "expected"),
+    [
+        (2 * 10**6, 1.5, {"prefill": "weights of 2 MiB may stay in caches"}),
+        (10**12, 10**5, {"prefill": "slower while the rate of its memory was measured"}),
+        (0, 0.01, {"prefill": "torch's matrix product"}),
+        (2 * 10**6, 2.5, {}),
+    ],
+)
+def test_a_share_above_the_ceiling_is_explained(weights: int, first: float, expected: dict[str, str]) -> None:
+    work = Work(weights, 100, 0, kv_bytes=0, attention_ops=0, windows=())
+    machine = Machine(1, read_rate=1e6, matrix_rate=1e4, int8_rate=1e4)
+    above = record(Cell("c", 1, 10, 1), Timing(first, first), Ceilings(work, machine)).get("above_ceiling", {})
+    assert above.keys() == expected.keys()
+    assert all(text in above[name] for name, text in expected.items())
+
+
+@pytest.mark.parametrize(
     ("cell", "reason"),
     [
         (Cell("long", 1, 640, 1), r"a context of 641 tokens, but this engine's is 640"),
@@ -503,6 +520,7 @@ def test_the_table_goes_to_standard_output_and_json_to_a_file(
     assert (line["cell"], line["dtype"]) == ("2x8+3", "float32")
     out = capsys.readouterr().out
     assert "of ceiling" in out
+    assert ("is above its ceiling: " in out) == ("above_ceiling" in line)
     assert f"{line['decode_tok_s']:,.1f}" in out
 
 

@@ -213,6 +213,13 @@ def test_a_mistake_in_the_options_is_named(
     assert message in line
 
 
+def test_the_length_of_answers_is_given_as_in_a_request(
+    server: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "serve", "--url", server.url, "--num-requests", "1", "--max-tokens", "3"]) == 0
+    assert {asked.body["max_tokens"] for asked in server.asked if asked.body} == {3}
+
+
 def test_a_base_url_may_hold_v1_or_a_path_before_it() -> None:
     for url, root in {
         "http://h:1": "http://h:1/v1",

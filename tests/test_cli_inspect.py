@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,12 @@ def test_inspect_needs_config_json_alone_and_says_what_would_make_it_fit(
     (tmp_path / "config.json").write_text(json.dumps(edited))
     assert main(["inspect", str(tmp_path)]) == 2
     assert "AWQ weights" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_told_before_torch_is_imported() -> None:
+    code = "import sys; from quire.cli.main import main; print(main(['inspect', '/no/such/folder']), 'torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "2 False\n" and "/no/such/folder does not exist" in found.stderr
 
 
 @pytest.mark.parametrize("length", [0, -5, -32])

@@ -67,10 +67,11 @@ def test_a_request_that_gives_way_is_seen_and_computed_again() -> None:
 
 
 def test_the_command_shows_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", "def f(", "def f(", "--block-size", "2", "--max-tokens", "3", "--apart", "2"]) == 0
-    text = capsys.readouterr().out
+    assert main(["trace", "def f(", "def f(", "demo", "--block-size", "2", "--max-tokens", "3", "--apart", "2"]) == 0
+    text, told = capsys.readouterr()
     assert text.startswith("Blocks of 2 tokens, 32 of them; at most 16 tokens a step; prefix cache: radix\n")
     assert "B  finds     " in text and " steps, " in text.splitlines()[-1]
+    assert told == "'demo' is taken as a prompt, and demo as the model; to trace that model: --model demo\n"
 
 
 @pytest.mark.parametrize(

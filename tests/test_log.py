@@ -256,6 +256,21 @@ def test_statistics_without_new_prompts_or_blocks_or_time_are_told_too() -> None
     )
 
 
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_a_line_on_a_terminal_takes_the_place_of_a_progress_bar(format: str) -> None:
+    ours, terminal = os.openpty()
+    with open(terminal, "w") as stream:
+        log.configure(format, stream=stream)  # type: ignore[arg-type]
+        os.write(terminal, b"loading 40 %")
+        logger.info("a line")
+        log.flush()
+        log.configure("text", stream=io.StringIO())
+        written = os.read(ours, 1000).decode()
+    os.close(ours)
+    assert written.endswith("a line\r\n" if format == "text" else "\r\n")
+    assert written.startswith("loading 40 %\r\x1b[K" if format == "text" else "loading 40 %{")
+
+
 # -- when it cannot be written -------------------------------------------------------------------------------------
 
 

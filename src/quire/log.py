@@ -26,6 +26,9 @@ MAX_WAITING = 10_000
 FLUSH_SECONDS = 1.0
 """How long an ending process waits until its last lines are written."""
 
+ERASE_LINE = "\r\x1b[K"
+"""Moves a terminal's cursor to the beginning of its line, and erases that."""
+
 MAX_LABEL = 64
 """Characters that are shown of a text that a client chose."""
 
@@ -40,7 +43,7 @@ def configure(format: Literal["text", "json"] = "text", debug: bool = False, str
     Args:
         stream: where lines go; default: standard error as it is now.
     """
-    handler = LineHandler(stream or sys.stderr)
+    handler = LineHandler(stream or sys.stderr, erase=format == "text")
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, LineHandler)]:
@@ -308,12 +311,19 @@ def _traceback(record: logging.LogRecord) -> list[str]:
 
 
 class LineHandler(logging.Handler):
-    """Writes lines to a stream from its own thread."""
+    """Writes lines to a stream from its own thread.
 
-    def __init__(self, stream: TextIO) -> None:
+    Args:
+        erase: on a terminal, each line takes the place of what stands on the last one. That may be a progress bar, of
+            this process or another one, which is drawn again below.
+    """
+
+    def __init__(self, stream: TextIO, erase: bool = False) -> None:
         super().__init__()
         self._stream = stream
         self._descriptor = _descriptor(stream)
+        at_terminal = self._descriptor is not None and os.isatty(self._descriptor)
+        self._before = ERASE_LINE if erase and at_terminal else ""
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
         self._dropped = 0
         self._closed = False
@@ -361,7 +371,7 @@ class LineHandler(logging.Handler):
             if self._descriptor is None:
                 self._stream.write(line + "\n")
                 return
-            left = memoryview(line.encode(errors="backslashreplace") + b"\n")
+            left = memoryview(f"{self._before}{line}\n".encode(errors="backslashreplace"))
             while left:
                 left = left[os.write(self._descriptor, left) :]
 

@@ -266,14 +266,32 @@ class Ceilings:
         """Least time of the steps after the first token: step k attends to the prompt and k tokens."""
         return sum(self.seconds(self.work.step(cell.batch, cell.prompt + k)) for k in range(1, cell.output))
 
+    def prefill_bound(self, cell: Cell) -> str:
+        """Which rate limits the run with one token per request: "memory" or "compute"."""
+        return self._bound(self.work.prompts(cell.batch, cell.prompt))
+
     def decode_bound(self, cell: Cell) -> str:
-        """Which rate limits the last decode step: "memory" or "compute"."""
-        cost = self.work.step(cell.batch, cell.prompt + cell.output - 1)
+        """Which rate limits the last decode step."""
+        return self._bound(self.work.step(cell.batch, cell.prompt + cell.output - 1))
+
+    def _bound(self, cost: Cost) -> str:
         return "memory" if self._reading(cost) >= self._computing(cost) else "compute"
+
+    def why_above(self, bound: str) -> str:
+        """Why a cell that this rate limits may be above its ceiling, for display."""
+        slow = "or the machine was slower while it was measured"
+        if bound == "compute":
+            return f"the ceiling is the rate of torch's matrix product, which is not the fastest one, {slow}"
+        read = self.work.weight_bytes
+        if read <= READ_BYTES:
+            return f"the ceiling is the rate of memory, and weights of {read / 2**20:,.0f} MiB may stay in caches, {slow}"
+        return "the machine was slower while the rate of its memory was measured; repeat it on an idle machine"
 
 
 def record(cell: Cell, timing: Timing, ceilings: Ceilings) -> dict[str, Any]:
-    """A cell's result for its JSON line: rates in tokens per second, shares of the ceiling from 0 to 1."""
+    """A cell's result for its JSON line: rates in tokens per second, and shares of the ceiling, usually from 0 to 1;
+    "above_ceiling" says why one may be larger.
+    """
     prefill, decode = timing.prefill_rate(cell), timing.decode_rate(cell)
     least_prefill, least_decode = ceilings.prefill_seconds(cell), ceilings.decode_seconds(cell)
     line: dict[str, Any] = shape_of(cell) | {
@@ -287,4 +305,6 @@ def record(cell: Cell, timing: Timing, ceilings: Ceilings) -> dict[str, Any]:
             "decode_share": round(least_decode / (timing.total - timing.first), 4),
             "decode_bound": ceilings.decode_bound(cell),
         }
-    return line
+    bounds = {"prefill": ceilings.prefill_bound(cell), "decode": ceilings.decode_bound(cell)}
+    above = {name: ceilings.why_above(bound) for name, bound in bounds.items() if line.get(f"{name}_share", 0) > 1}
+    return line | ({"above_ceiling": above} if above else {})

@@ -298,6 +298,8 @@ class Report:
                 f"{record['total_s']:.2f}",
             )
         )
+        for what, why in record.get("above_ceiling", {}).items():
+            print(f"  {what} is above its ceiling: {why}", file=self._table, flush=True)
         self._line(record)
 
     def refused(self, shape: dict[str, Any], reason: str) -> None:

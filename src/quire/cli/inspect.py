@@ -37,13 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the description; raises CheckpointError if Quire does not support the model."""
-    from quire.cli.terminal import print_table
     from quire.models.hub import resolve
-    from quire.runner.memory_plan import format_size, free_memory
 
     if args.max_model_len is not None and args.max_model_len < 1:
         raise ConfigError(f"--max-model-len {args.max_model_len} is out of range; allowed: 1 or more")
-    folder = resolve(args.model, args.revision, weights=False)
+    folder = resolve(args.model, args.revision, weights=False)  # before torch is imported, to report errors at once
+
+    from quire.cli.terminal import print_table
+    from quire.runner.memory_plan import format_size, free_memory
+
     memory = parse_size(args.memory) if args.memory else free_memory()
     found = describe(folder, memory, args.max_model_len)
     if args.json:

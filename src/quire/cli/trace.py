@@ -7,6 +7,7 @@ used."""
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Trace the prompts; returns 0."""
     prompts = args.prompts or list(PROMPTS)
     _check(args, prompts)
+    _note_models(prompts, args.model)
     config = EngineConfig.from_options(
         {
             "model": args.model,
@@ -90,6 +92,16 @@ def _check(args: argparse.Namespace, prompts: Sequence[str]) -> None:
         value = getattr(args, name)
         if not low <= value <= high:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be from {low} to {high}")
+
+
+def _note_models(prompts: Sequence[str], model: str) -> None:
+    """Say what the prompts are if one of them looks like a model, which comes first in most commands."""
+    from quire.cli.terminal import note
+    from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
+
+    for prompt in prompts:
+        if prompt in EMBEDDED_MODELS or HUB_NAME.fullmatch(prompt) or os.path.isdir(prompt):
+            note(f"{prompt!r} is taken as a prompt, and {model} as the model; to trace that model: --model {prompt}")
 
 
 def _tokens(model: str, prompts: Sequence[str], params: SamplingParams) -> list[Traced]:

@@ -101,7 +101,7 @@ class LoadConfig:
     input_len: str | None = option(
         None, "tokens of a prompt (after a shared prefix; of each turn): N or LOW-HIGH; default: 256"
     )
-    output_len: str | None = option(None, "tokens to generate: N or LOW-HIGH; default: 64")
+    output_len: str | None = option(None, "tokens to generate: N or LOW-HIGH; default: 64", short="--max-tokens")
     groups: int | None = option(None, "shared-prefix: number of prefixes; default: 4", low=1, high=10**6)
     prefix_len: str | None = option(None, "shared-prefix: tokens of a prefix: N or LOW-HIGH; default: 512")
     conversations: int | None = option(None, "multi-turn: number of conversations; default: 16", low=1, high=10**9)
