@@ -213,9 +213,7 @@ def test_a_mistake_in_the_options_is_named(
     assert message in line
 
 
-def test_the_length_of_answers_is_given_as_in_a_request(
-    server: StandIn, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_length_of_answers_is_given_as_in_a_request(server: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--url", server.url, "--num-requests", "1", "--max-tokens", "3"]) == 0
     assert {asked.body["max_tokens"] for asked in server.asked if asked.body} == {3}
 

@@ -284,7 +284,9 @@ class Ceilings:
             return f"the ceiling is the rate of torch's matrix product, which is not the fastest one, {slow}"
         read = self.work.weight_bytes
         if read <= READ_BYTES:
-            return f"the ceiling is the rate of memory, and weights of {read / 2**20:,.0f} MiB may stay in caches, {slow}"
+            return (
+                f"the ceiling is the rate of memory, and weights of {read / 2**20:,.0f} MiB may stay in caches, {slow}"
+            )
         return "the machine was slower while the rate of its memory was measured; repeat it on an idle machine"
 
 
