@@ -371,12 +371,14 @@ class FakeTokenizerPool:
         gate: waited for by each call.
         raises: raised by the next calls, e.g. a timeout.
         has_template: without one, `render` says what the real pool would.
+        unused: variables that its template does not use.
     """
 
     seconds: float = 0.0
     gate: asyncio.Event | None = None
     raises: Exception | None = None
     has_template: bool = True
+    unused: tuple[str, ...] = ()
     calls: list[str] = field(default_factory=list)
     reply_syntax: ReplySyntax = KNOWN["hermes"]
 
@@ -420,7 +422,8 @@ class FakeTokenizerPool:
         elif continue_final_message:
             text = text.removesuffix("\n")
         made = reply_grammar(ReplyForm(self.reply_syntax), reply or ReplyRequest())
-        return RenderedChat(text, list(text.encode()), made.form, made.structured, made.loosened)
+        unused = {name: "it is not used" for name in variables or {} if name in self.unused}
+        return RenderedChat(text, list(text.encode()), made.form, made.structured, made.loosened, unused)
 
     async def bad_words(self, words: list[str]) -> list[list[int]]:
         await self._work("bad_words")

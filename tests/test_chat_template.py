@@ -409,3 +409,16 @@ def test_a_variable_that_the_template_does_not_read_is_refused_with_those_it_rea
     assert template.render(messages, variables={"enable_thinking": True}) == "hithink"
     with pytest.raises(UnknownTemplateVariableError, match=r"'enable_thinkin'; .*it has: enable_thinking"):
         template.render(messages, variables={"enable_thinkin": True})
+
+
+def test_thinking_is_switched_by_the_name_that_the_template_has_and_what_it_lacks_is_told() -> None:
+    switch = ChatTemplate("{% if thinking %}think{% endif %}")
+    for given in ({"enable_thinking": False}, {"thinking": False}, {"reasoning_effort": "none"}):
+        assert switch.known_variables(given) == ({"thinking": False}, {})
+    assert switch.known_variables({"enable_thinking": True})[0] == {"thinking": True}
+    known, unused = switch.known_variables({"reasoning_effort": "high", "mood": 1, "thinking": True})
+    assert known == {"thinking": True} and unused.keys() == {"reasoning_effort", "mood"}
+    assert unused["mood"] == "the chat template does not use the variable 'mood'; leave it out (it has: thinking)"
+    efforts = ChatTemplate("{{ reasoning_effort }}")
+    assert efforts.known_variables({"reasoning_effort": "none"}) == ({"reasoning_effort": "none"}, {})
+    assert efforts.known_variables({"enable_thinking": True})[1].keys() == {"enable_thinking"}

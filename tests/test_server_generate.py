@@ -35,6 +35,7 @@ from quire.server.config import ServerConfig
 from quire.server.context import AppContext
 from quire.server.metrics import Metrics
 from quire.server.transport import HttpServer, make_server
+from quire.text.reply_syntax import ReplySyntax
 from tests.server_fakes import FakeEngineClient, FakeTokenizerPool, Script, expected_ids, expected_text
 
 SECONDS = 60.0
@@ -245,6 +246,27 @@ async def test_unknown_fields_are_named_in_a_header_and_logged_once(lines, monke
         assert stream.headers["x-quire-ignored"] == "nobody_knows, also_this, and_this"
     named = [fields["field"] for _, fields in lines if fields["event"] == "ignored_field"]
     assert named.count("nobody_knows") == 1 and len(named) == 3
+
+
+async def test_hints_that_the_models_template_has_no_use_for_are_named_by_their_fields(lines):
+    async with serving(pool=FakeTokenizerPool(unused=("enable_thinking", "reasoning_effort", "mood"))) as served:
+        asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "thinking": {"type": "enabled"}}
+        asked["chat_template_kwargs"] = {"mood": "calm", "used": True}
+        for path, hint, named in (
+            ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
+            ("/v1/chat/completions", {"reasoning": {"effort": "low"}, "stream": True}, "reasoning.effort"),
+            ("/v1/messages", {"output_config": {"effort": "low"}}, "output_config.effort"),
+            ("/tokenize", {"reasoning_effort": "low", "max_tokens": None}, "reasoning_effort"),
+        ):
+            answer = await served.post(path, asked | hint)
+            assert answer.status_code == 200, answer.text
+            told = set(answer.headers["x-quire-ignored"].split(", "))
+            assert told == {named, "thinking", "chat_template_kwargs.mood"}
+        served.context.pool.reply_syntax = ReplySyntax()  # without reasoning
+        budget = {"thinking": {"type": "enabled", "budget_tokens": 5}}
+        told = (await served.post("/v1/chat/completions", asked | budget)).headers["x-quire-ignored"]
+        assert "thinking.budget_tokens" in told
+    assert {"thinking", "chat_template_kwargs.mood"} <= {fields.get("field") for _, fields in lines}
 
 
 async def test_max_tokens_beyond_the_context_is_clamped_and_said():

@@ -237,9 +237,12 @@ def test_other_fields_mean_what_they_mean_in_a_chat():
     assert call.ignored == ("new_field",)
     assert chat(thinking={"type": "enabled", "budget_tokens": 9}) == {
         "messages": [],
-        "chat_template_kwargs": {"enable_thinking": True},
-        "thinking_token_budget": 9,
+        "thinking": {"type": "enabled", "budget_tokens": 9},
     }
+    body |= {"output_config": {"effort": "low"}, "thinking": {"type": "disabled"}, "chat_template_kwargs": {"x": 1}}
+    call = parse_messages(json.dumps(body).encode())
+    assert call.chat_template_kwargs == {"x": 1, "enable_thinking": False, "reasoning_effort": "low"}
+    assert call.hints == {"enable_thinking": "thinking", "reasoning_effort": "output_config.effort"}
 
 
 @pytest.mark.parametrize(
@@ -265,7 +268,7 @@ def test_other_fields_mean_what_they_mean_in_a_chat():
         ({"system": {"text": "x"}}, "system"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config"),
         ({"top_p": "x"}, "top_p"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"metadata": {"user_id": "x" * 5000}}, "metadata.user_id"),
         ({"thinking": {"type": "enabled", "budget_tokens": -9}}, "thinking.budget_tokens"),

@@ -174,7 +174,9 @@ def test_max_completion_tokens_are_max_tokens(make: Callable[..., Any]) -> None:
     assert make(max_completion_tokens=7).params.max_tokens == 7
     assert make(max_completion_tokens=7, max_tokens=7).params.max_tokens == 7
     assert refusal(lambda: make(max_completion_tokens=7, max_tokens=8)).param == "max_completion_tokens"
-    assert refusal(lambda: make(max_completion_tokens=-1)).param == "max_completion_tokens"
+    assert refusal(lambda: make(max_completion_tokens=-2)).param == "max_completion_tokens"
+    for name in ("max_tokens", "max_completion_tokens", "n_predict"):
+        assert make(**{name: -1}).params.max_tokens is None  # the rest of the context
     assert refusal(lambda: make(max_tokens=3, min_tokens=4)).param == "min_tokens"
 
 
@@ -213,9 +215,9 @@ def test_every_field_that_openai_knows_is_supported_or_refused_by_name() -> None
 ASKING: dict[str, Any] = {
     "functions": [{}],
     "function_call": {"name": "f"}, "audio": {"voice": "a"},
-    "modalities": ["text", "audio"], "prediction": {},
+    "modalities": ["text", "audio"],
     "web_search_options": {}, "moderation": {}, "suffix": "x",
-    "prompt_cache_retention": "24h", "chat_template": "{{ x }}", "guided_decoding_backend": "x",
+    "chat_template": "{{ x }}",
     "use_beam_search": True,
     "truncate_prompt_tokens": 5, "best_of": 2,
     "length_penalty": True, "prompt_embeds": "AAAA", "lora_path": "x", "mirostat": 2, "typical_p": 0.9,
@@ -341,9 +343,45 @@ def test_the_defaults_that_clients_of_llama_cpp_send_change_nothing() -> None:
     assert completion(seed=1, **sent) == completion(seed=1)
 
 
-def test_hints_that_nothing_here_follows_are_accepted_and_listed() -> None:
-    call = chat(store=True, service_tier="flex", verbosity="high")
-    assert sorted(call.ignored) == ["service_tier", "store", "verbosity"]
+@pytest.mark.parametrize("make", [completion, chat])
+def test_every_line_of_the_table_of_hints_is_accepted_and_listed(make: Callable[..., Any]) -> None:
+    assert make(**dict.fromkeys(tables.IGNORED, "x")).ignored == tuple(tables.IGNORED)
+    assert make(**{name: values[0] for name, values in tables.IGNORED.items() if values}).ignored == ()
+
+
+def test_thinking_is_asked_for_in_the_words_of_openai_openrouter_and_anthropic() -> None:
+    effort = chat(reasoning={"effort": "low", "summary": "detailed", "other": 1})
+    assert effort.chat_template_kwargs == {"reasoning_effort": "low"}
+    assert effort.hints == {"reasoning_effort": "reasoning.effort"}
+    assert effort.ignored == ("reasoning.summary", "reasoning.other")
+    off = chat(thinking={"type": "disabled", "budget_tokens": 5})
+    assert (off.chat_template_kwargs, off.params.thinking_token_budget) == ({"enable_thinking": False}, None)
+    on = chat(thinking={"type": "enabled", "budget_tokens": 5}, enable_thinking=True, thinking_token_budget=5)
+    assert (on.chat_template_kwargs, on.params.thinking_token_budget) == ({"enable_thinking": True}, 5)
+    switched = chat(reasoning={"enabled": False}, chat_template_kwargs={"mood": "calm"})
+    assert switched.chat_template_kwargs == {"enable_thinking": False, "mood": "calm"}
+    assert chat(reasoning={"max_tokens": 7}).params.thinking_token_budget == 7
+    assert chat(thinking={"type": "adaptive"}).chat_template_kwargs == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
+        ({"reasoning": {"enabled": 1}}, "reasoning.enabled"),
+        ({"reasoning": {"exclude": True}}, "reasoning.exclude"),
+        ({"reasoning": "low"}, "reasoning"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -2}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled"}, "enable_thinking": False}, "thinking"),
+        ({"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}}, "thinking"),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning.effort"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 3}, "thinking_token_budget": 4}, "thinking_token_budget"),
+        ({"thinking": {"budget_tokens": 3}, "reasoning": {"max_tokens": 4}}, "thinking.budget_tokens"),
+    ],
+)
+def test_fields_about_thinking_that_are_wrong_or_disagree_are_refused(fields: dict[str, Any], param: str) -> None:
+    assert refusal(lambda: chat(**fields)).param == param
 
 
 @pytest.mark.parametrize("make", [completion, chat])
@@ -387,7 +425,7 @@ def test_fields_of_the_other_route_are_refused() -> None:
 
 def test_what_nobody_knows_is_ignored_by_name() -> None:
     call = chat(thinking={"budget": 5}, wibble=1, messages=[{**HELLO[0], "mood": "good"}] * 2)
-    assert call.ignored == ("thinking", "wibble", "messages[].mood")
+    assert call.ignored == ("wibble", "messages[].mood", "thinking.budget")
 
 
 def test_ignored_names_fit_into_a_header() -> None:
@@ -496,7 +534,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("n", 0), ("n", True), ("n", "2"), ("n", 1.5), ("n", 10**30), ("temperature", "hot"), ("temperature", -1),
     ("temperature", False), ("top_p", 0), ("top_p", 1.5), ("min_p", -0.1), ("seed", 1.5), ("seed", True),
     ("stop", 5), ("stop", ["x"] * 65), ("stop", [""]), ("stop_token_ids", [-1]), ("stop_token_ids", [True]),
-    ("min_tokens", -1), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "5"), ("max_tokens", 2**31),
+    ("min_tokens", -1), ("max_tokens", -2), ("max_tokens", 1.5), ("max_tokens", "5"), ("max_tokens", 2**31),
     ("allowed_token_ids", []), ("allowed_token_ids", ["1"]), ("bad_words", "x" * 300), ("prompt_logprobs", 21),
     ("prompt_logprobs", True), ("priority", 2**40), ("cache_salt", ""), ("cache_salt", 5), ("stream", "yes"),
     ("stream", 1), ("ignore_eos", "true"), ("return_token_ids", 0), ("model", 5), ("model", "m" * 1000),
@@ -769,15 +807,9 @@ def test_the_field_to_blame_is_told() -> None:
     assert api_error(SamplingParamsError("stop is bad", param="stop").at(1)).param == "stop"
 
 
-def test_a_variable_that_the_template_does_not_use_is_blamed_on_the_field_that_gave_it() -> None:
-    for name, field in (
-        ("reasoning_effort", "reasoning_effort"),
-        ("enable_thinking", "enable_thinking"),
-        ("mood", "chat_template_kwargs"),
-        (None, "chat_template_kwargs"),
-    ):
-        told = api_error(UnknownTemplateVariableError("the chat template does not use it", param=name))
-        assert (told.param, told.code) == (field, "unknown_template_variable")
+def test_a_variable_that_the_template_needs_is_one_of_its_arguments() -> None:
+    told = api_error(UnknownTemplateVariableError("the chat template uses something undefined"))
+    assert (told.param, told.code) == ("chat_template_kwargs", "unknown_template_variable")
 
 
 def test_of_a_templates_failures_only_our_words_and_its_own_are_told() -> None:

@@ -40,7 +40,8 @@ TEMPLATE = (
     "{% if what == 'endless' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     "{% elif what == 'slow' %}{% for i in range(300) %}{% for j in range(10000) %}{% endfor %}{% endfor %}"
     "{% elif what == 'greedy' %}{% for i in range(99999) %}{% set ns.held = [ns.held, 'x' * 1000000 ~ i] %}{% endfor %}"
-    "{% elif what == 'refuse' %}{{ raise_exception('not this one') }}{% endif %}"
+    "{% elif what == 'refuse' %}{{ raise_exception('not this one') }}"
+    "{% elif what == 'undefined' %}{{ mood }}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% if tone %}{{ tone }}{% endif %}"
 )
@@ -112,7 +113,7 @@ async def test_a_rendered_chat_is_that_of_the_tokenizer_itself(start: Any, folde
         {"add_generation_prompt": True},
         {"add_generation_prompt": False},
         {"add_generation_prompt": False, "continue_final_message": True},
-        {"add_generation_prompt": True, "variables": {"tone": "kind"}},
+        {"add_generation_prompt": True, "variables": {"tone": "kind", "strange": 1}},
     ]
     for given in options:
         assert await pool.render(user(content), **given) == tokenizer.apply_chat_template(user(content), **given)
@@ -160,8 +161,8 @@ async def test_errors_keep_their_class_and_their_words(start: Any, folder: Path)
         ),
         (
             UnknownTemplateVariableError,
-            pool.render(user("x"), variables={"mood": 1}),
-            lambda: tokenizer.apply_chat_template(user("x"), variables={"mood": 1}),
+            pool.render(user("undefined")),
+            lambda: tokenizer.apply_chat_template(user("undefined")),
         ),
         (RequestError, pool.encode(["a", "\ud800"]), lambda: tokenizer.encode_batch(["a", "\ud800"])),
     ]

@@ -18,7 +18,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
 from quire.engine.frontend import Frontend
 from quire.engine.stats import EngineStats
-from quire.errors import ChatTemplateError, ConfigError, EngineClosedError
+from quire.errors import ChatTemplateError, ConfigError, EngineClosedError, UnknownTemplateVariableError
 from quire.models.checkpoint import resolve
 from quire.models.model import Model
 from quire.runner.memory_plan import MemoryPlan
@@ -122,6 +122,8 @@ class LocalEngine(ABC):
                 "this checkpoint has no tokenizer and so no chat template; use generate with token ids"
             )
         chat = self.tokenizer.apply_chat_template(messages, reply=reply, variables=template_variables, **(end or {}))
+        for name, why in chat.unused.items():
+            raise UnknownTemplateVariableError(why, param=name)
         for name, why in chat.loosened.items():
             logger.warning(
                 "arguments of the tool %s may be any JSON object, since %s; strict: true refuses such tools", name, why

@@ -7,7 +7,7 @@ with millions of empty objects costs a scan, but no memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -223,6 +223,11 @@ class BodyFields:
     def unknown(self, names: Iterable[str], *, prefix: bool = True) -> list[str]:
         """Names of fields that are given and not among `names`."""
         return [(self._prefix if prefix else "") + name for name in self._raw if name not in names]
+
+    def without_effect(self, harmless: Mapping[str, tuple[Any, ...]]) -> list[str]:
+        """Names of given fields of a table like `fields.IGNORED`: those whose values would mean something elsewhere."""
+        given = (name for name, values in harmless.items() if self.has(name) and self.get(name) not in values)
+        return [self._prefix + name for name in given]
 
 
 def whole(value: Any) -> Any:

@@ -5,7 +5,6 @@ JSON, sizes and support are checked here; what a chat template does with the mes
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,23 +17,16 @@ from quire.server.fields import MESSAGE_UNSUPPORTED
 from quire.server.limits import (
     MAX_NAME_LENGTH,
     MAX_REASONING_LENGTH,
-    MAX_TEMPLATE_KWARGS,
-    MAX_TEMPLATE_KWARGS_BYTES,
-    MAX_TEMPLATE_KWARGS_DEPTH,
-    REASONING_EFFORTS,
     Limits,
 )
+from quire.server.thinking import Thinking
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of messages, and what chat templates get: OpenAI's "developer" is "system" elsewhere."""
 
-RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
-"""Template variables that a request must not set. Names of special tokens are refused by the template itself."""
-
 STRINGS_PER_OBJECT = 8
 """Strings (names and values) of a message or text part: more than any client sends on average."""
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _KNOWN = {
     "name": MAX_NAME_LENGTH,
     "tool_call_id": MAX_NAME_LENGTH,
@@ -51,17 +43,24 @@ _PART = Shape(["type", "text"], "messages", num_required=1)
 
 @dataclass(slots=True)
 class Conversation:
-    """A chat as chat templates get it. `ignored` has the unknown fields of messages."""
+    """A chat as chat templates get it.
+
+    Attributes:
+        thinking_token_budget, hints: see `Thinking`.
+        ignored: unknown fields of messages, and others without effect.
+    """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
     continue_final_message: bool
     chat_template_kwargs: dict[str, Any]
+    thinking_token_budget: int | None = None
+    hints: dict[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
 
 
 def read_conversation(given: BodyFields, limits: Limits) -> Conversation:
-    """The fields `messages`, `add_generation_prompt`, `continue_final_message` and `chat_template_kwargs`.
+    """The fields in `fields.CONVERSATION`.
 
     Raises:
         ApiError: one of them is missing, of the wrong type, not supported, too large, or at odds with another one.
@@ -76,7 +75,9 @@ def read_conversation(given: BodyFields, limits: Limits) -> Conversation:
         raise invalid(message, "continue_final_message")
     reader = _Reader(limits)
     messages = reader.read(given.raw("messages"))
-    return Conversation(messages, opens, goes_on, _template_kwargs(given) | _thinking(given), [*reader.ignored])
+    thinking = Thinking(given)
+    ignored = [*reader.ignored, *thinking.ignored]
+    return Conversation(messages, opens, goes_on, thinking.variables, thinking.budget, thinking.hints, ignored)
 
 
 def message_bytes(messages: Sequence[Mapping[str, Any]]) -> int:
@@ -208,45 +209,3 @@ class _Reader:
         self._text_left -= len(text)
         if self._text_left < 0:
             raise invalid(f"messages have more than {self._limits.text} characters", "messages")
-
-
-def _template_kwargs(given: BodyFields) -> dict[str, Any]:
-    """Template variables: their number, names and depth are limited; values are plain JSON."""
-    name = "chat_template_kwargs"
-    values = given.get(name, MAX_TEMPLATE_KWARGS_BYTES)
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise wrong_type(name, values, "an object")
-    if len(values) > MAX_TEMPLATE_KWARGS:
-        raise invalid(f"{name} has {len(values)} entries; at most {MAX_TEMPLATE_KWARGS} are allowed", name)
-    for key in values:
-        if key in RESERVED_KWARGS:
-            raise invalid(f"{name} must not set {key!r}; the request has a field for it, or it is not supported", name)
-        if not _VARIABLE.fullmatch(key):
-            message = f"{name} has the key {shorten(key)}; keys are variables' names: letters, digits and underscores"
-            raise invalid(message, name)
-    if _depth(values, MAX_TEMPLATE_KWARGS_DEPTH + 1) > MAX_TEMPLATE_KWARGS_DEPTH:
-        raise invalid(f"{name} nests deeper than {MAX_TEMPLATE_KWARGS_DEPTH} levels", name)
-    return values
-
-
-def _thinking(given: BodyFields) -> dict[str, Any]:
-    """Fields that set template variables."""
-    made: dict[str, Any] = {}
-    if given.has("enable_thinking"):
-        made["enable_thinking"] = given.boolean("enable_thinking")
-    effort = given.text("reasoning_effort", MAX_NAME_LENGTH)
-    if effort is not None:
-        if effort not in REASONING_EFFORTS:
-            raise wrong_value("reasoning_effort", effort, "one of " + ", ".join(REASONING_EFFORTS))
-        made["reasoning_effort"] = effort
-    return made
-
-
-def _depth(value: Any, most: int) -> int:
-    """Levels of lists and objects, counted up to `most`."""
-    if most == 0 or not isinstance(value, dict | list):
-        return 0
-    items = value.values() if isinstance(value, dict) else value
-    return 1 + max((_depth(item, most - 1) for item in items), default=0)

@@ -80,9 +80,6 @@ _TEMPLATE_TEXTS = (
 """Beginnings of chat template errors that are about the request; clients get these."""
 
 
-TEMPLATE_FIELDS = ("enable_thinking", "reasoning_effort")
-"""Variables of chat templates that are fields of requests, too; others are in `chat_template_kwargs`."""
-
 _OWN_FAULTS = ("structured_outputs:", "structured_outputs.", "no token is left")
 """Beginnings of generation errors that are the request's fault: it would fail on any server."""
 
@@ -155,8 +152,7 @@ def api_error(error: Exception) -> ApiError:
         return error
     code = next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), None)
     if isinstance(error, UnknownTemplateVariableError):
-        field = error.param if error.param in TEMPLATE_FIELDS else "chat_template_kwargs"
-        return invalid(str(error), field, code)
+        return invalid(str(error), "chat_template_kwargs", code)
     if isinstance(error, ChatTemplateError):
         return _template_error(str(error), code)
     if isinstance(error, RequestError):

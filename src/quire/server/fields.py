@@ -188,8 +188,8 @@ _COMMON: dict[str, Schema] = {
     "stream": _flag(False, "Answer with server-sent events."),
     "stream_options": _schema("object", "Only with `stream`.", properties=STREAM_OPTIONS),
     "return_token_ids": _flag(False, "Also return token ids of prompts and choices."),
-    "max_completion_tokens": _integer(0, limit.MAX_INT32, "Same as `max_tokens`."),
-    "n_predict": _integer(-1, limit.MAX_INT32, "llama.cpp's name of `max_tokens`; -1 is the rest of the context."),
+    "max_completion_tokens": _integer(-1, limit.MAX_INT32, "Same as `max_tokens`."),
+    "n_predict": _integer(-1, limit.MAX_INT32, "llama.cpp's name of `max_tokens`."),
 }
 
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
@@ -199,16 +199,24 @@ _LABELS: dict[str, Schema] = {name: _schema("string", "A label; it has no effect
     "metadata": _schema("object", "Labels; they have no effect."),
 }
 
-HINTS: dict[str, tuple[Any, ...]] = {"service_tier": ("auto", "default"), "store": (False,), "verbosity": ("medium",)}
-"""OpenAI's fields that are accepted without effect, and listed as ignored unless they have one of these values."""
-
-_HINTS: dict[str, Schema] = {
-    "service_tier": _schema("string", "Accepted; there is only one tier."),
-    "store": _schema("boolean", "Accepted; nothing is stored."),
-    "verbosity": _schema("string", "Accepted; no model uses it."),
+IGNORED: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
+    "prediction": (),
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "verbosity": ("medium",),
+    # vLLM's
+    "guided_decoding_backend": ("auto", "guidance"),
 }
+"""Fields that are accepted, since they change no token, and named in `x-quire-ignored` unless they have one of these
+values. A line here is all that another one needs.
+"""
 
-_MAX_TOKENS = "Most tokens to generate; 0 only scores the prompt. Limited to the rest of the context. "
+_IGNORED: dict[str, Schema] = {name: {"description": "Accepted; it has no effect."} for name in IGNORED}
+
+_MAX_TOKENS = "Most tokens to generate; 0 only scores the prompt. Limited to the rest of the context, which is -1. "
 
 COMPLETION: dict[str, Schema] = {
     "prompt": {
@@ -220,7 +228,7 @@ COMPLETION: dict[str, Schema] = {
             {"type": "array", "items": {"type": "array", "items": TOKEN_ID, "minItems": 1}, "minItems": 1},
         ],
     },
-    "max_tokens": _integer(0, limit.MAX_INT32, _MAX_TOKENS, default=16),
+    "max_tokens": _integer(-1, limit.MAX_INT32, _MAX_TOKENS, default=16),
     "logprobs": _integer(0, limit.MAX_LOGPROBS, "Return log-probabilities, including those of this many top tokens."),
     "echo": _flag(False, "The text begins with the prompt; with `logprobs`, so do the log-probabilities."),
     "add_special_tokens": _flag(True, "Add the special tokens that the model expects around a text."),
@@ -228,7 +236,7 @@ COMPLETION: dict[str, Schema] = {
     **SAMPLING,
     **FORMATS,
     **_LABELS,
-    **_HINTS,
+    **_IGNORED,
 }
 """The fields of POST /v1/completions."""
 
@@ -338,19 +346,37 @@ CONVERSATION: dict[str, Schema] = {
         "The template's variable of this name; if it has none, 'none' turns enable_thinking off.",
         enum=[*REASONING_EFFORTS, None],
     ),
+    "reasoning": _schema(
+        "object",
+        "The same in other words: effort is reasoning_effort, enabled is enable_thinking, max_tokens is "
+        "thinking_token_budget.",
+        properties={
+            "effort": {"enum": [*REASONING_EFFORTS, None]},
+            "enabled": {"type": ["boolean", "null"]},
+            "max_tokens": {"type": ["integer", "null"]},
+        },
+    ),
+    "thinking": _schema(
+        "object",
+        "The same in Anthropic's words: type is enable_thinking, budget_tokens is thinking_token_budget.",
+        properties={
+            "type": {"enum": ["enabled", "disabled", "adaptive", None]},
+            "budget_tokens": {"type": ["integer", "null"]},
+        },
+    ),
 }
 
 CHAT: dict[str, Schema] = {
     **CONVERSATION,
     **_TOOLS,
-    "max_tokens": _integer(0, limit.MAX_INT32, _MAX_TOKENS + "Default: all of it."),
+    "max_tokens": _integer(-1, limit.MAX_INT32, _MAX_TOKENS + "Default: all of it."),
     "logprobs": _flag(False, "Return log-probabilities."),
     "top_logprobs": _integer(0, limit.MAX_LOGPROBS, "Also those of this many top tokens; needs `logprobs`."),
     **_COMMON,
     **SAMPLING,
     **FORMATS,
     **_LABELS,
-    **_HINTS,
+    **_IGNORED,
 }
 """The fields of POST /v1/chat/completions."""
 
@@ -378,16 +404,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "prediction": (),
-    "prompt_cache_options": ({}, {"mode": "implicit"}),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
     "suffix": ("",),
     "web_search_options": (),
     # vLLM's
     **limit.UNSUPPORTED,
     "chat_template": (),
     "documents": ([],),
-    "guided_decoding_backend": ("auto", "guidance"),
     "include_reasoning": (True,),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),

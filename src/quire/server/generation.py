@@ -144,7 +144,7 @@ async def read_call(shared: Shared, request: Request, parse: Callable[[bytes, Li
 
 async def render(pool: TokenizerPool, call: ChatCall | TokenizeCall, max_tokens: int | None = None) -> RenderedChat:
     """The call's chat, rendered and tokenized; see `Tokenizer.apply_chat_template`."""
-    return await pool.render(
+    chat = await pool.render(
         call.messages or [],
         add_generation_prompt=call.add_generation_prompt,
         continue_final_message=call.continue_final_message,
@@ -152,6 +152,8 @@ async def render(pool: TokenizerPool, call: ChatCall | TokenizeCall, max_tokens:
         reply=call.reply,
         max_tokens=max_tokens,
     )
+    call.ignore([call.hints.get(name, f"chat_template_kwargs.{name}") for name in chat.unused])
+    return chat
 
 
 def _replica(named: str, count: int) -> int:
@@ -327,6 +329,7 @@ class Generation:
         if isinstance(call, ChatCall):
             chat = await render(pool, call, max_tokens)
             call.constrain(chat)
+            self._shared.log_ignored(call.ignored)
             return [(chat.text, chat.token_ids, chat.reply)]
         texts = [prompt for prompt in call.prompts if isinstance(prompt, str)]
         encoded = iter(await pool.encode(texts, call.add_special_tokens, max_tokens) if texts else [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,17 +9,14 @@ from starlette.types import Send
 
 from quire.core.sampling_params import SamplingParams
 from quire.engine.outputs import CompletionOutput, RequestOutput
-from quire.errors import UnknownTemplateVariableError
 from quire.server.blocks import Block, Blocks, News
 from quire.server.errors import ANTHROPIC
 from quire.server.generation import Document, Generation
 from quire.server.protocol import ChatCall
 from quire.server.responses import Responder
 from quire.server.streaming import AnswerWriter, NamedEventWriter
-from quire.text.reply_syntax import ReplyForm
 
 _encode = msgspec.json.Encoder().encode
-_VARIABLE = "enable_thinking"
 
 
 class Messages(Generation):
@@ -28,18 +24,6 @@ class Messages(Generation):
 
     def _writer(self, send: Send) -> AnswerWriter:
         return NamedEventWriter(send, lambda error: [_encode(error.body(ANTHROPIC))])
-
-    async def _tokenize(
-        self, call: Any, max_tokens: int | None = None
-    ) -> Sequence[tuple[str | None, list[int], ReplyForm | None]]:
-        """As for a chat; `thinking: disabled` is accepted for models that never reason."""
-        try:
-            return await super()._tokenize(call, max_tokens)
-        except UnknownTemplateVariableError:
-            if call.chat_template_kwargs.get(_VARIABLE) is not False:
-                raise
-            del call.chat_template_kwargs[_VARIABLE]
-            return await super()._tokenize(call, max_tokens)
 
     def _responder(self, call: Any) -> Responder:
         return MessagesResponder(call, self._id, self._context.model_names[0])

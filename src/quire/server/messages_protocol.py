@@ -22,7 +22,6 @@ NAMES = {
     "stop": "stop_sequences",
     "user": "metadata.user_id",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
@@ -188,7 +187,7 @@ def _chat(given: MessagesBody) -> dict[str, Any]:
     if given.metadata is not None and given.metadata.user_id is not None:
         chat["user"] = given.metadata.user_id
     if given.thinking is not None:
-        chat |= _thinking(given.thinking)
+        chat["thinking"] = msgspec.structs.asdict(given.thinking)
     config = given.output_config or OutputConfig()
     if config.effort is not None:
         chat["reasoning_effort"] = config.effort
@@ -261,16 +260,6 @@ def _tool_choice(choice: ToolChoice) -> Any:
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name or ""}}
     return "required" if choice.type == "any" else choice.type
-
-
-def _thinking(thinking: ThinkingConfig) -> dict[str, Any]:
-    """How Qwen3's and others' templates are told; "adaptive" leaves it to the template."""
-    made: dict[str, Any] = {}
-    if thinking.type != "adaptive":
-        made["chat_template_kwargs"] = {"enable_thinking": thinking.type == "enabled"}
-    if thinking.budget_tokens is not None:
-        made["thinking_token_budget"] = thinking.budget_tokens
-    return made
 
 
 def _format(name: str, form: dict[str, Raw]) -> dict[str, Any]:

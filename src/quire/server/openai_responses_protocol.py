@@ -9,7 +9,6 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from quire.server.body import ignored_names
 from quire.server.errors import invalid
 from quire.server.limits import Limits
 from quire.server.protocol import DEFAULT_LIMITS, ChatCall
@@ -139,7 +138,6 @@ REFUSED = ("conversation", "context_management", "max_tool_calls", "moderation",
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning.effort",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
 }
@@ -193,21 +191,11 @@ def parse_response(body: bytes, limits: Limits = DEFAULT_LIMITS, *, find: Find, 
         places.append(f"input[{index}]" if index >= 0 else "previous_response_id")
     names = message_names(places) | NAMES
     chat = parse_translated(others, {"messages": messages, **_chat(given)}, names, limits)
-    chat.ignored = ignored_names([*chat.ignored, *_ignored(given)])
+    if given.text is not None and given.text.verbosity not in (None, "medium"):
+        chat.ignore(["text.verbosity"])
     common = {field.name: getattr(chat, field.name) for field in dataclasses.fields(ChatCall)}
     stores = keeps and given.store is not False
     return ResponseCall(**common, asked=given, input=own, items=[*before, *own], stores=stores)
-
-
-def _ignored(given: ResponsesBody) -> list[str]:
-    """Hints that have no effect."""
-    reasoning, text = given.reasoning or Reasoning(), given.text or TextConfig()
-    hints = {
-        "reasoning.summary": reasoning.summary,
-        "reasoning.generate_summary": reasoning.generate_summary,
-        "text.verbosity": text.verbosity,
-    }
-    return [name for name, value in hints.items() if value not in (None, "auto", "medium")]
 
 
 def _check(given: ResponsesBody, keeps: bool) -> None:
@@ -241,8 +229,8 @@ def _chat(given: ResponsesBody) -> dict[str, Any]:
         chat["tool_choice"] = _named(given.tool_choice)
     elif given.tool_choice is not None:
         chat["tool_choice"] = given.tool_choice
-    if given.reasoning is not None and given.reasoning.effort is not None:
-        chat["reasoning_effort"] = given.reasoning.effort
+    if given.reasoning is not None:
+        chat["reasoning"] = msgspec.structs.asdict(given.reasoning)
     if given.text is not None and given.text.format is not None and given.text.format.type != "text":
         named = msgspec.structs.asdict(given.text.format)
         form = {name: value for name, value in named.items() if value is not UNSET}

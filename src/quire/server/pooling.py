@@ -23,7 +23,7 @@ import msgspec
 from quire.core.pooling import PoolingParams
 from quire.engine.frontend import Prepared
 from quire.engine.outputs import RequestOutput
-from quire.errors import CheckpointError, UnknownTemplateVariableError
+from quire.errors import CheckpointError
 from quire.models.pooling import PoolingConfig
 from quire.server.errors import ApiError, invalid
 from quire.server.generation import Generation
@@ -98,11 +98,8 @@ class Pooling(Generation):
         """A prompt after which a chat model's next token is "yes" or "no"."""
         asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
-        try:
-            without = {"enable_thinking": False}
-            chat = await self._shared.pool.render(messages, variables=without, max_tokens=max_tokens)
-        except UnknownTemplateVariableError:  # a model that never reasons
-            chat = await self._shared.pool.render(messages, max_tokens=max_tokens)
+        without = {"enable_thinking": False}  # left out for a model that never reasons
+        chat = await self._shared.pool.render(messages, variables=without, max_tokens=max_tokens)
         return chat.text, chat.token_ids, None
 
     def _responder(self, call: Any) -> Responder:

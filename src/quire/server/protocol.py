@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from quire.server.limits import (
 )
 from quire.server.prompts import Prompt, read_prompts, read_token_ids
 from quire.server.response_format import MAX_FORMAT_BYTES, read_reply, read_structured_outputs
+from quire.server.thinking import BUDGET
 from quire.text.reply_grammar import ReplyRequest
 from quire.text.tokenizer import RenderedChat
 
@@ -43,7 +44,7 @@ DEFAULT_LIMITS = Limits()
 DEFAULT_COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion, as OpenAI's."""
 UNBOUNDED = -1
-"""llama.cpp's default of `n_predict`: the rest of the context."""
+"""`max_tokens` up to the end of the context, as in llama.cpp."""
 
 INTEGERS = [name for name, schema in tables.SAMPLING.items() if schema.get("type") == ["integer", "null"]]
 
@@ -64,7 +65,7 @@ class GenerationCall:
         return_token_ids: the response has token ids.
         prompt_logprobs: what to return in the field of that name; None if it was not requested.
         user: the client's name for its user; a label for the log.
-        ignored: names of unknown fields, as they may stand in a header.
+        ignored: names of fields that were accepted and have no effect, as they may stand in a header.
     """
 
     model: str | None
@@ -76,6 +77,10 @@ class GenerationCall:
     return_token_ids: bool = False
     prompt_logprobs: int | None = None
     ignored: tuple[str, ...] = ()
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """More such fields."""
+        self.ignored = ignored_names([*self.ignored, *names])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,6 +115,7 @@ class ChatCall(GenerationCall):
         messages: plain dicts with role and content; the content is a string or a list of text parts.
         add_generation_prompt, continue_final_message: how the prompt ends.
         chat_template_kwargs: variables of the template.
+        hints: see `Conversation`.
         reply: tools, and the required form of the reply.
         loosened: tools whose schema is not fully enforced; known when the chat has been rendered.
     """
@@ -118,12 +124,16 @@ class ChatCall(GenerationCall):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    hints: dict[str, str] = field(default_factory=dict, compare=False)
     reply: ReplyRequest = field(default_factory=ReplyRequest)
     loosened: tuple[str, ...] = ()
 
     def constrain(self, chat: RenderedChat) -> None:
         """Set the grammar of the whole reply, which is known once the chat is rendered."""
         self.loosened = tuple(chat.loosened)
+        if BUDGET in self.hints and chat.reply.syntax.reasoning is None:  # there is nothing to limit
+            self.ignore([self.hints[BUDGET]])
+            self.params = msgspec.structs.replace(self.params, thinking_token_budget=None)
         if chat.structured != self.params.structured_outputs:
             self.params = msgspec.structs.replace(self.params, structured_outputs=chat.structured)
 
@@ -148,9 +158,14 @@ class TokenizeCall:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    hints: dict[str, str] = field(default_factory=dict)
     reply: ReplyRequest = field(default_factory=ReplyRequest)
     return_token_strs: bool = False
     ignored: tuple[str, ...] = ()
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """More fields that have no effect."""
+        self.ignored = ignored_names([*self.ignored, *names])
 
     def price(self) -> int:
         """Tokens, estimated as for the other calls."""
@@ -239,8 +254,10 @@ def parse_chat(body: bytes, limits: Limits = DEFAULT_LIMITS) -> ChatCall:
     """
     given = read_fields(_CHAT, body)
     check_unsupported(given, tables.CHAT_UNSUPPORTED)
-    params, shown = _params(given, _chat_logprobs(given))
     conversation = read_conversation(given, limits)
+    params, shown = _params(given, _chat_logprobs(given))
+    if conversation.thinking_token_budget is not None:
+        params = msgspec.structs.replace(params, thinking_token_budget=conversation.thinking_token_budget)
     common, ignored = _common(given)
     call = ChatCall(
         **common,
@@ -301,6 +318,7 @@ def _spread(conversation: Conversation) -> dict[str, Any]:
         "add_generation_prompt": conversation.add_generation_prompt,
         "continue_final_message": conversation.continue_final_message,
         "chat_template_kwargs": conversation.chat_template_kwargs,
+        "hints": conversation.hints,
     }
 
 
@@ -329,8 +347,7 @@ def _common(given: BodyFields) -> tuple[dict[str, Any], list[str]]:
         "continuous_usage": streaming.boolean("continuous_usage_stats"),
         "return_token_ids": given.boolean("return_token_ids"),
     }
-    hints = [name for name, harmless in tables.HINTS.items() if given.has(name) and given.get(name) not in harmless]
-    return common, [*hints, *streaming.unknown(_STREAM_OPTIONS.names)]
+    return common, [*given.without_effect(tables.IGNORED), *streaming.unknown(_STREAM_OPTIONS.names)]
 
 
 def check_unsupported(given: BodyFields, unsupported: Mapping[str, tuple[Any, ...]]) -> None:
@@ -388,8 +405,8 @@ def _params(
 
 
 def _max_tokens(given: BodyFields, default: int | None) -> int | None:
-    names = {"max_tokens": 0, "max_completion_tokens": 0, "n_predict": UNBOUNDED}
-    asked = {name: value for name, low in names.items() if (value := given.integer(name, low, MAX_INT32)) is not None}
+    names = ("max_tokens", "max_completion_tokens", "n_predict")
+    asked = {name: value for name in names if (value := given.integer(name, UNBOUNDED, MAX_INT32)) is not None}
     if len(set(asked.values())) > 1:
         told = " and ".join(f"{name} is {value}" for name, value in asked.items())
         raise invalid(f"{told}; they mean the same, so give one of them", [*asked][-1])

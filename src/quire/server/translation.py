@@ -93,6 +93,7 @@ def parse_translated(
         call = parse_chat(msgspec.json.encode({**others, **chat}), limits)
     except ApiError as error:
         raise _renamed(error, names) from None
+    call.hints = {variable: names.get(field, field) for variable, field in call.hints.items()}
     if call.params.n != 1:
         raise invalid(f"n is {call.params.n}; it must be 1, since a reply is one choice here", "n")
     return call

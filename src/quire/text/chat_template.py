@@ -34,6 +34,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 REASONING_NAMES = "reasoning_content", "reasoning", "thinking"
 
+THINKING_SWITCHES = "enable_thinking", "thinking"
+"""What templates call the variable that turns reasoning on and off."""
+
+_RESERVED = frozenset(("messages", "add_generation_prompt", "tools", *SPECIAL_NAMES))
+"""Variables that nobody but Quire sets."""
+
 MAX_DEPTH = 64
 """Maximum nesting of lists and dicts in messages."""
 
@@ -227,14 +233,27 @@ class ChatTemplate:
         value = plain_json(value, where)
         return value if self._takes_objects else json.dumps(value, ensure_ascii=False)
 
-    def known_variables(self, variables: dict[str, Any]) -> dict[str, Any]:
-        """Variables as this template expects them: a `reasoning_effort` of "none" may mean thinking off."""
-        if variables.get("reasoning_effort") != "none" or "reasoning_effort" in self.variables:
-            return variables
-        switch = next((name for name in ("enable_thinking", "thinking") if name in self.variables), None)
-        if switch is None:
-            return variables
-        return {switch: False, **{name: value for name, value in variables.items() if name != "reasoning_effort"}}
+    def known_variables(self, variables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """Variables as this template expects them, and those that it does not use, each with the error that says so.
+
+        Thinking is turned on and off by the template's own name for that, which a `reasoning_effort` of "none" does,
+        too, where the template has no efforts.
+        """
+        known = dict(variables)
+        switch = next((name for name in THINKING_SWITCHES if name in self.variables), None)
+        if switch is not None:
+            if known.get("reasoning_effort") == "none" and "reasoning_effort" not in self.variables:
+                known.setdefault(switch, not known.pop("reasoning_effort"))
+            for name in THINKING_SWITCHES:
+                if name not in self.variables and isinstance(known.get(name), bool):
+                    known.setdefault(switch, known.pop(name))
+        unused = {name: self._not_used(name) for name in known.keys() - self.variables - _RESERVED}
+        return {name: value for name, value in known.items() if name not in unused}, unused
+
+    def _not_used(self, name: str) -> str:
+        others = sorted(self.variables - _RESERVED)
+        told = f"it has: {', '.join(others)}" if others else "it has no variables"
+        return f"the chat template does not use the variable {name!r}; leave it out ({told})"
 
     def special(self, name: str) -> str:
         """The text of a special token, such as `eos_token`; empty if there is none."""
@@ -284,18 +303,11 @@ class ChatTemplate:
     def _context(self, variables: Mapping[str, Any] | None) -> dict[str, Any]:
         """The variables of a template besides the messages and tools."""
         given = plain_json(dict(variables or {}), "the template's variables")
-        reserved = {"messages", "add_generation_prompt", "tools", *SPECIAL_NAMES} & set(given)
+        reserved = _RESERVED & set(given)
         if reserved:
             raise ChatTemplateError(f"the template variable {sorted(reserved)[0]!r} cannot be set")
-        unknown = set(given) - self.variables
-        if unknown:
-            known = sorted(self.variables - {"messages", "add_generation_prompt", "tools", *SPECIAL_NAMES})
-            name = sorted(unknown)[0]
-            raise UnknownTemplateVariableError(
-                f"the chat template does not use the variable {name!r}; leave it out "
-                + (f"(it has: {', '.join(known)})" if known else "(it has no variables)"),
-                param=name,
-            )
+        if unknown := sorted(set(given) - self.variables):
+            raise UnknownTemplateVariableError(self._not_used(unknown[0]), param=unknown[0])
         return {"documents": None, **self._special_tokens, **given}
 
     def _print_to_the_end_of(self, last: dict[str, Any], context: Mapping[str, Any]) -> str:

@@ -66,6 +66,7 @@ class RenderedChat:
         reply: how to parse the reply.
         structured: its grammar; None if it is unconstrained.
         loosened: tools whose arguments may be any JSON object, and why: see `ReplyGrammar`.
+        unused: variables that the template does not use, which were left out; each with the error that says so.
     """
 
     text: str
@@ -73,6 +74,7 @@ class RenderedChat:
     reply: ReplyForm = PLAIN
     structured: StructuredOutputsParams | None = None
     loosened: dict[str, str] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
 
 
 class Tokenizer:
@@ -341,7 +343,8 @@ class Tokenizer:
         """Render messages with the checkpoint's template and encode them.
 
         The arguments are those of `ChatTemplate.render`, and `max_tokens` of `encode_batch`; the tools are those of
-        `reply`. Special tokens in messages, tools and variables are text.
+        `reply`. Special tokens in messages, tools and variables are text. Variables that the template does not use are
+        left out, and named in the result.
 
         Raises:
             ChatTemplateError: the template is missing, or does not take these messages, tools or variables.
@@ -351,10 +354,11 @@ class Tokenizer:
         wanted = reply or ReplyRequest()
         tools = wanted.tools if wanted.tool_choice != "none" else []
         template = self._template(bool(tools))
+        known, unused = template.known_variables(plain_json(dict(variables or {}), "the template's variables"))
         given: dict[str, Any] = {
             "messages": template.as_known(check_messages(messages)),
             "tools": plain_json(tools, "tools") or None,
-            "variables": template.known_variables(plain_json(dict(variables or {}), "the template's variables")),
+            "variables": known,
         }
         replaced = self._replacements(given, template.source)
         safe = _map_strings(given, lambda text: _defuse(text, self._special_texts, replaced)) if replaced else given
@@ -369,7 +373,7 @@ class Tokenizer:
         shown = text.translate(back) if replaced else text
         self._check_fits(check_text(shown), max_tokens)
         grammar = reply_grammar(_reply_form(template, text), wanted)
-        made = grammar.form, grammar.structured, grammar.loosened
+        made = grammar.form, grammar.structured, grammar.loosened, unused
         if not replaced:
             ids: list[int] = self._controls().encode_batch([text], add_special_tokens=False)[0].ids
             return RenderedChat(shown, ids, *made)
