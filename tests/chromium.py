@@ -75,18 +75,19 @@ class Chromium:
             os.close(descriptor)
         self._answers: dict[int, queue.Queue[dict[str, Any]]] = {}
         self._pages: dict[str, Page] = {}
-        self._contexts: list[str] = []
+        self._targets: dict[str, str] = {}  # of each page, by its session
+        self._free: list[str] = []
         self._lock = threading.Lock()
         self._number = 0
         threading.Thread(target=self._receive, daemon=True).start()
 
     def open(self, width: int = 1280, height: int = 800, *, dark: bool = False, touch: bool = False) -> Page:
-        """A fresh page with a storage of its own."""
-        context = self.call("Target.createBrowserContext")["browserContextId"]
-        self._contexts.append(context)
-        target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+        """A fresh page, in a tab that is empty: a new one costs a process, and more than what most tests do with it.
+        All pages that are open at once share what they store."""
+        target = self._free.pop() if self._free else self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self._pages[session] = Page(self, session)
+        self._targets[session] = target
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.call(f"{domain}.enable")
         page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=touch)
@@ -95,9 +96,11 @@ class Chromium:
         return page
 
     def close_pages(self) -> None:
-        """Close all pages, with what they stored."""
-        while self._contexts:
-            self.call("Target.disposeBrowserContext", browserContextId=self._contexts.pop())
+        """Empty all tabs, and forget what their pages stored, did and asked for."""
+        for session, page in self._pages.items():
+            page.leave()
+            self.call("Target.detachFromTarget", sessionId=session)
+            self._free.append(self._targets.pop(session))
         self._pages.clear()
 
     def call(self, method: str, session: str | None = None, deadline: float = 60.0, **params: Any) -> dict[str, Any]:
@@ -171,6 +174,16 @@ class Page:
 
     def go(self, url: str) -> None:
         self.call("Page.navigate", url=url)
+
+    def leave(self) -> None:
+        """Show nothing, and keep nothing."""
+        with contextlib.suppress(PageError):  # it has no storage if it has shown nothing
+            self.evaluate("sessionStorage.clear()")
+        self.go("about:blank")
+        self.wait("location.href === 'about:blank'")
+        self.call("Page.resetNavigationHistory")
+        for origin in {"/".join(url.split("/")[:3]) for url in self.urls if url.startswith("http")}:
+            self.call("Storage.clearDataForOrigin", origin=origin, storageTypes="all")
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression (awaited if it is a promise)."""
