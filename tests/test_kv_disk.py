@@ -23,9 +23,9 @@ from quire.errors import ConfigError
 from quire.kv.disk import HEADER, DiskTier, DiskTierError, open_folder
 from quire.kv.host import HostTier, Slots
 from quire.kv.mailbox import Mailbox
-from tests.test_kv_host import Outcome, hosted, latent, params, prompts, run
+from tests.test_kv_host import Outcome, hosted, latent, params, prompts, run, tiny
 
-__all__ = ["latent"]  # a fixture
+__all__ = ["latent", "tiny"]  # fixtures
 
 BLOCK = 256
 RECORD = HEADER.size + BLOCK + 20  # and its check

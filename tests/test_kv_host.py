@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "int8 cache": {"kv_cache_dtype": "int8"},
     "fp8 cache": {"kv_cache_dtype": "fp8"},
-    "torch kernels": {"cpu_kernels": "torch"},
+    "torch kernels": {"cpu_kernels": "torch", "model": "qwen3"},
     "latent attention": {"model": "deepseek_v3"},
     "n-grams": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
     "a drafting head": {"speculative_config": {"method": "eagle", "model": "demo-eagle", "num_speculative_tokens": 3}},
@@ -42,14 +42,19 @@ OUTPUT = 40
 
 
 @pytest.fixture(scope="module")
-def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("latent"), "deepseek_v3")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of models that are made for these tests."""
+    return {name: str(save_checkpoint(tmp_path_factory.mktemp(name), name)) for name in ("deepseek_v3", "qwen3")}
 
 
-@pytest.fixture(params=MODELS)
-def options(request: pytest.FixtureRequest, latent: Path) -> dict[str, Any]:
-    chosen = {"model": "demo", "threads": 1, **MODELS[request.param]}
-    return {**chosen, "model": str(latent)} if chosen["model"] == "deepseek_v3" else chosen
+@pytest.fixture(scope="module")
+def latent(tiny: dict[str, str]) -> Path:
+    return Path(tiny["deepseek_v3"])
+
+
+def chosen(model: str, tiny: dict[str, str]) -> dict[str, Any]:
+    """Options of one of `MODELS`."""
+    return {name: tiny.get(value, value) if name == "model" else value for name, value in MODELS[model].items()}
 
 
 def prompts(count: int = 6) -> list[list[int]]:
@@ -97,10 +102,19 @@ def emptied(engine: Engine) -> None:
     engine.scheduler.kv.cache.clear()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+def pairs() -> Iterator[Any]:
+    """A model, and whether steps overlap: of one model both, of the others in turns; all that are left out are slow."""
+    for number, model in enumerate(MODELS):
+        for overlap in (False, True):
+            quick = model == "plain" or overlap == bool(number % 2)
+            yield pytest.param(model, overlap, marks=[] if quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("model", "overlap"), list(pairs()))
 def test_who_gives_way_comes_back_with_the_tokens_and_log_probabilities_of_a_roomy_pool(
-    options: dict[str, Any], overlap: bool
+    model: str, overlap: bool, tiny: dict[str, str]
 ) -> None:
+    options = {"model": "demo", "threads": 1, **chosen(model, tiny)}
     roomy = make(options, num_kv_blocks=200)
     expected = run(roomy, prompts())
     roomy.close()
@@ -112,7 +126,7 @@ def test_who_gives_way_comes_back_with_the_tokens_and_log_probabilities_of_a_roo
     engine.close()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_device_that_computes_by_itself_moves_blocks_in_the_order_of_its_steps(tmp_path: Path, overlap: bool) -> None:
     model = {"model": str(save_checkpoint(tmp_path, "qwen3")), "threads": 1, "async_scheduling": overlap}
     with on_device(DelayedDevice(), SpanKernels()):
@@ -364,7 +378,7 @@ def test_ranks_with_gpus_pin_the_same_memory(runtime: Runtime) -> None:
     assert not runtime.pinned
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_blocks_that_a_gpu_saves_are_checked_when_their_step_has_run(
     tmp_path: Path, overlap: bool, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,9 +30,9 @@ from quire.kv.transport.shared import SharedMemoryLink, SharedMemoryTransport
 from quire.ops.cpu import library
 from quire.ops.threads import ASIDE
 from tests.http_tools import wait_until
-from tests.test_kv_host import MODELS, Outcome, latent, params
+from tests.test_kv_host import MODELS, Outcome, chosen, latent, params, tiny
 
-__all__ = ["latent"]  # a fixture
+__all__ = ["latent", "tiny"]  # fixtures
 
 BLOCK = 16
 LENGTHS = [*range(1, 3 * BLOCK + 3), 64, 65, 127, 128, 129]
@@ -160,9 +160,8 @@ def peer(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_length_of_a_prompt(model: str, options: dict[str, Any], latent: Path) -> None:
-    options |= {"num_kv_blocks": 400}
-    options |= {name: str(latent) if value == "deepseek_v3" else value for name, value in MODELS[model].items()}
+def test_every_length_of_a_prompt(model: str, options: dict[str, Any], tiny: dict[str, str]) -> None:
+    options |= {"num_kv_blocks": 400} | chosen(model, tiny)
     texts = [prompt(length, first) for first, length in enumerate(LENGTHS)]
     expected = alone(options, texts)
     prefill = Prefill(**options)
