@@ -14,6 +14,7 @@ from tests.chromium import Chromium, Page, find_chromium
 from tests.page_stand_in import STATIC, STEP, StandIn
 
 READY = "document.querySelector('#send') && !document.querySelector('#send').disabled"
+KEPT = "import('/static/js/store.js').then((store) => store.loadConversations())"
 IDLE = "!document.querySelector('.message.running')"
 ANSWER = ".message.assistant"
 CANVASES = ("timeline", "pool", "tree")
@@ -211,20 +212,30 @@ def test_conversations_are_kept_in_the_browser_and_can_be_deleted(browser: Chrom
     page.click("li:nth-child(2) .item-menu")
     page.click(".menu [role=menuitem]:last-child")
     page.wait("document.querySelectorAll('.conversation').length === 1")
-    assert page.evaluate("Object.keys(localStorage).filter((key) => key.startsWith('quire.conversation')).length") == 1
+    assert page.evaluate(f"{KEPT}.then((all) => all.length)") == 1
 
 
-def test_what_is_kept_is_bounded_and_the_oldest_goes_first(browser: Chromium, server: StandIn) -> None:
+def test_no_conversation_makes_room_for_others(browser: Chromium, server: StandIn) -> None:
     page = opened(browser, server)
     kept = page.evaluate("""(async () => {
       const { newConversation, saveConversation, loadConversations } = await import('/static/js/store.js');
       for (let i = 0; i < 70; i += 1) {
         const messages = [{ role: 'user', content: 'x'.repeat(i < 65 ? 10 : 700000) }];
-        saveConversation({ ...newConversation('chat'), updated: i, title: `t${i}`, messages });
+        await saveConversation({ ...newConversation('chat'), updated: i, title: `t${i}`, messages });
       }
-      return loadConversations().map((one) => one.title);
+      return (await loadConversations()).map((one) => one.title);
     })()""")
-    assert kept == ["t69", "t68", "t67", "t66"]
+    assert kept == [f"t{i}" for i in range(69, -1, -1)]
+
+
+def test_a_conversation_that_cannot_be_kept_is_told(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    page.evaluate("""IDBObjectStore.prototype.put = () => {
+      throw new DOMException('', 'QuotaExceededError');
+    }; 0""")
+    ask(page, "Hi")
+    page.wait("document.querySelector('.toast')?.textContent.includes('the browser\\'s storage is full')")
+    answered(page, "Hello")
 
 
 def test_markup_in_an_answer_stays_text_and_loads_nothing(browser: Chromium, server: StandIn) -> None:
@@ -237,6 +248,7 @@ def test_markup_in_an_answer_stays_text_and_loads_nothing(browser: Chromium, ser
     answered(page, "onerror=")
     body = f"document.querySelector('{ANSWER} .message-body')"
     assert page.evaluate(f"{body}.querySelectorAll('img, script, [onerror]').length") == 0
+    assert "x (image, not loaded)" in page.text(f"{ANSWER} .message-body")
     links = page.evaluate(f"[...{body}.querySelectorAll('a')].map((a) => a.href + ' ' + a.rel)")
     assert all(link.startswith(("http://127.0.0.2/", "https://example.org/")) and "noopener" in link for link in links)
     settle(server, page)

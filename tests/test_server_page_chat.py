@@ -15,6 +15,7 @@ from tests.page_stand_in import STATIC, StandIn
 from tests.test_server_page import (  # noqa: F401  # fixtures
     ANSWER,
     IDLE,
+    KEPT,
     READY,
     answered,
     ask,
@@ -232,7 +233,7 @@ def test_conversations_are_found_renamed_deleted_and_brought_back(browser: Chrom
     page.wait("document.querySelector('.no-conversations').textContent === 'Nothing found.'")
     press(page, "Undo")
     page.wait("document.querySelector('.conversation .title')?.textContent === 'Fruit'")
-    assert page.evaluate("Object.keys(localStorage).filter((key) => key.startsWith('quire.conversation')).length") == 2
+    assert page.evaluate(f"{KEPT}.then((all) => all.length)") == 2
     settle(server, page)
 
 
@@ -278,12 +279,17 @@ def test_conversations_of_the_earlier_form_are_read(browser: Chromium, server: S
         "messages": [{"role": "user", "content": "One"}, answer],
     }
     page.evaluate(f"localStorage.setItem('quire.conversation.a', {json.dumps(json.dumps(old))})")
+    page.evaluate("localStorage.setItem('quire.conversation.b', '{')")
     page.go(server.url + "/?again")
     page.wait("document.querySelectorAll('.message').length === 2")
     page.wait(READY)
     ask(page, "Two")
     page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 4")
     assert sent(server) == ["One", "Hi", "Two"]
+    assert page.evaluate("Object.keys(localStorage).filter((key) => key.startsWith('quire.conv'))") == [
+        "quire.conversation.b"  # what cannot be read is left where it is; the other one is in the database
+    ]
+    assert page.evaluate(f"{KEPT}.then((all) => all.map((one) => one.messages.length))") == [4]
 
 
 def test_a_conversation_goes_on_after_the_server_was_started_anew(browser: Chromium, server: StandIn) -> None:
@@ -376,6 +382,36 @@ def test_a_schema_that_is_none_is_told_and_nothing_is_sent_without_it(browser: C
 
 
 # -- what answers look like ----------------------------------------------------------------------------------
+
+PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
+
+
+def test_tables_tasks_and_images_are_shown_as_they_are_read(browser: Chromium, server: StandIn) -> None:
+    row = "| 2026-11-28 | 1,234,567.89 | What this measured, in words | -0.001 ms |\n"
+    head = "| Date | Amount | Text | Time |\n|-|-:|-|-|\n"
+    tasks = f"- [x] one\n- [ ] two\n- three [x]\n\n![dot]({PIXEL}) [![a](https://b.c/d.png)](https://e.f/)"
+    server.script.pieces = [f"{head}{row * 2}\n{tasks}"]
+    page = opened(browser, server, width=390, height=800, touch=True)
+    ask(page, "Hi")
+    page.wait(f"{IDLE} && document.querySelector('{ANSWER} .wide')")
+    lines = """[...document.querySelectorAll('td')].map((cell) => {
+      const range = document.createRange();
+      range.selectNodeContents(cell);
+      return new Set([...range.getClientRects()].map((one) => Math.round(one.top))).size;
+    })"""
+    assert [page.evaluate(lines)[column] for column in (0, 1, 3)] == [1, 1, 1]
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate(f"[...document.querySelectorAll('{ANSWER} .task input')].map((one) => one.checked)") == [
+        True,
+        False,
+    ]
+    assert page.evaluate(f"[...document.querySelectorAll('{ANSWER} img')].map((one) => one.width)") == [1]
+    assert page.evaluate(f"[...document.querySelectorAll('{ANSWER} .message-body a')].map((one) => one.href)") == [
+        "https://e.f/"
+    ]
+    assert violations(page) == []
+    settle(server, page)
+
 
 FORMULAS = (
     r"Inline $e^{i\pi}$ and \(a_1*b_1*c\), \$5 or $6 and $7." "\n\n$$\n\\int_0^1 x\\,dx\n$$\n\nText\n\\[ x^2 \\]\n"
@@ -482,6 +518,32 @@ def violations(page: Page) -> list[str]:
     return [
         f"{one['id']} ({one['impact']}): {one['nodes']}" for one in found if one["impact"] in ("serious", "critical")
     ]
+
+
+def test_shortcuts_are_listed_and_can_be_turned_off(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+
+    def key(name: str) -> None:
+        page.call("Input.dispatchKeyEvent", type="keyDown", key=name, text=name)
+
+    key("?")
+    assert page.evaluate("document.querySelector('#prompt').value") == "?"  # it was typed
+    page.evaluate("document.activeElement.blur()")
+    key("?")
+    page.wait("document.querySelector('#shortcuts-dialog[open]')")
+    assert violations(page) == []
+    page.click("#shortcuts-dialog input")
+    page.click("#shortcuts-dialog .primary")
+    key("?")
+    key("s")
+    assert page.evaluate("document.querySelector('dialog') === null && document.activeElement === document.body")
+    page.click("#shortcuts")
+    page.click("#shortcuts-dialog input")
+    page.click("#shortcuts-dialog .primary")
+    page.evaluate("document.activeElement.blur()")
+    key("s")
+    assert page.evaluate("document.activeElement.ariaLabel") == "Search conversations"
+    settle(server, page)
 
 
 @pytest.mark.parametrize(

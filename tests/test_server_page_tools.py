@@ -11,6 +11,7 @@ from tests.page_stand_in import StandIn
 from tests.test_server_page import (  # noqa: F401  # fixtures
     ANSWER,
     IDLE,
+    KEPT,
     READY,
     answered,
     ask,
@@ -444,8 +445,7 @@ def test_tools_are_kept_before_anything_is_said(browser: Chromium, server: Stand
     assert page.evaluate("document.querySelectorAll('.conversation').length") == 1
     page.type("[data-name=tools]", "")
     assert page.evaluate("document.querySelectorAll('.conversation').length") == 0
-    kept = "Object.keys(localStorage).filter((key) => key.startsWith('quire.conversation')).length"
-    assert page.evaluate(kept) == 0
+    assert page.evaluate(f"{KEPT}.then((all) => all.length)") == 0
 
 
 def test_exports_have_tools_calls_and_results(browser: Chromium, server: StandIn) -> None:
@@ -453,7 +453,7 @@ def test_exports_have_tools_calls_and_results(browser: Chromium, server: StandIn
     texts = page.evaluate("""(async () => {
       const { asMarkdown, importJson } = await import('/static/js/export.js');
       const { loadConversations } = await import('/static/js/store.js');
-      const conversations = loadConversations();
+      const conversations = await loadConversations();
       const text = JSON.stringify({ format: 'quire.conversations', conversations });
       const refused = ['1', '[1]', '[{"name": "f"}]'].map((calls) => {
         try {

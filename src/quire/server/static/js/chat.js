@@ -2,6 +2,7 @@
 
 import { Announcer } from "./announce.js";
 import { fill, h, icon, iconButton, segments, setText, sign, toast } from "./dom.js";
+import { exportJson } from "./export.js";
 import { count } from "./format.js";
 import { Generation } from "./generate.js";
 import { fieldOf, MessageElement } from "./messages.js";
@@ -9,7 +10,6 @@ import { SettingsPanel } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import {
   deleteConversation,
-  loadConversations,
   loadSettings,
   newConversation,
   saveConversation,
@@ -40,11 +40,13 @@ const EXAMPLES = {
 const SAVE_EVERY = 1500; // milliseconds, while an answer grows
 
 export class ChatView {
-  constructor(root, server) {
+  /** `conversations`: those that were kept, newest first. */
+  constructor(root, server, conversations) {
     this.root = root;
     this.server = server;
     this.settings = loadSettings();
-    this.conversations = loadConversations();
+    this.conversations = conversations;
+    this.unkept = false; // what was last to be kept could not be, and that was told
     this.generations = new Map(); // by conversation id: those that run
     this.saved = 0;
     this.following = true; // the thread is at its end, and is kept there while it grows
@@ -52,7 +54,7 @@ export class ChatView {
     this.open(this.conversations[0] || null);
     server.onChange(() => this.meet());
     addEventListener("pagehide", () =>
-      this.conversations.forEach((one) => this.generations.has(one.id) && saveConversation(one)),
+      this.conversations.forEach((one) => this.generations.has(one.id) && this.save(one)),
     );
   }
 
@@ -62,6 +64,12 @@ export class ChatView {
   }
 
   hide() {}
+
+  /** Go to the search of conversations. */
+  find() {
+    this.showPanel("side", true);
+    this.sidebar.search.focus();
+  }
 
   // -- building -------------------------------------------------------------------------------------------
 
@@ -471,10 +479,17 @@ export class ChatView {
     this.sidebar.draw();
   }
 
-  save(conversation) {
+  async save(conversation) {
     if (!this.conversations.includes(conversation)) return; // deleted while it ran
-    const dropped = saveConversation(conversation);
-    if (dropped.length) this.conversations = this.conversations.filter((one) => !dropped.includes(one.id));
+    try {
+      await saveConversation(conversation);
+      this.unkept = false;
+    } catch (error) {
+      if (this.unkept) return;
+      this.unkept = true;
+      const why = error?.name === "QuotaExceededError" ? "the browser's storage is full" : (error?.message ?? "unknown");
+      toast(`This conversation is not kept: ${why}.`, "Export it", () => exportJson([conversation], conversation.title));
+    }
   }
 
   /** Something beside its messages was changed: one that holds nothing but tools is kept, too. */

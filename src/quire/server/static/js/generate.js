@@ -1,7 +1,7 @@
 // Runs one answer: builds the request, streams the text in, and measures.
 
 import { ServerError, stream } from "./api.js";
-import { schemaOf, stopStrings } from "./settings.js";
+import { COMPLETION_TOKENS, schemaOf, stopStrings } from "./settings.js";
 import { callsOf, hasResults, path, turns, turnsInContext } from "./thread.js";
 import { toolFields } from "./tools.js";
 
@@ -84,7 +84,7 @@ function chatRequest(conversation, answer, settings) {
 
 function completionRequest(conversation, answer) {
   const prompt = path(conversation).at(-2).content;
-  return ["/v1/completions", { prompt: prompt + answer.content, max_tokens: 256 }, (choice) => ({ content: choice.text })];
+  return ["/v1/completions", { prompt: prompt + answer.content, max_tokens: COMPLETION_TOKENS }, (choice) => ({ content: choice.text })];
 }
 
 export class Generation {

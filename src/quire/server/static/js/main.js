@@ -4,6 +4,8 @@ import { apiKey, getJson, health, setApiKey, ServerError } from "./api.js";
 import { ChatView } from "./chat.js";
 import { fill, h, icon, setText, sign } from "./dom.js";
 import { LiveView } from "./live/live.js";
+import { askForShortcuts, onShortcuts } from "./shortcuts.js";
+import { loadConversations } from "./store.js";
 
 const $ = (id) => document.getElementById(id);
 
@@ -172,7 +174,8 @@ function showLoading() {
 
 // -- views ------------------------------------------------------------------------------------------------
 
-const views = { chat: new ChatView($("chat-view"), server), live: new LiveView($("live-view"), server) };
+const conversations = await loadConversations();
+const views = { chat: new ChatView($("chat-view"), server, conversations), live: new LiveView($("live-view"), server) };
 
 /** The hash is "#view" or "#view/detail". */
 function showView() {
@@ -200,6 +203,8 @@ $("theme").addEventListener("click", () => {
   dispatchEvent(new Event("themechange"));
 });
 
+onShortcuts({ message: () => views.chat.input.focus(), new: () => views.chat.open(null), search: () => views.chat.find() }, () => !$("chat-view").hidden);
+$("shortcuts").addEventListener("click", askForShortcuts);
 $("banner").addEventListener("click", () => server.state === "locked" && askForKey());
 addEventListener("hashchange", showView);
 document.addEventListener("visibilitychange", () => document.hidden || server.poll());

@@ -5,12 +5,15 @@ import { fill, h, iconButton, toast } from "./dom.js";
 import { DEFAULTS, saveSettings } from "./store.js";
 import { choicesOf, EXAMPLE, toolsOf } from "./tools.js";
 
+/** The longest continuation of a text, unless another one is set: a model of texts may never end. */
+export const COMPLETION_TOKENS = 256;
+
 const FIELDS = [
   ["temperature", "Temperature", { max: 2, step: 0.05 }, "0 always takes the likeliest token; higher is more varied"],
   ["top_p", "Top p", { min: 0.01, max: 1, step: 0.01 }, "Keep the most likely tokens whose probabilities add up to this"],
   ["top_k", "Top k", { max: 1000000, slides: 200 }, "Keep this many of the most likely tokens; 0 keeps all"],
   ["min_p", "Min p", { max: 1, step: 0.01 }, "Drop tokens below this fraction of the top token's probability"],
-  ["max_tokens", "Longest answer", { min: 1, max: 10000000, slides: 0 }, "In tokens; empty: up to the end of the context"],
+  ["max_tokens", "Longest answer", { min: 1, max: 10000000, slides: 0 }, `In tokens; empty: up to the end of the context, or ${COMPLETION_TOKENS} when completing a text`],
   ["seed", "Seed", { max: Number.MAX_SAFE_INTEGER, slides: 0 }, "The same seed gives the same answer"],
 ];
 const PENALTIES = [

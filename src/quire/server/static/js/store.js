@@ -1,12 +1,13 @@
-// Conversations and settings, kept in this browser. Each conversation has a key of its own, so that two tabs
-// do not overwrite each other's. What is kept is bounded; the oldest go first.
+// What is kept in this browser: settings in the local storage, conversations in a database, each under its id, so that
+// two tabs do not overwrite each other's. Nothing is dropped to make room: what cannot be kept is told.
 
 import { asTree, newKey } from "./thread.js";
 
-const PREFIX = "quire.conversation.";
 const SETTINGS = "quire.settings";
-const MAX_CONVERSATIONS = 60;
-const MAX_CHARACTERS = 3_000_000; // browsers allow about five million in all
+const DATABASE = "quire";
+const CONVERSATIONS = "conversations";
+const EARLIER = "quire.conversation."; // keys of conversations in the local storage, where they were kept before
+const PATIENCE = 3000; // milliseconds, for a database that never opens
 
 export const DEFAULTS = {
   system: "",
@@ -58,14 +59,56 @@ export function newConversation(mode) {
   return { id: newKey(), title: "", mode, updated: Date.now(), messages: [], leaf: null, tools: "", toolChoice: "auto" };
 }
 
-/** All conversations, newest first. What cannot be read is left out. */
-export function loadConversations() {
-  const found = [];
-  for (const key of keys()) {
-    const conversation = checkedConversation(readJson(key));
-    if (conversation) found.push(conversation);
+let database = null; // once it is open
+
+/** Open the database; null where the browser has none for this page. */
+async function opened() {
+  database ??= await new Promise((resolve) => {
+    setTimeout(() => resolve(null), PATIENCE);
+    try {
+      const request = indexedDB.open(DATABASE, 1);
+      request.onupgradeneeded = () => request.result.createObjectStore(CONVERSATIONS, { keyPath: "id" });
+      request.onsuccess = () => resolve(request.result);
+      request.onerror = () => resolve(null);
+    } catch {
+      resolve(null);
+    }
+  });
+  return database;
+}
+
+/** Do something with the conversations' store. Throws Error where nothing can be kept. Begins at once if it is open. */
+async function inDatabase(mode, action) {
+  const place = database ?? (await opened());
+  if (!place) throw new Error("this browser keeps nothing for this page");
+  return new Promise((resolve, reject) => {
+    const transaction = place.transaction(CONVERSATIONS, mode, { durability: "relaxed" });
+    const request = action(transaction.objectStore(CONVERSATIONS));
+    transaction.oncomplete = () => resolve(request?.result);
+    transaction.onerror = transaction.onabort = () => reject(transaction.error ?? request?.error);
+  });
+}
+
+/** All conversations, newest first. What cannot be read is left out, and left where it is. */
+export async function loadConversations() {
+  const found = new Map();
+  const kept = await inDatabase("readonly", (store) => store.getAll()).catch(() => []);
+  for (const one of kept.map(checkedConversation)) if (one) found.set(one.id, one);
+  const moved = new Map();
+  for (const key of Object.keys(storage() ?? {}).filter((name) => name.startsWith(EARLIER))) {
+    const one = checkedConversation(readJson(key));
+    if (one) moved.set(key, one);
+    if (one && !(found.get(one.id)?.updated > one.updated)) found.set(one.id, one);
   }
-  return found.sort((a, b) => b.updated - a.updated);
+  if (moved.size) await move(moved, found).catch(() => {}); // they stay where they are, and are read again
+  return [...found.values()].sort((a, b) => b.updated - a.updated);
+}
+
+async function move(moved, found) {
+  await inDatabase("readwrite", (store) => {
+    for (const { id } of moved.values()) store.put(found.get(id));
+  });
+  for (const key of moved.keys()) storage().removeItem(key);
 }
 
 /** A conversation that was kept or exported, ready for use; null if it is none. */
@@ -87,51 +130,12 @@ export function checkedConversation(found) {
   };
 }
 
-/** Keep a conversation that holds something; makes room by dropping the oldest others. Returns the dropped ids. */
-export function saveConversation(conversation) {
-  const place = storage();
-  if (!place || !(conversation.messages.length || conversation.tools)) return [];
-  const text = JSON.stringify(conversation);
-  const key = PREFIX + conversation.id;
-  const dropped = bound(key, text.length);
-  for (;;) {
-    try {
-      place.setItem(key, text);
-      return dropped;
-    } catch {
-      const oldest = others(key).pop();
-      if (!oldest) return dropped;
-      place.removeItem(oldest.key);
-      dropped.push(oldest.key.slice(PREFIX.length));
-    }
-  }
+/** Keep a conversation that holds something. Throws Error where it cannot be kept. */
+export async function saveConversation(conversation) {
+  if (!(conversation.messages.length || conversation.tools)) return;
+  await inDatabase("readwrite", (store) => store.put(conversation));
 }
 
-export function deleteConversation(id) {
-  storage()?.removeItem(PREFIX + id);
-}
-
-function keys() {
-  const place = storage();
-  return place ? Object.keys(place).filter((key) => key.startsWith(PREFIX)) : [];
-}
-
-function others(key) {
-  return keys()
-    .filter((other) => other !== key)
-    .map((other) => ({ key: other, length: storage().getItem(other).length, updated: readJson(other)?.updated ?? 0 }))
-    .sort((a, b) => b.updated - a.updated);
-}
-
-function bound(key, length) {
-  const dropped = [];
-  let total = length;
-  others(key).forEach(({ key: other, length: size }, index) => {
-    total += size;
-    if (index + 1 >= MAX_CONVERSATIONS || total > MAX_CHARACTERS) {
-      storage().removeItem(other);
-      dropped.push(other.slice(PREFIX.length));
-    }
-  });
-  return dropped;
+export async function deleteConversation(id) {
+  await inDatabase("readwrite", (store) => store.delete(id)).catch(() => {}); // what was never kept
 }
