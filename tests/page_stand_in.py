@@ -37,6 +37,7 @@ class Script:
         health: what /health answers, with 200 for the status "ok" alone.
         key: the API key that is asked for, if any.
         model: its name. description: what it is, if it is an embedded one. defaults: its sampling parameters.
+            suggestions: those that suit people.
         pieces: an answer, piece by piece; or whole deltas of a chat. pause: seconds before each. headers: beside it.
         late: seconds that a refusal for want of a key takes.
         refusal: (status, error) that requests are answered with instead.
@@ -56,6 +57,7 @@ class Script:
     model: str = "stand-in"
     description: str | None = None
     defaults: dict[str, float] = field(default_factory=dict)
+    suggestions: dict[str, float] = field(default_factory=dict)
     pieces: list[str | dict[str, Any]] = field(default_factory=lambda: ["Hello", ", **wor", "ld**."])
     pause: float = 0.01
     finish_reason: str = "stop"
@@ -128,6 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "description": self.script.description,
             }
             model["sampling_defaults"] = self.script.defaults
+            model["sampling_suggestions"] = self.script.suggestions
             self._send_json(200, {"data": [model]})
         elif path == "/view" and self.script.view_status == 200:
             asked = parse_qs(urlsplit(self.path).query)

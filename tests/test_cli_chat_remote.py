@@ -135,6 +135,15 @@ def chat(server: Server) -> Iterator[Chat]:
     talker.close()
 
 
+def test_a_small_model_is_sampled_as_the_server_suggests_until_the_user_says_otherwise(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.models = {"data": [{"id": "first", "sampling_suggestions": {"temperature": 0.7}}]}
+    assert run(server, "Hi\n/set temperature 1\nHi\n/set temperature none\nHi\n", monkeypatch) == 0
+    assert [body["temperature"] for body in server.seen] == [0.7, 1.0, 0.7]
+    assert "temperature 0.7, as the model is small and its files give none" in capsys.readouterr().err
+
+
 def run(server: Server, lines: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     return main(["chat", "--url", server.url, *flags])

@@ -597,6 +597,8 @@ def test_models_are_listed_under_every_name_with_the_longest_context() -> None:
         assert listed["object"] == "list"
         assert [model["id"] for model in listed["data"]] == ["demo", "org/other-name"]
         assert {model["max_model_len"] for model in listed["data"]} == {256}
+        assert listed["data"][0]["sampling_suggestions"] == {"temperature": 0.7}
+        assert listed["data"][0]["sampling_defaults"]["temperature"] == 1
         for name in ("org/other-name", "org%2Fother-name"):
             one = site.http.get(f"/v1/models/{name}")
             assert (one.status_code, one.json()) == (200, listed["data"][1])

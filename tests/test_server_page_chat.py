@@ -325,6 +325,20 @@ def test_sliders_show_the_models_own_defaults(browser: Chromium, server: StandIn
     assert not set(server.script.defaults) & set(server.script.bodies[-1][1])
 
 
+def test_a_small_model_is_sampled_at_the_temperature_that_is_told(browser: Chromium, server: StandIn) -> None:
+    server.script.suggestions = {"temperature": 0.7}
+    page = opened(browser, server)
+    page.wait("document.querySelector('[data-name=temperature]').placeholder === '0.7'")
+    assert "0.7 if you set none: the model is small" in page.text("#setting-temperature-help")
+    ask(page, "Hi")
+    answered(page, "Hello")
+    page.type("[data-name=temperature]", "1")
+    ask(page, "Hi")
+    page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 4")
+    assert [body["temperature"] for _, body in server.script.bodies] == [0.7, 1]
+    settle(server, page)
+
+
 def test_penalties_min_p_stop_and_a_schema_are_sent(browser: Chromium, server: StandIn) -> None:
     page = opened(browser, server)
     chosen = {"min_p": 0.05, "presence_penalty": -0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}

@@ -14,7 +14,7 @@ from typing import Any
 from quire.calls import end_of_prompt, vllm_names, weakly
 from quire.config import EngineConfig
 from quire.core.request import Request, RequestUpdate
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import SamplingParams, suggested
 from quire.engine.engine import Engine
 from quire.engine.frontend import Frontend
 from quire.engine.stats import EngineStats
@@ -62,6 +62,11 @@ class LocalEngine(ABC):
     def default_params(self) -> SamplingParams:
         """The values of unset sampling parameters: from the checkpoint's `generation_config.json`, or neutral ones."""
         return self._frontend.default_params
+
+    @property
+    def sampling_suggestions(self) -> dict[str, float]:
+        """Values for unset sampling parameters that suit people who chat: see `sampling_params.suggested`."""
+        return suggested(self.model.num_parameters, self._engine.sampling_defaults)
 
     @property
     def max_model_len(self) -> int:

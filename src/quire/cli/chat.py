@@ -69,10 +69,14 @@ def run(args: argparse.Namespace) -> int:
     from quire.cli.conversation import Chat
     from quire.cli.inputs import need_stdin
     from quire.cli.keyboard import line_editing, typed
+    from quire.cli.terminal import note
 
     need_stdin()
     tools = _tools(args)
     with _talker(args, given, tools) as talker:
+        for field, value in talker.suggested.items():
+            if field not in given.sampling and not args.quiet:
+                note(f"{field} {value:g}, as the model is small and its files give none (/set {field} changes it)")
         approve = (lambda _: True) if args.yes else None
         chat = Chat(talker, given.sampling, args.system, tools, args.tool_choice, approve)
         if sys.stdin.isatty():

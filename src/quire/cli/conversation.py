@@ -199,7 +199,7 @@ class Chat:
             fields[name] = parse_value(name, hints[name], value.strip())
         check_fields(fields, self.talker.refused)
         self.fields = fields
-        tell(f"{name} is {fields.get(name, 'the default')}")
+        tell(f"{name} is {({**self.talker.suggested, **fields}).get(name, 'the default')}")
 
     def _last_turn(self) -> tuple[list[dict[str, Any]], str]:
         """The messages before the user's last message, and that message.
@@ -324,7 +324,7 @@ class Chat:
         sent = [{key: value for key, value in message.items() if key != INTERRUPTED} for message in messages]
         use = ToolUse([tool.definition for tool in self._tools.values()], choice)
         try:
-            self.last = self.talker.answer(sent, self.fields, view.show, use)
+            self.last = self.talker.answer(sent, {**self.talker.suggested, **self.fields}, view.show, use)
         except PromptTooLongError as error:
             raise PromptTooLongError(
                 f"{error}; or use /reset to start over ({len(messages)} messages are in the conversation)"

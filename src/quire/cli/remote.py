@@ -9,7 +9,7 @@ import ssl
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 from urllib.parse import urlsplit
 
 import httpx2
@@ -40,9 +40,14 @@ SILENCE_SECONDS = 300.0
 POLL_SECONDS = 0.5
 
 
+class _Suggestions(msgspec.Struct):
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+
+
 class _Model(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    sampling_suggestions: _Suggestions | None = None
 
 
 class _Models(msgspec.Struct):
@@ -143,10 +148,13 @@ class RemoteTalker:
         except (httpx2.InvalidURL, UnicodeError) as error:
             raise ConfigError(f"--url {url!r} is not the URL of a server: {error}") from error
         try:
-            self.model, self.context = self._find(model)
+            found = self._find(model)
         except BaseException:
             self._client.close()
             raise
+        self.model, self.context = found.id, found.max_model_len
+        temperature = (found.sampling_suggestions or _Suggestions()).temperature
+        self.suggested: dict[str, float] = {} if temperature is None else {"temperature": temperature}
 
     def _connect(self) -> httpx2.Client:
         uds = unix_path(self.url)
@@ -164,17 +172,17 @@ class RemoteTalker:
 
     # -- the start -----------------------------------------------------------------------------------------
 
-    def _find(self, name: str | None) -> tuple[str, int | None]:
-        """The model's name and context length, once the server is ready."""
+    def _find(self, name: str | None) -> _Model:
+        """The model, once the server is ready."""
         status, body = self._wait_until_ready()
         if status != 200:
             self._refuse(status, body)
-        models = _read(body, _Models)
+        models: _Models | None = _read(body, _Models)
         if models is None or not models.data:
             raise RemoteError(f"{self.url}/v1/models lists no models; is this an OpenAI-compatible server?")
         for model in models.data:
             if name in (None, model.id):
-                return model.id, model.max_model_len
+                return model
         known = ", ".join(visible(model.id) for model in models.data[:20])
         raise RemoteError(f"the server has no model {name!r}; it has: {known}")
 

@@ -84,11 +84,13 @@ class Talker(Protocol):
         context: longest conversation in tokens; None if the server did not report it.
         more_context: how to make it longer, for people.
         refused: sampling parameters that it cannot use.
+        suggested: sampling parameters for those that are not set; see `sampling_params.suggested`.
     """
 
     context: int | None
     more_context: str
     refused: tuple[str, ...]
+    suggested: dict[str, float]
 
     def answer(self, messages: Messages, fields: Mapping[str, Any], show: Show, use: ToolUse = NO_TOOLS) -> Answer:
         """Answer, and show the answer as it is generated. Ctrl-C ends it with the reason "abort".
@@ -110,6 +112,7 @@ class LocalTalker:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.context: int | None = llm.max_model_len
+        self.suggested = llm.sampling_suggestions
 
     def answer(self, messages: Messages, fields: Mapping[str, Any], show: Show, use: ToolUse = NO_TOOLS) -> Answer:
         request = self.llm.add_chat(messages, sampling_params(fields), **use.fields)

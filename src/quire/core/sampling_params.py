@@ -54,6 +54,18 @@ NEUTRAL: dict[str, float | int] = {
 }
 """Defaults of the fields that a checkpoint's `generation_config.json` can set, if it does not set them."""
 
+SMALL_MODEL = 4_000_000_000
+"""Parameters of a model that rambles at temperature 1."""
+
+
+def suggested(num_parameters: int, defaults: Mapping[str, Any]) -> dict[str, float]:
+    """Sampling parameters that suit people who chat with a model and set none; APIs keep the defaults.
+
+    Args:
+        defaults: those of the checkpoint's files.
+    """
+    return {"temperature": 0.7} if num_parameters <= SMALL_MODEL and "temperature" not in defaults else {}
+
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,),

@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from quire import __version__
-from quire.core.sampling_params import NEUTRAL
+from quire.core.sampling_params import NEUTRAL, suggested
 from quire.errors import EngineClosedError
 from quire.kv.directory import masked
 from quire.models.hub import describe
@@ -321,6 +321,7 @@ def model_router(context: AppContext) -> APIRouter:
             "parent": None,
             "max_model_len": info.max_model_len if info is not None else None,
             "sampling_defaults": NEUTRAL | info.sampling_defaults if info is not None else None,
+            "sampling_suggestions": suggested(info.parameters, info.sampling_defaults) if info is not None else None,
             "description": describe(Path(info.path)) if info is not None else None,
         }
 

@@ -292,7 +292,7 @@ export class ChatView {
       this.mode.press(conversation.mode);
       this.drawThread();
     }
-    this.panel.meet(this.server.defaults);
+    this.panel.meet(this.server.defaults, this.server.suggested);
     this.showServer();
   }
 
@@ -445,7 +445,7 @@ export class ChatView {
     const { conversation } = this;
     if (this.generations.has(conversation.id)) return;
     conversation.updated = Date.now();
-    const generation = new Generation(conversation, message, { ...this.settings }, this.server.model);
+    const generation = new Generation(conversation, message, this.inEffect(), this.server.model);
     this.generations.set(conversation.id, generation);
     message.running = true;
     this.drawThread();
@@ -454,6 +454,13 @@ export class ChatView {
     await generation.run(() => this.changed(conversation, message));
     this.generations.delete(conversation.id);
     this.ended(conversation, message);
+  }
+
+  /** The settings, with what is suggested for those that are not set. */
+  inEffect() {
+    const { suggested } = this.server;
+    const unset = Object.keys(suggested).filter((name) => this.settings[name] === null);
+    return { ...this.settings, ...Object.fromEntries(unset.map((name) => [name, suggested[name]])) };
   }
 
   changed(conversation, message) {

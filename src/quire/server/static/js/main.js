@@ -17,6 +17,7 @@ class Server {
     this.model = null;
     this.maxModelLength = null;
     this.defaults = {}; // what unset sampling parameters mean
+    this.suggested = {}; // what is sent for unset ones: it suits people better
     this.description = null; // of a model that ships with Quire
     this.listeners = [];
     this.timer = null;
@@ -61,6 +62,7 @@ class Server {
       this.model = model.id;
       this.maxModelLength = model.max_model_len ?? null;
       this.defaults = model.sampling_defaults ?? {};
+      this.suggested = model.sampling_suggestions ?? {};
       this.description = model.description ?? null;
       return "ok";
     } catch (error) {

@@ -53,6 +53,7 @@ export class SettingsPanel {
     this.conversation = { tools: "", toolChoice: "auto" };
     this.onConversation = onConversation;
     this.defaults = {};
+    this.suggested = {};
     this.shown = []; // functions that show what is set
     this.judges = {}; // by field: says what is wrong with it, or what the server says
     const system = this.text("system", "System message", { rows: 4, placeholder: "None" });
@@ -91,9 +92,10 @@ export class SettingsPanel {
     for (const show of this.shown) show();
   }
 
-  /** The model's own defaults, which unset fields mean. */
-  meet(defaults) {
-    this.defaults = defaults ?? {};
+  /** The model's own defaults, which unset fields mean, and what is sent instead of some. */
+  meet(defaults, suggested) {
+    this.defaults = { ...defaults, ...suggested };
+    this.suggested = suggested;
     for (const show of this.shown) show();
   }
 
@@ -229,6 +231,7 @@ export class SettingsPanel {
       "aria-describedby": `${id}-help`,
       "data-name": name,
     });
+    const note = h("span", { class: "setting-help", id: `${id}-help` }, help);
     const range = slides ? h("input", { type: "range", min, max: slides, step, "aria-label": `${label}, slider` }) : null;
     const show = () => {
       const value = this.settings[name];
@@ -236,10 +239,12 @@ export class SettingsPanel {
       number.placeholder = usual ?? (name === "seed" ? "random" : "none");
       if (document.activeElement !== number || Number(number.value) !== value) number.value = value ?? "";
       mark(number, false);
+      const why = `${usual} if you set none: the model is small, and its files give none`;
+      note.textContent = name in this.suggested ? `${help}. ${why}` : help;
       if (!range) return;
       range.value = value ?? usual;
       range.classList.toggle("unset", value === null);
-      range.setAttribute("aria-valuetext", value === null ? `${usual}, the model's default` : `${value}`);
+      range.setAttribute("aria-valuetext", value === null ? `${usual}, the default` : `${value}`);
     };
     number.addEventListener("input", () => {
       const valid = number.value === "" ? !number.validity.badInput : number.validity.valid;
@@ -259,7 +264,7 @@ export class SettingsPanel {
       h("label", { class: "setting-name", for: id }, label),
       number,
       range,
-      h("span", { class: "setting-help", id: `${id}-help` }, help),
+      note,
     );
   }
 
