@@ -19,13 +19,12 @@ from typing import Any
 import msgspec
 
 from quire import log
-from quire.engine.rank import RankStart
 
 FORKS = multiprocessing.get_context("forkserver")
 SERVERS = ["quire.cli.serve", "quire.server.supervisor", "quire.server.worker", "quire.ipc.engine_process"]
 FORKS.set_forkserver_preload(["quire.engine.engine", *SERVERS, "tests.warm"])
-DESCRIPTORS = ("link", "memory", "stage_memory", "store", "bell", "host_memory")
-"""The fields of `RankStart` that name what a rank inherits, under other numbers here."""
+DESCRIPTORS = ("link", "memory", "stage_memory", "store", "bell", "host_memory", "fd")
+"""The fields of start messages that name what a process inherits, under other numbers here."""
 
 
 class Inherited:
@@ -71,16 +70,23 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
-def spawn_rank(command: Sequence[str], start: RankStart, *, fds: Sequence[int] = ()) -> Fork:
-    """As `quire.child.spawn_beside` starts one, with a command that ends with a module."""
-    numbers = {name: number for name in DESCRIPTORS if (number := getattr(start, name)) >= 0}
+def spawn_rank(command: Sequence[str], start: msgspec.Struct, *, fds: Sequence[int] = ()) -> Fork:
+    """As `quire.child.spawn_beside` starts one, with a command that ends with a module; or another such process."""
+    numbers = {name: number for name in DESCRIPTORS if (number := getattr(start, name, -1)) >= 0}
     assert sorted(numbers.values()) == sorted(fds), "DESCRIPTORS names all fields that have one"
     inherited = {name: Inherited(number) for name, number in numbers.items()}
-    return Fork(_run_rank, command[-1], msgspec.json.encode(start), inherited, Inherited(2), dict(os.environ))
+    return Fork(
+        _run_rank, command[-1], type(start), msgspec.json.encode(start), inherited, Inherited(2), dict(os.environ)
+    )
 
 
 def _run_rank(
-    module: str, start: bytes, inherited: Mapping[str, int], errors: int, environment: Mapping[str, str]
+    module: str,
+    kind: type[msgspec.Struct],
+    start: bytes,
+    inherited: Mapping[str, int],
+    errors: int,
+    environment: Mapping[str, str],
 ) -> None:
     """What `python -m quire.engine.rank` does with this on its standard input."""
     gc.freeze()  # what it shares with all forks is no garbage, and to look at it takes longer than to load a model
@@ -89,11 +95,11 @@ def _run_rank(
     os.environ.update(environment)
     for number in (1, 2):
         os.dup2(errors, number)
-    told = msgspec.structs.replace(msgspec.json.decode(start, type=RankStart), **inherited)
+    told = msgspec.structs.replace(msgspec.json.decode(start, type=kind), **inherited)
     tell(msgspec.json.encode(told))
     code = importlib.import_module(module).main()
     log.flush()
-    os._exit(code)
+    os._exit(code or 0)
 
 
 def tell(start: bytes) -> None:

@@ -24,6 +24,8 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, RequestError
+from tests import warm
+from tests.warm import COMMAND, WarmProcess
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 FLAGS = ["--max-tokens", "6", "--temperature", "0", "--ignore-eos"]
@@ -38,10 +40,6 @@ def expected() -> Iterator[dict[str, str]]:
         chat = llm.chat([{"role": "user", "content": PROMPTS[0]}], PARAMS)[0]
         texts = {output.prompt or "": output.outputs[0].text for output in outputs}
         yield texts | {"chat": chat.outputs[0].text, "ids": json.dumps(outputs[0].prompt_token_ids)}
-
-
-def quire(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "quire.cli.main", *arguments]
 
 
 # -- with the demo model ------------------------------------------------------------------------------------
@@ -136,7 +134,7 @@ def test_the_prompts_are_not_written_over(tmp_path: Path, capsys: pytest.Capture
     assert main(["generate", "demo", "--input", str(source), "--output", str(link)]) == 2
     assert "is also the input file" in capsys.readouterr().err
     with source.open() as stdin:
-        done = run_quire("generate", "demo", "--input", "-", "--output", str(source), stdin=stdin)
+        done = warm.run("generate", "demo", "--input", "-", "--output", str(source), stdin=stdin)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert source.read_text() == '{"prompt": "a"}\n'
 
@@ -155,11 +153,6 @@ def test_log_probabilities_that_nobody_will_see_are_mentioned(capsys: pytest.Cap
         assert ("only written as JSON lines" in capsys.readouterr().err) is expected
 
 
-def run_quire(*arguments: str, **streams: Any) -> subprocess.CompletedProcess[str]:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-    return subprocess.run(quire(*arguments), text=True, timeout=120, **pipes)
-
-
 FULL = Path("/dev/full")
 
 
@@ -167,9 +160,9 @@ FULL = Path("/dev/full")
 def test_a_full_disk_is_one_line_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     prompt = ("generate", "demo", "x", "--threads", "1", "--quiet", *FLAGS)
     with FULL.open("w") as full:
-        done = run_quire(*prompt, stdout=full)
+        done = warm.run(*prompt, stdout=full)
         assert (done.returncode, done.stderr) == (1, "quire: error: No space left on device\n")
-        assert run_quire("generte", stderr=full).returncode == 2
+        assert warm.run("generte", stderr=full).returncode == 2
     assert main([*prompt, "--output", str(FULL)]) == 1
     assert capsys.readouterr().err == "quire: error: --output /dev/full cannot be written: No space left on device\n"
 
@@ -190,11 +183,11 @@ def test_closed_streams_are_told_clearly(redirection: str, arguments: str, code:
     assert message in done.stderr and done.stderr.count("\n") == bool(message)
 
 
-def start_endless(**streams: Any) -> subprocess.Popen[str]:
+def start_endless() -> WarmProcess:
     """A command that has begun to stream; it checks its invariants so that it is slow, and far from its end."""
-    command = quire("generate", "demo", "x = [", "--ignore-eos", "--quiet", "--threads", "1", "--check-invariants")
-    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **streams)
-    assert process.stdout is not None and process.stdout.read(1)  # it streams before it has ended
+    command = ["generate", "demo", "x = [", "--ignore-eos", "--quiet", "--threads", "1", "--check-invariants"]
+    process = WarmProcess(COMMAND, *command, stdout=subprocess.PIPE)
+    assert process.stdout.read(1)  # it streams before it has ended
     return process
 
 
@@ -203,16 +196,15 @@ def test_ctrl_c_ends_it_without_a_traceback() -> None:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Traceback" not in err
+    assert b"Traceback" not in err
 
 
 def test_a_reader_that_goes_away_ends_it_without_a_traceback() -> None:
     with start_endless() as process:
-        assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         err = process.stderr.read()
         assert process.wait(timeout=60) == 141
-    assert err == ""
+    assert err == b""
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from quire.server.processes import listen
 from quire.server.supervisor import ServeOptions
 from tests.http_tools import URL, ServeProcess, listening_addresses, request, wait_until
 from tests.server_stand_ins import engine_info
+from tests.warm import COMMAND, WarmProcess
 
 SERVER_VALUES: dict[str, tuple[list[str], Any]] = {
     "host": (["::1"], "::1"),
@@ -277,7 +278,7 @@ def test_keys_are_counted_and_never_shown(
 
 
 def test_a_real_server_opens_its_port_serves_drains_and_leaves_nothing() -> None:
-    with ServeProcess(warm=False) as server:
+    with ServeProcess() as server:
         pids = server.pids("all")
         assert len(server.pids("engine")) == len(server.pids("http")) == 1
         body = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 4, "ignore_eos": True}
@@ -289,7 +290,7 @@ def test_a_real_server_opens_its_port_serves_drains_and_leaves_nothing() -> None
 
 
 def test_a_model_that_does_not_fit_is_one_clear_last_line_although_the_cause_lies_in_a_child() -> None:
-    with ServeProcess("--num-kv-blocks", "3", "--max-model-len", "2048", wait="nothing", warm=False) as server:
+    with ServeProcess("--num-kv-blocks", "3", "--max-model-len", "2048", wait="nothing") as server:
         assert server.wait() == 2
         last = server.stderr.splitlines()[-1]
         assert last.startswith("quire: error: ")
@@ -298,7 +299,7 @@ def test_a_model_that_does_not_fit_is_one_clear_last_line_although_the_cause_lie
 
 
 def test_ctrl_c_while_loading_leaves_at_once_with_code_0() -> None:
-    with ServeProcess(wait="url", warm=False) as server:
+    with ServeProcess(wait="url", warm=False) as server:  # whose engine loads for long
         assert server.terminate(number=signal.SIGINT) == 0
         assert "Traceback" not in server.stderr
 
@@ -311,11 +312,14 @@ def is_ready(port: int) -> bool:
 
 @pytest.mark.parametrize("redirection", [pytest.param("2>&-", marks=pytest.mark.slow), "<&- 2>&-"])
 def test_a_server_without_standard_error_serves(redirection: str) -> None:
+    """Nor was anything imported for it by others, as for those of `tests/warm.py`."""
     line = f'exec "$0" -m quire.cli.main serve demo --threads 1 --port 0 {redirection}'
     with subprocess.Popen(["sh", "-c", line, sys.executable], stdout=subprocess.DEVNULL) as process:
         try:
             [address] = wait_until(lambda: listening_addresses([process.pid]))
-            wait_until(lambda: is_ready(int(address.rpartition(":")[2])))
+            port = int(address.rpartition(":")[2])
+            wait_until(lambda: is_ready(port))
+            assert request(port, "POST", "/v1/completions", {"model": "demo", "prompt": "x", "max_tokens": 2})[0] == 200
             process.terminate()
             assert process.wait(30) == 0
         finally:
@@ -323,10 +327,8 @@ def test_a_server_without_standard_error_serves(redirection: str) -> None:
 
 
 def test_a_server_whose_log_nobody_reads_any_more_goes_on() -> None:
-    command = [sys.executable, "-m", "quire.cli.main", "serve", "demo", "--threads", "1", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    with WarmProcess(COMMAND, "serve", "demo", "--threads", "1", "--port", "0") as process:
         try:
-            assert process.stderr is not None
             found = URL.search(process.stderr.readline().decode())
             assert found
             process.stderr.close()

@@ -8,13 +8,12 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 
 import pytest
 
 from quire.models.hub import resolve
+from tests import warm
 from tests.http_tools import ServeProcess, request, wait_until
 
 LONG = {
@@ -39,7 +38,7 @@ def server():
 
 
 def test_streams_go_on_with_the_same_tokens_when_the_engine_is_killed_twice(server):
-    long = jobs(4, max_tokens=1000)
+    long = jobs(4, max_tokens=400)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         answers = pool.map(lambda job: server.json("/v1/completions", job), long)
         expected = [answer["choices"][0]["text"] for answer in answers]
@@ -122,7 +121,7 @@ def test_killed_tokenizer_and_http_processes_are_replaced(server):
 
 
 def test_sigterm_lets_running_requests_finish_and_leaves_nothing_behind():
-    with ServeProcess(warm=False) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with ServeProcess() as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
         futures = [pool.submit(server.json, "/v1/completions", job) for job in jobs(8, max_tokens=300)]
         wait_until(lambda: all_run(server, 8))
         server.process.send_signal(signal.SIGTERM)
@@ -180,8 +179,7 @@ def test_children_do_not_outlive_a_killed_supervisor():
 
 def fails(*arguments):
     """Exit code and the last line of a server that cannot start."""
-    command = [sys.executable, "-m", "quire.cli.main", "serve", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = warm.run("serve", *arguments)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr.strip().splitlines()[-1]
 

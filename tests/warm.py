@@ -19,9 +19,10 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import IO, Any, NoReturn, Self, cast
 
 from tests.forks import Fork, Inherited
 
@@ -31,25 +32,81 @@ START_EXECUTED = subprocess._fork_exec  # type: ignore[attr-defined]
 
 
 class WarmProcess(Fork):
-    """`python -m MODULE ARGUMENTS`, without standard input or output.
+    """`python -m MODULE ARGUMENTS`, as `subprocess.Popen` shows one.
 
     Args:
         environment: its; by default that of this process.
+        streams: its standard input, output and error: a file or a descriptor, or `PIPE` or `DEVNULL` of `subprocess`.
 
     Attributes:
-        stderr: what it writes there.
+        stdin, stdout, stderr: the other ends of its pipes, for bytes.
     """
 
-    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        stdin: Any = subprocess.DEVNULL,
+        stdout: Any = subprocess.DEVNULL,
+        stderr: Any = subprocess.PIPE,
+    ) -> None:
+        self._pipes: list[IO[bytes]] = []
+        theirs = [
+            self._stream(name, stream) for name, stream in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr))
+        ]
+        standard = [Inherited(number) for number in theirs]
+        super().__init__(_begin, module, arguments, standard, dict(os.environ if environment is None else environment))
+        for number in theirs:
+            os.close(number)
+
+    def _stream(self, name: str, stream: Any) -> int:
+        """A descriptor for the process."""
+        if stream == subprocess.DEVNULL:
+            return os.open(os.devnull, os.O_RDWR)
+        if stream != subprocess.PIPE:
+            return os.dup(stream if isinstance(stream, int) else stream.fileno())
         reading, writing = os.pipe()
-        self.stderr = open(reading, "rb")  # noqa: SIM115  # its reader closes it
-        super().__init__(_begin, module, arguments, Inherited(writing), dict(environment or os.environ))
-        os.close(writing)
+        own, its = (writing, reading) if name == "stdin" else (reading, writing)
+        self._pipes.append(open(own, "wb" if name == "stdin" else "rb"))  # noqa: SIM115  # until the end
+        setattr(self, name, self._pipes[-1])
+        return its
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def communicate(self, timeout: float = 60.0) -> tuple[bytes, bytes]:
+        """What it writes until its end."""
+        with ThreadPoolExecutor(2) as pool:
+            read = {name: pool.submit(vars(self)[name].read) for name in ("stdout", "stderr") if name in vars(self)}
+        self.wait(timeout)
+        out, err = (read[name].result() if name in read else b"" for name in ("stdout", "stderr"))
+        return out, err
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        self.wait()
 
 
-def _begin(module: str, arguments: Sequence[str], errors: int, environment: Mapping[str, str]) -> None:
-    nothing = os.open(os.devnull, os.O_RDWR)
-    _be([sys.executable, "-m", module, *arguments], environment, (nothing, nothing, errors), ())
+def run(*arguments: str, **streams: Any) -> subprocess.CompletedProcess[str]:
+    """What `quire ARGUMENTS` writes, and how it ends."""
+    with WarmProcess(COMMAND, *arguments, **({"stdout": subprocess.PIPE} | streams)) as process:
+        out, err = process.communicate()
+        assert process.returncode is not None
+        return subprocess.CompletedProcess(arguments, process.returncode, out.decode(), err.decode())
+
+
+def _begin(module: str, arguments: Sequence[str], standard: Sequence[int], environment: Mapping[str, str]) -> None:
+    _be([sys.executable, "-m", module, *arguments], environment, standard, ())
 
 
 def _start(
