@@ -1,7 +1,7 @@
 """Stand-ins for a server's child processes, for the supervisor's tests: they speak its wire and do what they are told.
 
-`python server_stand_ins.py engine`, `... http LOG MANNERS`, or `... supervise LOG MANNERS` for a supervisor of such
-children. What an HTTP stand-in hears goes to the file LOG, a JSON object a line.
+`python -m tests.server_stand_ins engine`, `... http LOG MANNERS`, or `... supervise LOG MANNERS` for a supervisor of
+such children. What an HTTP stand-in hears goes to the file LOG, a JSON object a line.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def stand_in_options(
     log: Path, manners: str = "", fault: str | None = None, replicas: int = 1, **server: Any
 ) -> ServeOptions:
     """A server of stand-ins."""
-    command = [sys.executable, __file__]
+    command = [sys.executable, "-m", "tests.server_stand_ins"]
     return ServeOptions(
         server=ServerConfig(**{"port": 0, **server}),
         engine=EngineConfig(model="demo", data_parallel_size=replicas, disk_kv_path="kv", host_kv_memory="1MiB")
@@ -178,6 +178,10 @@ def supervise(log: str, manners: str) -> int:
         return asyncio.run(Supervisor(options, listener, QuietScreen(), time.monotonic()).run())
 
 
-if __name__ == "__main__":
+def main() -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit({"engine": engine, "http": http, "supervise": supervise}[sys.argv[1]](*sys.argv[2:]))
+    return {"engine": engine, "http": http, "supervise": supervise}[sys.argv[1]](*sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,20 @@ from quire.cli.main import main
 from quire.errors import BenchmarkError, ConfigError
 from quire.kv.disk import open_folder
 from quire.llm import LLM
+from tests.forks import spawn_rank
 from tests.oracle import save_checkpoint
+from tests.warm import COMMAND, WarmProcess
 
 SMALL = ["--num-kv-blocks", "64", "--max-model-len", "512", "--host-kv-memory", "16MiB", "--threads", "1"]
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other engine's process has torch when it begins."""
+    monkeypatch.setattr("quire.bench.kv_prefill.spawn_quietly", spawn_rank)
+
+
+@pytest.mark.usefixtures("forked")
 def test_the_command_prints_a_table_crossovers_and_a_plot_and_writes_files(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -148,16 +156,15 @@ def test_a_tier_that_has_nothing_gives_no_figure(monkeypatch: pytest.MonkeyPatch
         assert row.seconds["pool"] and row.seconds["host"] is None
 
 
-def endless(folder: Path) -> subprocess.Popen[bytes]:
+def endless(folder: Path) -> WarmProcess:
     """The command, which will be at its first row for ever."""
-    command = [sys.executable, "-m", "quire.cli.main", "bench", "kv", "demo", "--repeat", "1000000", *SMALL]
-    environment = {**os.environ, "TMPDIR": str(folder)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+    command = ["bench", "kv", "demo", "--repeat", "1000000", *SMALL]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    return WarmProcess(COMMAND, *command, environment={**os.environ, "TMPDIR": str(folder)}, **streams)
 
 
 def test_ctrl_c_leaves_no_process_and_no_file_behind(tmp_path: Path) -> None:
     with endless(tmp_path) as process:
-        assert process.stdout is not None
         assert b"tokens" in process.stdout.readline()  # both engines run
         [child] = children(process.pid)
         process.send_signal(signal.SIGINT)
@@ -168,7 +175,6 @@ def test_ctrl_c_leaves_no_process_and_no_file_behind(tmp_path: Path) -> None:
 
 def test_the_other_engine_dies_with_a_command_that_is_killed(tmp_path: Path) -> None:
     with endless(tmp_path) as process:
-        assert process.stdout is not None
         assert b"tokens" in process.stdout.readline()
         [child] = children(process.pid)
         process.kill()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.server import supervisor as supervisor_module
-from tests.test_server_supervisor import folder, private_folders, running  # noqa: F401
+from tests.test_server_supervisor import folder, forked, private_folders, running  # noqa: F401
 
 
 async def test_an_engine_without_a_pulse_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,14 +43,21 @@ from quire.server.processes import (
     url_of,
 )
 from quire.server.supervisor import Supervisor
-from tests import server_stand_ins
 from tests.server_stand_ins import QuietScreen, stand_in_options
+from tests.warm import START_EXECUTED, start_process
 
 DEADLINE = 60.0
+STAND_IN = [sys.executable, "-m", "tests.server_stand_ins"]
 
 
 @pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins are forks of this process: to import what they need takes as long as all that a test does."""
+    monkeypatch.setattr(subprocess, "_fork_exec", start_process)
+
+
+@pytest.fixture
+def folder(forked: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where servers put their private folders, empty; its name is short enough for sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
@@ -132,7 +139,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 def is_alive(pid: int) -> bool:
     try:
-        return "server_stand_ins" in Path(f"/proc/{pid}/cmdline").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except OSError:
         return False
 
@@ -166,7 +173,8 @@ async def test_the_inherited_port_is_served(folder: Path) -> None:
         writer.close()
 
 
-async def test_no_key_is_on_a_command_line_or_in_an_environment(folder: Path) -> None:
+async def test_no_key_is_on_a_command_line_or_in_an_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "_fork_exec", START_EXECUTED)  # what it shows is its own
     async with running(folder, api_key=("top-secret-key",)) as server:
         await server.until_ready()
         for pid in server.pids():
@@ -648,7 +656,7 @@ async def test_an_engine_that_dies_during_a_drain_is_started_again_for_those_who
 
 
 def supervise(folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, server_stand_ins.__file__, "supervise", str(folder / "log"), ""]
+    command = [*STAND_IN, "supervise", str(folder / "log"), ""]
     return subprocess.Popen(command, env={**os.environ, "TMPDIR": str(folder)})
 
 
@@ -688,7 +696,7 @@ def test_the_children_of_a_killed_supervisor_die_and_the_next_server_cleans_up(f
 def test_a_child_whose_parent_died_before_it_was_up_ends_at_once(folder: Path) -> None:
     told = b"%d\n" % (os.getpid() + 1)  # any process but its parent
     start = HttpStart(directory=str(folder), worker=0, fd=0, server=ServerConfig(), model_names=("demo",))
-    command = [sys.executable, server_stand_ins.__file__, "http", str(folder / "log"), ""]
+    command = [*STAND_IN, "http", str(folder / "log"), ""]
     late = subprocess.Popen(command, stdin=subprocess.PIPE)
     late.communicate(told + msgspec.json.encode(start), timeout=DEADLINE)
     assert late.returncode == 1

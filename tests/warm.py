@@ -27,7 +27,15 @@ from typing import IO, Any, NoReturn, Self, cast
 from tests.forks import Fork, Inherited
 
 COMMAND, MEMBER = "quire.cli.main", "quire.cluster.member"
-MODULES = (COMMAND, MEMBER, "quire.ipc.engine_process", "quire.server.http_process", "quire.engine.rank")
+MODULES = (
+    COMMAND,
+    MEMBER,
+    "quire.bench.kv_prefill",
+    "quire.engine.rank",
+    "quire.ipc.engine_process",
+    "quire.server.http_process",
+    "tests.server_stand_ins",
+)
 START_EXECUTED = subprocess._fork_exec  # type: ignore[attr-defined]
 
 
@@ -109,7 +117,7 @@ def _begin(module: str, arguments: Sequence[str], standard: Sequence[int], envir
     _be([sys.executable, "-m", module, *arguments], environment, standard, ())
 
 
-def _start(
+def start_process(
     command: Sequence[bytes | str],
     executables: Any,
     close_fds: bool,
@@ -177,7 +185,7 @@ def _be(command: list[str], environment: Mapping[str, str], standard: Sequence[i
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     os.execvp = _execute  # type: ignore[assignment]
     # An engine, whose kernels have threads, is not what a process should be a fork of.
-    start = _start if command[module] == COMMAND else START_EXECUTED
+    start = start_process if command[module] == COMMAND else START_EXECUTED
     subprocess._fork_exec = start  # type: ignore[attr-defined]
     try:
         code = importlib.import_module(command[module]).main()
