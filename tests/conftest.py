@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.costs import Costs
-from tests.http_tools import ServeProcess
+from tests.http_tools import CHECKED, ServeProcess
 
 gc.disable()  # until tests are collected: it is a third of what that takes
 torch.set_num_threads(1)
@@ -95,5 +95,5 @@ def cluster_key(tmp_path: Path) -> str:
 def interfaces_server() -> Iterator[ServeProcess]:
     """A server with two tenants and a short queue, for the tests of several interfaces."""
     keys = ("--api-key", "k1", "--api-key", "k2", "--admin")
-    with ServeProcess(*keys, "--check-invariants", "--max-queued-requests", "4", key="k1") as process:
+    with ServeProcess(*keys, *CHECKED, "--max-queued-requests", "4", key="k1") as process:
         yield process

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 URL = re.compile(r"https?://[^\s/]+:(\d+)")
 MODULES = {"engine": "quire.ipc.engine_process", "http": "quire.server.http_process"}
+CHECKED = ("--check-invariants", "--num-kv-blocks", "1024")
+"""Options of a server that checks itself after each step; of 8,192 blocks, that took ten times as long as the step."""
+
 DEADLINE = 60.0
 """Seconds that anything may take on a busy machine before a test gives up."""
 

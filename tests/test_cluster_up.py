@@ -22,7 +22,7 @@ from tests.http_tools import free_port, wait_until
 from tests.test_cluster import ROOT, gone
 from tests.warm import WarmProcess
 
-PROMPTS = [f"def number_{index}(a, b):\n    return" for index in range(8)]
+PROMPTS = [f"def number_{index}(a, b):\n    return" for index in range(3)]
 LONG = "\n".join(f"def f{index}(a, b):\n    return a + {index} * b\n" for index in range(24))
 TOKENS = 96
 
@@ -134,7 +134,7 @@ def test_whoever_is_killed_under_load_no_token_is_wrong(cluster: Cluster, expect
             found.append(cluster.complete(prompt))
         return found
 
-    with ThreadPoolExecutor(9) as pool:
+    with ThreadPoolExecutor(4) as pool:
         asked = {prompt: pool.submit(ask, prompt) for prompt in [*PROMPTS, LONG]}
         try:
             for member in members:

@@ -19,7 +19,7 @@ from quire.ipc import wire
 from tests.engine_server import EngineServer, until
 
 PROMPTS = ["def fib(n):\n", "class Stack:\n", "import os\n", "for x in"]
-LONG = SamplingParams(max_tokens=200, temperature=0.9, seed=5, ignore_eos=True, logprobs=1)
+LONG = SamplingParams(max_tokens=100, temperature=0.9, seed=5, ignore_eos=True, logprobs=1)
 ENDLESS = SamplingParams(max_tokens=1900, ignore_eos=True)
 POISON, WALL = 1234, 3210
 """Tokens that an engine with a fault dies of, or stands still at."""
@@ -97,7 +97,7 @@ async def test_the_wire_changes_no_token(server, llm):
 
 
 async def test_prompt_logprobs_come_over_the_wire_and_survive_a_restart(server, llm):
-    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True, prompt_logprobs=2)
+    params = SamplingParams(max_tokens=80, temperature=0, ignore_eos=True, prompt_logprobs=2)
     [direct] = llm.generate(PROMPTS[0], params)
     _, (task, _) = await amid(server, (PROMPTS[0], params))
     server.kill()

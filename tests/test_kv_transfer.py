@@ -19,6 +19,7 @@ from quire.engine.engine import Engine
 from quire.kv import importer, wire
 from quire.kv.transport import TRANSPORTS, installed
 from quire.kv.transport.base import Link, Range
+from tests.forks import spawn_rank
 from tests.http_tools import wait_until
 from tests.test_kv_prefill import BLOCK, Outcome, Prefill, alone, decoder, options, peer, prompt, rest, run
 
@@ -43,6 +44,12 @@ def each(*quick: str) -> list[Any]:
 def by_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX would copy within the machine, which nobody can stop."""
     monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that computes prompts has torch when it begins."""
+    monkeypatch.setattr("quire.bench.kv_prefill.spawn_quietly", spawn_rank)
 
 
 def at(engine: Engine, temperature: float, texts: Sequence[list[int]], first_id: int) -> list[Outcome]:

@@ -62,7 +62,6 @@ SPECULATION = [
 @pytest.mark.parametrize(
     "config", [SPECULATION[0], *(pytest.param(c, marks=pytest.mark.slow) for c in SPECULATION[1:])]
 )
-@pytest.mark.usefixtures("spawned_ranks")
 def test_drafts_are_the_same_on_every_rank(config: dict[str, Any]) -> None:
     params = [SamplingParams(max_tokens=60, seed=1, temperature=t, logprobs=1, ignore_eos=True) for t in (0.0, 0.8)]
     texts = ["def fib(n):\n", "import os\nimport sys\n\nclass Parser:\n"]

@@ -19,7 +19,7 @@ from tests.redis_server import RedisServer, needs_redis
 
 KEY = "sk-of-the-fleet"
 PROMPT = "class Tree:\n    def insert(self, key):\n"
-PARAMS: dict[str, Any] = {"temperature": 0.9, "seed": 5, "max_tokens": 400}
+PARAMS: dict[str, Any] = {"temperature": 0.9, "seed": 5, "max_tokens": 200}
 
 
 class RouteProcess(ServeProcess):

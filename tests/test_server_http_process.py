@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -21,11 +20,13 @@ import pytest
 import zmq
 
 import quire
+from quire.child import python
 from quire.ipc import wire
 from quire.ipc.board import PULSE, Board
 from quire.server.config import HttpStart, ServerConfig
 from quire.tls import client_context
 from tests.certificates import make_certificate, needs_openssl
+from tests.forks import Fork, spawn_rank
 from tests.server_fakes import engine_info, wait_until
 
 KEY = "sk-very-secret"
@@ -33,9 +34,15 @@ DEMO = Path(quire.__file__).parent / "assets" / "demo"
 
 
 class Parent:
-    """Starts one HTTP process and plays the others of its server."""
+    """Starts one HTTP process and plays the others of its server.
 
-    def __init__(self, **options: Any) -> None:
+    Args:
+        warm: it has imported what it needs when it begins, see `tests/forks.py`.
+    """
+
+    process: Fork | subprocess.Popen[bytes]
+
+    def __init__(self, warm: bool = True, **options: Any) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="quire-test-"))
         self.listener = socket.create_server(("127.0.0.1", 0))
         scheme, trust = "http", None
@@ -54,19 +61,27 @@ class Parent:
             model_names=("demo",),
         )
         (self.directory / "metrics").mkdir(exist_ok=True)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "quire.server.http_process"],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[self.listener.fileno()],
-            start_new_session=True,
-        )
-        assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(start))
-        self.process.stdin.close()
+        if warm:
+            self.process = spawn_rank(python("quire.server.http_process"), start, fds=[self.listener.fileno()])
+        else:
+            self.process = self._begin(start)
         self.http = httpx2.Client(
             base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60, verify=trust or True
         )
+
+    def _begin(self, start: HttpStart) -> subprocess.Popen[bytes]:
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115  # until it is closed
+        process = subprocess.Popen(
+            python("quire.server.http_process"),
+            stdin=subprocess.PIPE,
+            stderr=self.errors,
+            pass_fds=[self.listener.fileno()],
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(start))
+        process.stdin.close()
+        return process
 
     def router(self, address: str) -> zmq.Socket[bytes]:
         router = zmq.Context.instance().socket(zmq.ROUTER)
@@ -106,8 +121,6 @@ class Parent:
         self.http.close()
         self.process.kill()
         self.process.wait()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
         self.control.close()
         self.listener.close()
         shutil.rmtree(self.directory)
@@ -120,12 +133,21 @@ def parent() -> Iterator[Parent]:
     parent.end()
 
 
+@pytest.fixture
+def cold_parent() -> Iterator[Parent]:
+    parent = Parent(warm=False)
+    yield parent
+    parent.end()
+    parent.errors.close()
+
+
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_it_answers_at_once_and_the_rest_follows(parent: Parent) -> None:
+def test_it_answers_at_once_and_the_rest_follows(cold_parent: Parent) -> None:
     """The port answers long before the app is imported; what needs the app waits for it."""
+    parent = cold_parent
     answer = parent.http.get("/health")
     assert answer.status_code == 503
     assert answer.json() == {"status": "loading", "phase": "starting", "percent": 0}
@@ -148,10 +170,10 @@ def test_with_a_certificate_it_speaks_https_from_the_beginning(tmp_path: Path) -
         parent.end()
 
 
-def test_no_key_is_in_its_arguments_or_environment(parent: Parent) -> None:
-    parent.hello()
+def test_no_key_is_in_its_arguments_or_environment(cold_parent: Parent) -> None:
+    cold_parent.hello()
     for name in ("cmdline", "environ"):
-        assert KEY.encode() not in Path(f"/proc/{parent.process.pid}/{name}").read_bytes()
+        assert KEY.encode() not in Path(f"/proc/{cold_parent.process.pid}/{name}").read_bytes()
 
 
 def test_it_leaves_signals_to_the_supervisor(parent: Parent) -> None:
@@ -227,12 +249,13 @@ def test_a_drain_while_loading_ends_at_once(parent: Parent) -> None:
     assert parent.process.wait(60) == 0
 
 
-def test_tokenizers_that_cannot_start_end_it_with_one_line(parent: Parent, tmp_path: Path) -> None:
+def test_tokenizers_that_cannot_start_end_it_with_one_line(cold_parent: Parent, tmp_path: Path) -> None:
+    parent = cold_parent
     parent.hello()
     (tmp_path / "tokenizer.json").write_text("{")
     parent.tell(wire.EngineState(boot=1, state="loading", path=str(tmp_path)))
     assert parent.process.wait(60) == 1
-    assert parent.process.stderr is not None
-    text = parent.process.stderr.read().decode()
+    parent.errors.seek(0)
+    text = parent.errors.read().decode()
     assert "tokenizer" in text
     assert "Traceback" not in text, text
