@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,10 @@ from hypothesis import strategies as st
 from quire.engine.outputs import CompletionOutput
 from quire.server.blocks import Blocks
 from quire.server.chat_reply import deltas
+from quire.server.messages import _arguments
+from quire.server.messages_protocol import parse_messages
+from quire.text.chat_template import ChatTemplate
+from quire.text.partial_json import completed
 from quire.text.reply import ContentText, ReasoningText, Reply, ReplyEvent, ToolCallArguments, ToolCallBegin
 from quire.text.reply_parser import ReplyParser
 from quire.text.reply_syntax import ReasoningSyntax, ReplyForm, ReplySyntax
@@ -94,3 +101,57 @@ def test_a_long_reply_is_put_together_in_time_that_grows_with_its_length_alone()
     assert [made[1]["content"], made[2]["tool_calls"][0]["function"]["arguments"]] == [content, arguments]
     assert len(made) == 4 and made[3]["tool_calls"][0]["id"] == "b"
     assert [block.text for block in blocks.blocks] == ["why ", content, arguments, ""]
+
+
+WHOLE = '{"a": [1, {"b": "x\\n\\u00e9 \\ud83d\\ude00\\\\"}, true], "c": -1.25, "d": {}}'
+
+
+@pytest.mark.parametrize("cut", range(1, len(WHOLE) + 1))
+def test_json_that_was_cut_is_what_there_is_of_it(cut: int) -> None:
+    value = completed(WHOLE[:cut])
+    json.dumps(value, ensure_ascii=False).encode()  # no half of a surrogate pair
+    for name, found in value.items():
+        assert _is_part(found, json.loads(WHOLE)[name])
+    assert cut < len(WHOLE) or value == json.loads(WHOLE)
+
+
+def _is_part(found: Any, whole: Any) -> bool:
+    if isinstance(found, str):
+        return isinstance(whole, str) and whole.startswith(found)
+    if isinstance(found, list):
+        return all(map(_is_part, found, whole))
+    if isinstance(found, dict):
+        return all(_is_part(value, whole[name]) for name, value in found.items())
+    return found == whole or str(whole).startswith(str(found))
+
+
+@pytest.mark.parametrize("text", ["never", "[}", '{"a": 1}}', "", "{'a'"])
+def test_what_does_not_begin_json_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        completed(text)
+
+
+def test_a_call_that_was_cut_is_accepted_as_history() -> None:
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{% for k, v in c.function.arguments.items() %}<{{ k }}={{ v }}>{% endfor %}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"city": "Ro", "days": 3, "un'}}
+    template = ChatTemplate(source)
+    messages = template.as_known([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert template.render(messages) == "<city=Ro><days=3>"
+    cut = parse_messages(
+        msgspec.json.encode(
+            {
+                "max_tokens": 1,
+                "messages": [
+                    {"role": "user", "content": "Rome?"},
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "a", "name": "f", "input": _arguments('{"city": "Ro')}],
+                    },
+                ],
+            }
+        )
+    )
+    assert cut.messages[1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Ro'

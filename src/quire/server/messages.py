@@ -12,6 +12,7 @@ from quire.engine.outputs import CompletionOutput, RequestOutput
 from quire.server.blocks import Block, Blocks, News
 from quire.server.errors import ANTHROPIC
 from quire.server.generation import Document, Generation
+from quire.server.messages_protocol import INCOMPLETE
 from quire.server.protocol import ChatCall
 from quire.server.responses import Responder
 from quire.server.streaming import AnswerWriter, NamedEventWriter
@@ -108,7 +109,7 @@ def _arguments(text: str) -> Any:
     try:
         found = msgspec.json.decode(text or "{}", type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
-        return {"_incomplete": text}
+        return {INCOMPLETE: text}
     return found
 
 

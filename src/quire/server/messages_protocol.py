@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from quire.server.body import decode
 from quire.server.errors import invalid
 from quire.server.limits import Limits
 from quire.server.protocol import DEFAULT_LIMITS, ChatCall
@@ -17,6 +18,8 @@ from quire.server.translation import check_refused, message_names, parse_transla
 
 REFUSED = ("container", "mcp_servers")
 """Fields that would change something."""
+INCOMPLETE = "_incomplete"
+"""The only member of the input of a call that was cut off: the text of its arguments."""
 NAMES = {
     "messages": "messages",
     "stop": "stop_sequences",
@@ -245,6 +248,8 @@ _BLOCKS: dict[str, tuple[type[msgspec.Struct], ...]] = {
 
 def _call(block: ToolUse) -> dict[str, Any]:
     arguments = msgspec.json.encode(block.input).decode()
+    if block.input.keys() == {INCOMPLETE} and bytes(block.input[INCOMPLETE]).startswith(b'"'):
+        arguments = decode(block.input[INCOMPLETE], str)
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 

@@ -24,6 +24,7 @@ import jinja2.meta
 
 from quire.errors import ChatTemplateError, UnknownTemplateVariableError
 from quire.models.fields import has_file
+from quire.text.partial_json import completed
 from quire.text.reply_syntax import ReplySyntax
 from quire.text.template_sandbox import SPECIAL_NAMES, join_pieces, make_environment
 
@@ -205,7 +206,7 @@ class ChatTemplate:
 
     def as_known(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages with tool calls' arguments as this template takes them (objects or JSON text), and with reasoning
-        under all names that templates use.
+        under all names that templates use. Of a call that was cut (by `max_tokens`), what there is of its arguments.
 
         Raises:
             ChatTemplateError: a call is malformed, or its arguments are not a JSON object.
@@ -225,7 +226,7 @@ class ChatTemplate:
 
     def _arguments(self, given: Any, where: str) -> Any:
         try:
-            value = json.loads(given or "{}") if isinstance(given, str | None) else given
+            value = completed(given or "{}") if isinstance(given, str | None) else given
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
