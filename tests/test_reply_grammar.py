@@ -172,9 +172,9 @@ def test_what_a_template_writes_is_read_back(name: str, marked: bool) -> None:
     calls = CALLS[:1] if syntax.tools.single else CALLS
     parameters = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
     texts = {
-        key: frozenset(name for name, each in schema.get("properties", {}).items() if "C" in each.get("enum", ["C"]))
+        key: {name: () for name, each in schema.get("properties", {}).items() if "C" in each.get("enum", ["C"])}
         if syntax.tools.parameters and key != "weather"
-        else frozenset({"city", "unit"})
+        else dict.fromkeys(("city", "unit"), ())
         for key, schema in parameters.items()
     }
     written = "".join(_written(syntax.tools, number, *call) for number, call in enumerate(calls)) + syntax.tools.end
@@ -266,7 +266,7 @@ def test_a_template_that_knows_no_tools_shows_no_way_to_call_them() -> None:
 def test_every_way_to_cut_a_reply_gives_the_same(name: str) -> None:
     syntax = KNOWN[name]
     assert syntax.tools is not None
-    texts = {"weather": frozenset({"city", "unit"}), "weather_note": frozenset({"text"})}
+    texts = {"weather": dict.fromkeys(("city", "unit"), ()), "weather_note": {"text": ()}}
     form = ReplyForm(syntax, tools=texts, reasoned=True)
     calls = "".join(_written(syntax.tools, number, *call) for number, call in enumerate(CALLS)) + syntax.tools.end
     text = f"Let me look. {syntax.tools.trigger[:-1]} \n\n{calls}\n"
@@ -319,7 +319,7 @@ def test_every_way_to_cut_a_reply_into_tokens_and_chunks_gives_the_same(name: st
     syntax = KNOWN[name]
     assert syntax.tools is not None and syntax.reasoning is not None
     tokenizer = marked_tokenizer(markers_of(syntax) if marked else [])
-    texts = {"weather": frozenset({"city", "unit"}), "weather_note": frozenset({"text"})}
+    texts = {"weather": dict.fromkeys(("city", "unit"), ()), "weather_note": {"text": ()}}
     form = ReplyForm(syntax, tools=texts, in_reasoning=True)
     calls = [
         ("weather", {"city": 'A "b"\\ \né→', "days": 3, "unit": "C", "where": [1.5, -2]}),
@@ -490,7 +490,7 @@ def test_arguments_come_in_the_schemas_order_with_commas_between_and_those_requi
     ],
 )
 def test_what_python_would_take_is_read_as_json(written: str, meant: dict[str, Any]) -> None:
-    form = ReplyForm(KNOWN["lfm2"], tools={"f": frozenset()}, reasoned=True)
+    form = ReplyForm(KNOWN["lfm2"], tools={"f": {}}, reasoned=True)
     text = f"So: <|tool_call_start|>[f({written}), f()]<|tool_call_end|>"
     for cuts in ([text], [*text], [text[:30], text[30:]]):
         parser = ReplyParser(form)
@@ -686,7 +686,7 @@ TREE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#/$de
         ({"a": {"type": "array", "items": [{}]}}, "a list in 'items'"),
         ({"a": {"$ref": "#/$defs/c0"}}, "without recursion"),
         ({"a": {"allOf": [{"type": "string"}]}}, "allOf"),
-        ({"a": {"type": "string", "format": "date"}}, "format"),
+        ({"a": {"type": "string", "format": "email"}}, "format"),
         ({"a": {"minLength": 2}}, "without a type"),
         ({"a": {"enum": ['<|"|>']}}, "enum"),
         ({"a": {"const": {"a b": [{"c:": 1}]}}}, "const"),
@@ -707,7 +707,8 @@ def test_what_cannot_be_enforced_between_quotes_is_refused_or_becomes_any_object
         quoted_calls(schema)
     made = quoted_calls(schema, strict=False)
     assert why in made.loosened["f"]
-    assert may_come(marked_tokenizer(), made, '<|tool_call>call:f{a:[{b:<|"|>c<|"|>},1]}<tool_call|>')
+    value = '{a:[{b:<|"|>c<|"|>},1]}' if "a b" not in properties else "{}"
+    assert may_come(marked_tokenizer(), made, f"<|tool_call>call:f{value}<tool_call|>")
     assert may_come(marked_tokenizer(), made, "<|tool_call>call:f{}<tool_call|>")
 
 
@@ -821,3 +822,207 @@ def test_a_text_that_nothing_meets_or_that_is_said_twice_is_refused_or_loosened(
         reply_grammar(form, ReplyRequest(tools=[tool], tool_choice="required"))
     del tool["function"]["strict"]
     assert list(reply_grammar(form, ReplyRequest(tools=[tool], tool_choice="required")).loosened) == ["f"]
+
+
+# -- parameters that are written one by one ----------------------------------------------------------------------------
+
+BARE_TOOL: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "date": {"type": "string", "format": "email"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        "street": {"$ref": "#/$defs/Street"},
+        "url": {"description": "Where.", "allOf": [{"$ref": "#/$defs/Url"}]},
+        "unit": {"anyOf": [{"enum": ["C", "F"]}, {"type": "null"}]},
+        "code": {"type": ["string", "integer", "null"], "pattern": "^[A-Z]+$"},
+        "tags": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        "unique": {"type": "array", "uniqueItems": True, "items": {"type": "integer"}},
+        "any": {},
+        "days": {"type": "integer"},
+        "uuid": {"type": "string", "format": "uuid"},
+    },
+    "required": ["date"],
+    "$defs": {"Street": {"type": "string", "title": "Street"}, "Url": {"type": "string"}},
+}
+BARE_VALUES: dict[str, list[tuple[str, Any]]] = {
+    "date": [("2024-01-01", "2024-01-01"), ("null", "null"), ("5", "5")],
+    "note": [
+        ("Main St", "Main St"),
+        ("null", None),
+        ("nullable", "nullable"),
+        (" null", " null"),
+        ("5", "5"),
+        ("", ""),
+    ],
+    "street": [("null", "null"), ("[1]", "[1]")],
+    "url": [("http://a.b/c", "http://a.b/c")],
+    "unit": [("C", "C"), ("null", None)],
+    "code": [("AB", "AB"), ("12", 12), ("null", None)],
+    "tags": [("a, b", "a, b"), ('["a", "b"]', ["a", "b"]), ("null", "null")],
+    "unique": [("[1, 1]", [1, 1])],
+    "any": [
+        ("2024-01-01", "2024-01-01"),
+        ("2024", 2024),
+        ('{"a": [1]}', {"a": [1]}),
+        ("[draft] a", "[draft] a"),
+        ("true", True),
+    ],
+    "days": [("3", 3)],
+    "uuid": [("6f9619ff-8b86-d011-b42d-00c04fc964ff", "6f9619ff-8b86-d011-b42d-00c04fc964ff")],
+}
+BARE_CALLS = {
+    "qwen3_coder": (
+        "<tool_call>\n<function=f>\n",
+        "<parameter={}>\n{}\n</parameter>\n",
+        "</function>\n</tool_call>",
+    ),
+    "glm45": ("<tool_call>f\n", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", "</tool_call>"),
+}
+
+
+def bare_call(name: str, **values: str) -> str:
+    begin, one, end = BARE_CALLS[name]
+    return begin + "".join(one.format(key, value) for key, value in ({"date": "d"} | values).items()) + end
+
+
+@functools.cache
+def bare_calls(name: str) -> ReplyGrammar:
+    function = {"name": "f", "parameters": BARE_TOOL}
+    return reply_grammar(
+        ReplyForm(KNOWN[name]), reply_request([{"type": "function", "function": function}], "required")
+    )
+
+
+@pytest.mark.parametrize("name", BARE_CALLS)
+def test_bare_text_may_come_where_the_schema_admits_text(name: str) -> None:
+    made = bare_calls(name)
+    for key, values in BARE_VALUES.items():
+        for written, meant in values:
+            call = bare_call(name, **{key: written})
+            assert may_come(marked_tokenizer(), made, call), call
+            for size in (1, 3, len(call)):
+                reply = read_in_pieces(made, call, size)
+                assert json.loads(reply.tool_calls[0].arguments)[key] == meant, (call, size)
+
+
+def read_in_pieces(made: ReplyGrammar, text: str, size: int) -> Reply:
+    parser = ReplyParser(made.form)
+    for at in range(0, len(text), size):
+        parser.text(text[at : at + size])
+    parser.finish()
+    return Reply.of(parser.events)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("unit", "K"), ("code", "a"), ("days", "three"), ("tags", "[1]"), ("uuid", "6f")]
+)
+def test_what_a_schema_says_of_bare_text_holds(key: str, value: str) -> None:
+    call = bare_call("qwen3_coder", **{key: value})
+    assert not may_come(marked_tokenizer(), bare_calls("qwen3_coder"), call)
+
+
+def test_what_cannot_be_enforced_affects_its_own_parameter_only() -> None:
+    told = bare_calls("qwen3_coder").loosened["f"]
+    assert "'date'" in told and "uniqueItems" in told and "note" not in told and "days" not in told
+    made = reply_grammar(
+        ReplyForm(KNOWN["hermes"]),
+        reply_request([{"type": "function", "function": {"name": "f", "parameters": BARE_TOOL}}]),
+    )
+    assert "uniqueItems" in made.loosened["f"]
+    call = '<tool_call>\n{"name": "f", "arguments": {"date": "a@b.cd", "days": %s}}\n</tool_call>'
+    assert may_come(marked_tokenizer(), made, call % 3) and not may_come(marked_tokenizer(), made, call % '"3"')
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4", "lfm2"])
+def test_no_argument_is_invented(name: str) -> None:
+    """A schema that does not speak of further properties has none in a call."""
+    inner = {"type": "object", "properties": {"b": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"a": inner, "free": {"type": "object"}}}
+    made = reply_grammar(
+        ReplyForm(KNOWN[name]),
+        reply_request([{"type": "function", "function": {"name": "f", "parameters": schema}}], "required"),
+    )
+    assert not made.loosened
+    if name == "hermes":
+        call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+        assert may_come(marked_tokenizer(), made, call % '{"a": {"b": 1}, "free": {"c": 1}}')
+        assert not may_come(marked_tokenizer(), made, call % '{"a": {"b": 1, "c": 1}}')
+        assert not may_come(marked_tokenizer(), made, call % '{"c": 1}')
+
+
+HARMLESS: list[dict[str, Any]] = [
+    {"type": "array", "items": {"type": "string"}, "uniqueItems": False},
+    {"type": "object", "propertyNames": {"type": "string"}},
+    {
+        "oneOf": [
+            {"type": "object", "properties": {"k": {"const": "a"}}, "required": ["k"]},
+            {"type": "object", "properties": {"k": {"const": "b"}}, "required": ["k"]},
+        ],
+        "discriminator": {"propertyName": "k"},
+    },
+    {"type": "string", "nullable": True},
+    *({"type": "integer", "format": name} for name in ("int32", "int64", "uint")),
+    {"type": "number", "format": "double"},
+    *({"type": "string", "format": name} for name in ("path", "binary", "password")),
+]
+ZOD_EMAIL = {
+    "type": "string",
+    "format": "email",
+    "pattern": "^(?!\\.)(?!.*\\.\\.)([A-Za-z0-9_'+\\-\\.]*)[A-Za-z0-9_+-]@"
+    "([A-Za-z0-9][A-Za-z0-9\\-]*\\.)+[A-Za-z]{2,}$",
+}
+
+
+@pytest.mark.parametrize("value", HARMLESS, ids=str)
+def test_keywords_without_effect_are_accepted(value: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"p": value}}
+    function = {"name": "f", "parameters": schema, "strict": True}
+    made = reply_grammar(ReplyForm(KNOWN["hermes"]), reply_request([{"type": "function", "function": function}]))
+    assert not made.loosened and made.structured is not None
+    grammars_of(marked_tokenizer()).compile(made.structured)
+    grammars_of(marked_tokenizer()).compile(StructuredOutputsParams(json=schema))
+
+
+def test_a_pattern_that_looks_ahead_is_left_out_of_its_own_property() -> None:
+    schema = {"type": "object", "properties": {"mail": ZOD_EMAIL, "n": {"type": "integer"}}, "required": ["mail", "n"]}
+    function = {"name": "f", "parameters": schema}
+    made = reply_grammar(ReplyForm(KNOWN["hermes"]), reply_request([{"type": "function", "function": function}]))
+    assert "properties/mail" in made.loosened["f"] and "/n" not in made.loosened["f"]
+    call = '<tool_call>\n{"name": "f", "arguments": {"mail": "a@b.cd", "n": %s}}\n</tool_call>'
+    assert may_come(marked_tokenizer(), made, call % 1) and not may_come(marked_tokenizer(), made, call % '"x"')
+    with pytest.raises(SamplingParamsError, match="looks ahead"):
+        reply_grammar(
+            ReplyForm(KNOWN["hermes"]), reply_request([{"type": "function", "function": {**function, "strict": True}}])
+        )
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("in_reasoning", [True, False])
+def test_a_call_within_reasoning_that_was_not_closed_is_taken(choice: str, in_reasoning: bool, marked: bool) -> None:
+    syntax = KNOWN["qwen3_coder"]
+    tokenizer = marked_tokenizer(markers_of(syntax) if marked else [])
+    made = reply_grammar(ReplyForm(syntax, in_reasoning=in_reasoning), reply_request(TOOLS, choice))
+    call = "<tool_call>\n<function=weather_note>\n<parameter=text>\nHi\n</parameter>\n</function>\n</tool_call>"
+    start = "" if in_reasoning else "<think>\n"
+    for text in (f"{start}Let me look.\n{call}", f"{start}Let me look.\n</think>\n\n{call}"):
+        assert may_come(tokenizer, made, text)
+        for size in (1, 7, len(text)) if not marked else ():
+            reply = read_in_pieces(made, text, size)
+            assert [one.name for one in reply.tool_calls] == ["weather_note"] and not reply.content
+            assert reply.reasoning.startswith("Let me look.")
+    assert may_come(tokenizer, made, f"{start}I am done.") == (choice == "auto")
+    assert may_come(tokenizer, made, f"{start}I am.\n</think>\n\nDone.") == (choice == "auto")
+    assert not may_come(tokenizer, made, f"{start}Let me look.\n{call[:-30]}")
+
+
+def test_a_call_ends_what_counts_as_reasoning() -> None:
+    form = ReplyForm(KNOWN["qwen3_coder"], tools={"f": {}}, in_reasoning=True)
+    budget = form.budget(3)
+    assert budget is not None and budget.call == "<tool_call>"
+    matcher = grammars_of(marked_tokenizer()).matcher(None, [0], budget=budget)
+    for token in marked_tokenizer().encode("<tool_call>\n<function=f>\n", add_special_tokens=False):
+        if matcher.only is not None:
+            break
+        matcher.append(token)
+    else:
+        assert matcher.only is None

@@ -107,6 +107,7 @@ class ReasoningBudget(msgspec.Struct, frozen=True):
         begun: the prompt ends within reasoning; otherwise reasoning begins if the reply begins with `start`, ignoring
             white space.
         again: reasoning may begin anywhere in the reply, and more than once (Harmony's messages); all of it counts.
+        call: begins a call within reasoning, which ends it, too; empty if nothing does.
     """
 
     tokens: int
@@ -114,6 +115,7 @@ class ReasoningBudget(msgspec.Struct, frozen=True):
     end: str
     begun: bool = False
     again: bool = False
+    call: str = ""
 
 
 def structured_outputs(value: Any) -> StructuredOutputsParams:

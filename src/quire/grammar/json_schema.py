@@ -43,10 +43,22 @@ ASSERTIONS = frozenset(
 ANNOTATIONS = frozenset(
     {
         *("$schema", "$id", "id", "$comment", "title", "description", "default", "deprecated", "readOnly", "writeOnly"),
-        *("examples", "contentMediaType", "contentEncoding"),
+        *("examples", "contentMediaType", "contentEncoding", "discriminator", "nullable"),
     }
 )
-"""Keywords that do not affect validity. (`$id` changes the base of references, so it is only allowed at the root.)"""
+"""Keywords that do not affect validity. (`$id` changes the base of references, so it is only allowed at the root. The
+last two are OpenAPI's.)"""
+
+HARMLESS: Mapping[str, tuple[Any, ...]] = {"uniqueItems": (False,), "propertyNames": (True, {}, {"type": "string"})}
+"""Values of other keywords that all values meet."""
+
+WIDTHS = frozenset(
+    {
+        *("int8", "int16", "int32", "int64", "uint", "uint8", "uint16", "uint32", "uint64", "float", "double"),
+        *("path", "file-path", "directory-path", "binary", "password"),
+    }
+)
+"""Formats of OpenAPI and pydantic that say how a value is stored or shown, and are no constraint."""
 
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"},
@@ -142,11 +154,46 @@ def enforced_schema(text: str, spaces: Mapping[str, Any]) -> str:
     for each in found.values():
         if isinstance(each, dict):
             each.update({name: bound for name, bound in BOUNDS.items() if _is_far(each.get(name), bound)})
+            for name in (*HARMLESS, *(["format"] if each.get("format") in WIDTHS else [])):
+                each.pop(name, None)
             if each.get("format") in RFC_3339:
                 pattern = {"pattern": RFC_3339[each.pop("format")]}
                 each.update(pattern if "pattern" not in each else {"allOf": [*each.get("allOf", ()), pattern]})
     options = {**spaces, **_escapes(found.values())}
     return json.dumps({**({} if schema is True else schema), "x-guidance": options})
+
+
+def call_schema(schema: Mapping[str, Any], dropped: list[str] | None) -> dict[str, Any]:
+    """The schema of a call's arguments, without annotations. An object for which it lists properties has no others,
+    unless it says so: models invent arguments otherwise.
+
+    Args:
+        dropped: what cannot be enforced is removed from its own place, and why is added here; None: it is refused.
+
+    Raises:
+        SamplingParamsError: see `check_schema`.
+    """
+    made, found = _checked(json.dumps(schema), dropped)
+    schemas = {pointer: each for pointer, each in found.items() if isinstance(each, dict)}
+    for each in schemas.values():
+        for name in ANNOTATIONS & each.keys() - {"$schema"}:
+            del each[name]
+        if dropped and "oneOf" in each and "anyOf" not in each:
+            each["anyOf"] = each.pop("oneOf")  # options that were told apart by what was removed
+    closable = schemas if not any(map(_is_composed, schemas.values())) else {"": made}
+    for each in closable.values():
+        listed = each.get("properties", {})
+        open_ones = IN_PLACE | {"$ref", "additionalProperties", "patternProperties"}
+        if "properties" in each and not open_ones & each.keys() and {*each.get("required", ())} <= listed.keys():
+            each["additionalProperties"] = False
+    return dict(made)
+
+
+def _is_composed(schema: Mapping[str, Any]) -> bool:
+    """Whether several schemas must hold of an object, so that none of them lists all of its properties."""
+    within = [*schema.get("allOf", ()), *(["$ref"] if "$ref" in schema else [])]
+    beside = {"properties", "required"} & schema.keys()
+    return len(within) > 1 or bool(beside and (IN_PLACE | {"$ref"}) & schema.keys())
 
 
 def _escapes(schemas: Iterable[Any]) -> dict[str, Any]:
@@ -177,8 +224,8 @@ def _patterns(schema: Mapping[str, Any]) -> list[str]:
     return [*([schema["pattern"]] if "pattern" in schema else []), *schema.get("patternProperties", ())]
 
 
-def _checked(text: str) -> tuple[Any, dict[str, Any]]:
-    """Parse and check a schema; returns it, and all schemas within it by JSON pointer."""
+def _checked(text: str, dropped: list[str] | None = None) -> tuple[Any, dict[str, Any]]:
+    """Parse and check a schema; returns it, and all schemas within it by JSON pointer. `dropped`: see `_walk`."""
     try:
         schema = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError:
@@ -190,7 +237,7 @@ def _checked(text: str) -> tuple[Any, dict[str, Any]]:
     if schema is False:
         raise SamplingParamsError("nothing meets the JSON Schema false")
     found: dict[str, Any] = {}
-    parents = _walk(schema, found)
+    parents = _walk(schema, found, dropped)
     referring = ((pointer, each) for pointer, each in found.items() if isinstance(each, dict) and "$ref" in each)
     targets = {_target(each["$ref"], pointer, found) for pointer, each in referring}
     _check_cycles(found)
@@ -216,8 +263,19 @@ def _check_levels(found: Mapping[str, Any], parents: dict[str, str], targets: se
         )
 
 
-def _walk(root: Any, found: dict[str, Any]) -> dict[str, str]:
-    """Find all schemas in a schema, by JSON pointer; returns the pointer of each one's parent."""
+def _drop(schema: dict[str, Any], name: str) -> None:
+    """Remove a keyword, so that no value is refused that was allowed."""
+    schema.pop(name, None)
+    if name in ("patternProperties", "properties"):
+        schema.pop("additionalProperties", None)
+
+
+def _walk(root: Any, found: dict[str, Any], dropped: list[str] | None) -> dict[str, str]:
+    """Find all schemas in a schema, by JSON pointer; returns the pointer of each one's parent.
+
+    Args:
+        dropped: keywords that cannot be enforced are removed, and why is added here; None: they are refused.
+    """
     waiting, size = [("", root, 0)], 0
     parents: dict[str, str] = {}
     while waiting:
@@ -231,7 +289,11 @@ def _walk(root: Any, found: dict[str, Any]) -> dict[str, str]:
             continue
         if not isinstance(schema, dict):
             raise _refused(pointer, f"is a {type(schema).__name__}; a schema is an object, true or false")
-        _check_keywords(schema, pointer)
+        for name, error in [*_problems(schema, pointer)]:
+            if dropped is None:
+                raise error
+            _drop(schema, name)
+            dropped.append(str(error))
         for place, each in _schemas_in(schema, pointer):
             size += len(pointer) + len(place) + 1
             if size > MAX_POINTERS:
@@ -241,33 +303,53 @@ def _walk(root: Any, found: dict[str, Any]) -> dict[str, str]:
     return parents
 
 
-def _check_keywords(schema: dict[str, Any], pointer: str) -> None:
+def _problems(schema: dict[str, Any], pointer: str) -> Iterator[tuple[str, SamplingParamsError]]:
+    """The keywords of a schema that cannot be enforced, and why."""
     for name, value in schema.items():
+        if name in HARMLESS and value in HARMLESS[name]:
+            continue
         if name not in ONE | LISTS | MAPS | ASSERTIONS | ANNOTATIONS:
-            raise _refused(pointer, f"has {name[:80]!r}, which is not enforced; remove it, or say it in another way")
-        if name in ("const", "enum"):
-            _check_constant(value, f"{pointer}/{name}")
-        held = _is_exact(value) or (name in BOUNDS and _is_far(value, BOUNDS[name]))
-        if name in (*BOUNDS, "multipleOf") and not held:
-            raise _inexact(f"{pointer}/{name}", value)
-        if name in VALUES and not VALUES[name][0](value):
-            raise _refused(f"{pointer}/{name}", f"is {repr(value)[:80]}; it must be {VALUES[name][1]}")
-    if pointer and ("$id" in schema or "id" in schema):
-        raise _refused(pointer, "has an $id, which may only stand at the root; remove it")
-    told = schema.get("$schema")
-    if told is not None and not (isinstance(told, str) and any(draft in told for draft in DRAFTS)):
-        raise _refused(pointer, "has a $schema that is not JSON Schema's draft 4, 6, 7, 2019-09 or 2020-12")
-    if "format" in schema and schema["format"] not in FORMATS:
-        raise _refused(
-            pointer, f"has the format {str(schema['format'])[:80]!r}; enforced are {', '.join(sorted(FORMATS))}"
-        )
+            what = f"has {name[:80]!r}, which is not enforced; remove it, or say it in another way"
+            yield name, _refused(pointer, what)
+            continue
+        try:
+            _check_value(name, value, pointer)
+        except SamplingParamsError as error:
+            yield name, error
+    if pointer:
+        for name in {"$id", "id"} & schema.keys():
+            yield name, _refused(pointer, "has an $id, which may only stand at the root; remove it")
     least = schema.get("minProperties", 0)
     certain = schema.get("required", ())
     if isinstance(least, int) and isinstance(certain, list) and least > max(1, len(set(map(str, certain)))):
         # A key that the schema does not name may be generated twice, and then counts once.
-        raise _refused(
-            pointer, f"has minProperties {least}, but requires fewer properties by name; name more in required"
-        )
+        what = f"has minProperties {least}, but requires fewer properties by name; name more in required"
+        yield "minProperties", _refused(pointer, what)
+
+
+def _check_value(name: str, value: Any, pointer: str) -> None:
+    """Check the value of a keyword that is known."""
+    if name in ("const", "enum"):
+        _check_constant(value, f"{pointer}/{name}")
+    held = _is_exact(value) or (name in BOUNDS and _is_far(value, BOUNDS[name]))
+    if name in (*BOUNDS, "multipleOf") and not held:
+        raise _inexact(f"{pointer}/{name}", value)
+    if name in VALUES and not VALUES[name][0](value):
+        raise _refused(f"{pointer}/{name}", f"is {repr(value)[:80]}; it must be {VALUES[name][1]}")
+    known = isinstance(value, str) and any(draft in value for draft in DRAFTS)
+    if name == "$schema" and value is not None and not known:
+        raise _refused(pointer, "has a $schema that is not JSON Schema's draft 4, 6, 7, 2019-09 or 2020-12")
+    if name == "format" and value not in FORMATS | WIDTHS:
+        shown = f"has the format {str(value)[:80]!r}; enforced are {', '.join(sorted(FORMATS))}"
+        raise _refused(pointer, shown)
+    patterns = [value] if name == "pattern" else value if name == "patternProperties" else ()
+    for pattern in patterns if isinstance(patterns, list | dict) else ():
+        if any(part[0] != "\\" and part[0] != "[" for part in _LOOKS.findall(pattern)):
+            raise _refused(pointer, "has a pattern that looks ahead or behind, which is not enforced")
+
+
+_LOOKS = re.compile(r"\\.|\[(?:\\.|[^]\\])*\]|\(\?<?[=!]", re.DOTALL)
+"""What looks ahead or behind in a pattern, apart from escapes and classes."""
 
 
 def _schemas_in(schema: dict[str, Any], pointer: str) -> Iterator[tuple[str, Any]]:

@@ -85,6 +85,7 @@ class ReasoningCounter:
         """Raises SamplingParamsError: the tokenizer cannot encode the end marker."""
         self._budget, self._spelling = budget, spelling
         self._start, self._end = spelling.marker(budget.start), spelling.marker(budget.end)
+        self._call = spelling.marker(budget.call)
         if b"".join(map(spelling.added, spelling.ids(self._end))) != self._end:
             raise SamplingParamsError(
                 "thinking_token_budget: the tokenizer cannot write the marker that ends reasoning"
@@ -125,8 +126,12 @@ class ReasoningCounter:
                 self._seen = b""
                 return False
             case Part.INSIDE:
-                _, found, rest = self._seen.partition(self._end)
-                self._seen = rest if found else self._seen[-max(len(self._end), LONGEST_CHARACTER) :]
+                before, found, rest = self._seen.partition(self._end)
+                if self._call and self._call in before:
+                    self._part = Part.AFTER
+                    return True
+                longest = max(len(self._end), len(self._call), LONGEST_CHARACTER)
+                self._seen = rest if found else self._seen[-longest:]
                 if found:
                     self._part = Part.BEFORE if self._budget.again else Part.AFTER
                 return bool(found)

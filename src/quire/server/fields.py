@@ -272,8 +272,8 @@ _TOOLS: dict[str, Schema] = {
         "type": ["array", "null"],
         "maxItems": MAX_TOOLS,
         "description": "Functions that the model may call. Every call is to one of them, with arguments that conform "
-        "to its schema. If a schema cannot be fully enforced, a strict tool is refused; for others, arguments are any "
-        "JSON object, and the header x-quire-loosened says so.",
+        "to its schema. What cannot be enforced of a schema is left out, and the header x-quire-loosened says so; a "
+        "strict tool is refused.",
         "items": {
             "type": "object",
             "required": ["type", "function"],

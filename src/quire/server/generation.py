@@ -472,6 +472,10 @@ def _rejection(error: ApiError) -> str:
     return _REJECTIONS.get(error.code or "", by_status.get(error.status, "other"))
 
 
+MAX_LOOSENED = 2000
+"""Most characters of the header that says what is not enforced of tools."""
+
+
 def _headers(call: Call, prepared: list[Prepared]) -> dict[str, str]:
     """Headers for differences from the request: ignored fields, loosened tools, and a clamped `max_tokens`."""
     headers: dict[str, str] = {}
@@ -479,7 +483,8 @@ def _headers(call: Call, prepared: list[Prepared]) -> dict[str, str]:
     if clamped:
         headers["x-quire-clamped"] = f"max_tokens={min(clamped)}"
     if isinstance(call, ChatCall) and call.loosened:
-        headers["x-quire-loosened"] = "; ".join(f"tool {name}: any JSON object" for name in call.loosened)
+        told = "; ".join(call.loosened)[:MAX_LOOSENED]
+        headers["x-quire-loosened"] = "".join(letter if " " <= letter <= "~" else "?" for letter in told)
     return headers | ignored_header(call.ignored)
 
 

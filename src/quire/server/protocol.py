@@ -117,7 +117,7 @@ class ChatCall(GenerationCall):
         chat_template_kwargs: variables of the template.
         hints: see `Conversation`.
         reply: tools, and the required form of the reply.
-        loosened: tools whose schema is not fully enforced; known when the chat has been rendered.
+        loosened: what is not enforced of tools' schemas; known when the chat has been rendered.
     """
 
     messages: list[dict[str, Any]]
@@ -130,7 +130,7 @@ class ChatCall(GenerationCall):
 
     def constrain(self, chat: RenderedChat) -> None:
         """Set the grammar of the whole reply, which is known once the chat is rendered."""
-        self.loosened = tuple(chat.loosened)
+        self.loosened = tuple(f"tool {name}: {why}" for name, why in chat.loosened.items())
         if BUDGET in self.hints and chat.reply.syntax.reasoning is None:  # there is nothing to limit
             self.ignore([self.hints[BUDGET]])
             self.params = msgspec.structs.replace(self.params, thinking_token_budget=None)

@@ -11,35 +11,98 @@ from quire.errors import SamplingParamsError
 from quire.grammar.json_schema import ANNOTATIONS
 from quire.grammar.structural_tag import MAX_TIMES
 from quire.text import quoted_values
+from quire.text.parameter_values import ParameterValue, parameter_value, resolved, text_format, value_of_type
 from quire.text.reply_syntax import ParameterSyntax
 from quire.text.tag_formats import Format, any_text, const, either, optional, sequence, tag
 
 
-def parameters_format(syntax: ParameterSyntax, schema: Mapping[str, Any]) -> tuple[Format, frozenset[str]]:
-    """Arguments written one by one, in the order of the schema."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+def parameters_format(
+    syntax: ParameterSyntax, schema: Mapping[str, Any], loosened: list[str] | None = None
+) -> tuple[Format, dict[str, tuple[str, ...]]]:
+    """Arguments written one by one, in the order of the schema.
+
+    Args:
+        schema: of the arguments; an object's.
+        loosened: takes what is not enforced, and why; None: then it is refused.
+
+    Returns:
+        The format, and the parameters that may be bare text: see `ReplyForm.tools`.
+
+    Raises:
+        SamplingParamsError: something cannot be enforced, and `loosened` is None.
+    """
+    try:
+        schema = resolved(schema, schema)
+    except SamplingParamsError as error:
+        _loosen(loosened, str(error))
+        schema = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
+    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     odd = schema.keys() - {"type", "properties", "required", "additionalProperties", *shared} - ANNOTATIONS
-    if odd:
-        raise SamplingParamsError(f"{sorted(odd)[0]!r} cannot be enforced where parameters are written one by one")
+    for keyword in sorted(odd):
+        _loosen(loosened, f"{keyword!r} cannot be enforced where parameters are written one by one")
     properties, required = dict(schema.get("properties", {})), schema.get("required", [])
     properties |= {key: schema.get("additionalProperties", {}) for key in required if key not in properties}
-    formats: list[Format] = []
-    texts = set()
-    for key in properties:
-        if not parameter_names(syntax).fullmatch(key):
-            raise SamplingParamsError(f"the parameter {key[:80]!r} cannot be written in this model's syntax")
+    for key in [key for key in properties if not parameter_names(syntax).fullmatch(key)]:
+        _loosen(loosened, f"the parameter {key[:80]!r} cannot be written in this model's syntax")
+        del properties[key]
     if syntax.quote:
-        return QuotedValues(syntax.quote, shared).arguments(properties, required), frozenset()
+        return _quoted_arguments(syntax.quote, shared, properties, required, loosened), {}
     if syntax.python:
         named = [tag(key + syntax.before_value, _python_value(each, shared)) for key, each in properties.items()]
-        return _listed(named, [key in required for key in properties], ", "), frozenset()
+        return _listed(named, [key in required for key in properties], ", "), {}
+    formats: list[Format] = []
+    bare: dict[str, tuple[str, ...]] = {}
     for key, each in properties.items():
-        if _is_text(each):
-            texts.add(key)
-        before = syntax.before_value if key in texts else syntax.before_json or syntax.before_value
-        one = tag(syntax.before_name + key + before, _value(each, shared), syntax.after_value)
+        try:
+            value = parameter_value(each, schema)
+        except SamplingParamsError as error:
+            _loosen(loosened, f"the parameter {key!r}: {error}")
+            value = value_of_type(each, schema)
+        if value.text is not None:
+            bare[key] = value.types
+        one = _parameter(syntax, key, value, shared)
         formats.append(one if key in required else optional(one))
-    return sequence(*formats), frozenset(texts)
+    return sequence(*formats), bare
+
+
+def _loosen(loosened: list[str] | None, why: str) -> None:
+    if loosened is None:
+        raise SamplingParamsError(why)
+    loosened.append(why)
+
+
+def _parameter(syntax: ParameterSyntax, key: str, value: ParameterValue, shared: Mapping[str, Any]) -> Format:
+    options: list[Format] = []
+    schema = value.json
+    as_json: Format = {
+        "type": "json_schema",
+        "json_schema": {**schema, **shared} if isinstance(schema, dict) else schema,
+    }
+    if not syntax.before_json:
+        content = [*([] if value.text is None else [value.text]), *([as_json] if schema is not None else [])]
+        return tag(syntax.before_name + key + syntax.before_value, either(content), syntax.after_value)
+    if value.text is not None:
+        options.append(tag(syntax.before_name + key + syntax.before_value, value.text, syntax.after_value))
+    if (schema := value.marked if value.text is not None else value.json) is not None:
+        as_json["json_schema"] = {**schema, **shared} if isinstance(schema, dict) else schema
+        options.append(tag(syntax.before_name + key + syntax.before_json, as_json, syntax.after_value))
+    return either(options)
+
+
+def _quoted_arguments(
+    quote: str,
+    shared: Mapping[str, Any],
+    properties: dict[str, Any],
+    required: Sequence[str],
+    loosened: list[str] | None,
+) -> Format:
+    for key, each in properties.items():
+        try:
+            QuotedValues(quote, shared).arguments({key: each}, required)
+        except SamplingParamsError as error:
+            _loosen(loosened, f"the parameter {key!r}: {error}")
+            properties[key] = True
+    return QuotedValues(quote, shared).arguments(properties, required)
 
 
 def _python_value(schema: Any, shared: Mapping[str, Any]) -> Format:
@@ -57,63 +120,6 @@ PYTHON_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 def parameter_names(syntax: ParameterSyntax) -> re.Pattern[str]:
     """Valid names of a parameter."""
     return PYTHON_NAME if syntax.python else BARE_NAME if syntax.quote else NAME
-
-
-def _is_text(schema: Any) -> bool:
-    if not isinstance(schema, dict):
-        return False
-    if "type" in schema:
-        return bool(schema["type"] == "string")
-    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else []
-    return bool(values) and all(isinstance(value, str) for value in values)
-
-
-def _value(schema: Any, shared: Mapping[str, Any]) -> Format:
-    if not _is_text(schema):
-        return {"type": "json_schema", "json_schema": {**schema, **shared} if isinstance(schema, dict) else schema}
-    odd = schema.keys() - {"type", "enum", "const", "pattern", "minLength", "maxLength"} - ANNOTATIONS
-    bounds = {"pattern", "minLength", "maxLength"} & schema.keys()
-    if odd or ("enum" in schema) + ("const" in schema) + bool(bounds) > 1:
-        what = sorted(odd or bounds or {"const"})[0]
-        raise SamplingParamsError(f"{what!r} of a text cannot be enforced where parameters are written one by one")
-    if "enum" in schema or "const" in schema:
-        texts = [one for one in schema.get("enum", [schema.get("const")]) if isinstance(one, str)]
-        if not texts:
-            raise SamplingParamsError("'enum' or 'const' of a text has no text, so nothing meets it")
-        return either([const(one) for one in texts])
-    if "pattern" in bounds and len(bounds) > 1:
-        raise SamplingParamsError(
-            "'pattern' beside a length cannot be enforced where parameters are written one by one"
-        )
-    if "pattern" in bounds:
-        return {"type": "regex", "pattern": _whole(schema["pattern"])}
-    if bounds:
-        most = int(schema["maxLength"]) if "maxLength" in schema else ""
-        return {"type": "regex", "pattern": f"(?s:.{{{int(schema.get('minLength', 0))},{most}}})"}
-    return any_text()
-
-
-ASCII = {"d": "0-9", "w": "0-9A-Za-z_"}
-"""Character classes in JSON Schema's regular expressions (ECMA-262), which are ASCII; in Rust's they are Unicode."""
-
-
-def _whole(pattern: str) -> str:
-    """An unanchored pattern of JSON Schema as a regular expression of the whole text."""
-    begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", pattern) is not None
-    made, in_class = [], False
-    for part in re.findall(r"\\?.", pattern[begins : len(pattern) - ends], re.DOTALL):
-        characters = ASCII.get(part[1:].lower()) if len(part) > 1 else None
-        if characters is not None and in_class and part[1].isupper():
-            raise SamplingParamsError(
-                f"{part} between brackets cannot be enforced where parameters are written one by one"
-            )
-        if characters is not None:
-            part = characters if in_class else f"[{'^' if part[1].isupper() else ''}{characters}]"
-        elif part == "[" or part == "]":
-            in_class = part == "["
-        made.append(part)
-    anything = "(?s:.*)"
-    return f"{'' if begins else anything}(?:{''.join(made)}){'' if ends else anything}"
 
 
 # -- values with their own quotes around strings --------------------------------------------------------------------
@@ -204,7 +210,7 @@ class QuotedValues:
         own = {key: value for key, value in told.items() if key not in others}
         match type:
             case "string":
-                return tag(self._quote, _value({"type": "string", **own}, {}), self._quote)
+                return tag(self._quote, text_format({"type": "string", **own}), self._quote)
             case "array":
                 self._check(own, {"items", "minItems", "maxItems"})
                 if isinstance(own.get("items"), list):

@@ -368,7 +368,7 @@ def _cut_parameters(rest: str) -> tuple[str, ParameterSyntax, str] | None:
 
 
 def _reads_back(tools: ToolSyntax, text: str, count: int) -> bool:
-    parser = ReplyParser(ReplyForm(ReplySyntax(tools=tools), tools={_NAME: frozenset(_KEYS)}))
+    parser = ReplyParser(ReplyForm(ReplySyntax(tools=tools), tools={_NAME: dict.fromkeys(_KEYS, ())}))
     parser.text(text)
     parser.finish()
     reply = Reply.of(parser.events)

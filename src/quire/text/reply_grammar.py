@@ -15,10 +15,10 @@ import msgspec
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import SamplingParamsError
-from quire.grammar.json_schema import check_schema
+from quire.grammar.json_schema import call_schema, check_schema
 from quire.grammar.structural_tag import root_format
 from quire.text.reply_arguments import QuotedValues, parameter_names, parameters_format
-from quire.text.reply_syntax import ID, ReplyForm, ToolSyntax
+from quire.text.reply_syntax import ID, ReasoningSyntax, ReplyForm, ToolSyntax
 from quire.text.tag_formats import Format, any_text, const, either, sequence, tag
 
 MAX_TOOLS = 256
@@ -140,8 +140,7 @@ class ReplyGrammar(msgspec.Struct, frozen=True):
     Attributes:
         structured: the grammar; None if the reply is unconstrained.
         form: how to parse it.
-        loosened: tools that are not strict and whose arguments may be any JSON object, since their schema cannot be
-            enforced; with the reason.
+        loosened: tools that are not strict and of whose schema something cannot be enforced, and what and why.
     """
 
     structured: StructuredOutputsParams | None
@@ -225,10 +224,23 @@ def _reply(form: ReplyForm, content: Format | None, calls: _Calls | None = None)
         return rest
     free = content is not None and content["type"] == "any_text"
     after = rest if free else sequence(_white(), rest)
+    thought = either(_thought(reasoning, after, calls, free))
     if form.in_reasoning:
-        return sequence(tag("", any_text(), reasoning.end), after)
-    thought = sequence(_white(), tag(reasoning.start, any_text(), reasoning.end), after)
+        return thought
+    thought = sequence(_white(), const(reasoning.start), thought)
     return either([thought, _rest(content, calls, [reasoning.start])])
+
+
+def _thought(reasoning: ReasoningSyntax, after: Format, calls: _Calls | None, free: bool) -> list[Format]:
+    """Ways to go on within reasoning: to end it; to call without ending it, as Qwen3.5 does; and, where content may be
+    anything, to say nothing more: no reply is kept from ending.
+    """
+    ways = [sequence(tag("", any_text(), reasoning.end), after)]
+    if calls is not None and not calls.tools.anchored:
+        trigger = calls.tools.trigger
+        first = [{**one, "begin": one["begin"].removeprefix(trigger)} for one in calls.first()]
+        ways.append(sequence(any_text(), const(trigger), either(first), calls.then()))
+    return [*ways, any_text()] if free else ways
 
 
 def _rest(content: Format | None, calls: _Calls | None, not_first: Sequence[str]) -> Format:
@@ -305,25 +317,38 @@ def _schema(text: str) -> Any:
 
 def _arguments(
     tools: ToolSyntax, function: Mapping[str, Any], loosened: dict[str, str]
-) -> tuple[Format, frozenset[str]]:
-    """The format of a tool's arguments, and its parameters written as strings."""
+) -> tuple[Format, dict[str, tuple[str, ...]]]:
+    """The format of a tool's arguments, and its parameters that are bare text: see `ReplyForm.tools`."""
     name, schema = function["name"], function.get("parameters")
     schema = {"type": "object", "properties": {}} if schema is None else {"type": "object", **schema}
+    dropped: list[str] | None = None if function.get("strict") else []
     try:
-        check_schema(json.dumps(schema))
         if schema["type"] != "object":
             raise SamplingParamsError(f"its type is {str(schema['type'])[:80]!r}; arguments are an object")
+        schema = call_schema(schema, dropped)
         if tools.parameters is not None:
-            return parameters_format(tools.parameters, schema)
-        return {"type": "json_schema", "json_schema": schema}, frozenset()
+            made = parameters_format(tools.parameters, schema, dropped)
+        else:
+            made = {"type": "json_schema", "json_schema": schema}, {}
     except SamplingParamsError as error:
-        if function.get("strict"):
+        if dropped is None:
             raise SamplingParamsError(f"tool {name!r}: {error}", param="tools") from None
-        loosened[name] = str(error)
+        loosened[name] = f"{ANY_OBJECT}: {error}"
+        return _any_object(tools, schema)
+    if dropped:
+        loosened[name] = "; ".join(dropped)
+    return made
+
+
+ANY_OBJECT = "any JSON object"
+
+
+def _any_object(tools: ToolSyntax, schema: Mapping[str, Any]) -> tuple[Format, dict[str, tuple[str, ...]]]:
+    """Arguments of a schema that is not enforced."""
     if tools.parameters is None:
-        return {"type": "json_schema", "json_schema": {"type": "object"}}, frozenset()
+        return {"type": "json_schema", "json_schema": {"type": "object"}}, {}
     if tools.parameters.quote:
-        return QuotedValues(tools.parameters.quote, {}).any_members(), frozenset()
+        return QuotedValues(tools.parameters.quote, {}).any_members(), {}
     named = schema.get("properties")
     names = parameter_names(tools.parameters)
     known: dict[str, Any] = {key: {} for key in named if names.fullmatch(key)} if isinstance(named, dict) else {}

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quire.text import python_literals, quoted_values
+from quire.text.parameter_values import json_value, may_be_json
 from quire.text.reply import ContentText, ReasoningText, ReplyEvent, ToolCallArguments, ToolCallBegin
 from quire.text.reply_syntax import ID, ParameterSyntax, ReplyForm, ReplySyntax, ToolSyntax
 
@@ -54,7 +55,9 @@ class ReplyParser:
         self._white = ""  # trailing white space held back: it is not part of the text
         self._fresh = True  # no reasoning was emitted yet
         self._calls = 0
-        self._texts: frozenset[str] = frozenset()  # parameters of the current call that are strings
+        self._texts: Mapping[str, tuple[str, ...]] = {}  # parameters of the current call that are bare text
+        self._types: tuple[str, ...] = ()  # of JSON that the current one may be instead
+        self._scanned = 0  # how much of the buffer was searched for its end
         self._json = _JsonScanner()
         self._scanner: python_literals.PythonScanner | quoted_values.QuotedScanner = python_literals.PythonScanner()
         self._step: Callable[[bool], bool] = self._begin
@@ -118,16 +121,19 @@ class ReplyParser:
         reasoning = self._form.syntax.reasoning
         if reasoning is None:
             raise RuntimeError("reasoning without a syntax for it")
-        text, found = self._take_until(self._marker(reasoning.end), final)
+        end, trigger = self._marker(reasoning.end), self._marker(self._form.trigger)
+        text, found = self._take_until_first([end, trigger] if trigger else [end], final)
         if self._fresh:
             text = text.lstrip()
-        kept = self._hold_white(text, drop=found or final).replace(SPECIAL, "")
+        kept = self._hold_white(text, drop=bool(found) or final).replace(SPECIAL, "")
         if kept:
             self._fresh = False
             self.events.append(ReasoningText(kept))
-        if found:
+        if found and found == trigger:
+            self._buffer, self._step = trigger + self._buffer, self._opening
+        elif found:
             self._step = self._begin if self._form.syntax.content is not None else self._after_reasoning
-        return found
+        return bool(found)
 
     def _after_reasoning(self, final: bool) -> bool:
         self._buffer = self._buffer.lstrip()
@@ -220,9 +226,10 @@ class ReplyParser:
             at, marker = min(places)
             name, self._buffer = rest[:at], rest[at + len(marker) :]
             is_text = marker == markers[0] if syntax.before_json else name in self._texts
-            self._argument(("{" if self._fresh else ", ") + json.dumps(name) + ": " + ('"' if is_text else ""))
-            self._fresh, self._json = False, _JsonScanner()
-            self._step = self._text_value if is_text else self._json_value
+            self._types = () if syntax.before_json else self._texts.get(name, ())
+            self._argument(("{" if self._fresh else ", ") + json.dumps(name) + ": ")
+            self._fresh, self._json, self._scanned = False, _JsonScanner(), 0
+            self._step = self._bare_value if is_text else self._json_value
             return True
         if before.startswith(self._buffer) and not final:
             return False
@@ -231,6 +238,22 @@ class ReplyParser:
             return False
         self._argument("{}" if self._fresh else "}")
         self._step = self._closing
+        return True
+
+    def _bare_value(self, final: bool) -> bool:
+        """Text, or JSON of other types; it is streamed once it can be text alone."""
+        marker = self._marker(self._parameters().after_value)
+        end = self._buffer.find(marker, self._scanned)
+        if end >= 0 and json_value(value := self._buffer[:end].replace(SPECIAL, ""), self._types):
+            self._argument(value)
+            self._buffer, self._step = self._buffer[end + len(marker) :], self._parameter
+            return True
+        size = len(self._buffer) - (0 if final else possible_start(self._buffer, marker))
+        if end < 0 and may_be_json(self._buffer[: min(size, 64)], self._types) and not (final and size):
+            self._scanned = max(0, len(self._buffer) - len(marker) + 1)
+            return False
+        self._argument('"')
+        self._step = self._text_value
         return True
 
     def _text_value(self, final: bool) -> bool:
@@ -367,13 +390,21 @@ class ReplyParser:
 
     def _take_until(self, marker: str, final: bool) -> tuple[str, bool]:
         """Consume text up to and including a marker, or up to a possible prefix of it."""
-        before, found, after = self._buffer.partition(marker)
-        if found:
-            self._buffer = after
-            return before, True
-        keep = 0 if final else possible_start(before, marker)
-        self._buffer = before[len(before) - keep :]
-        return before[: len(before) - keep], False
+        text, found = self._take_until_first([marker], final)
+        return text, bool(found)
+
+    def _take_until_first(self, markers: Sequence[str], final: bool) -> tuple[str, str]:
+        """Consume text up to and including the marker that comes first, or up to a possible prefix of one; returns the
+        text and the marker, if there is one."""
+        text = self._buffer
+        places = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+        if places:
+            at, marker = min(places)
+            self._buffer = text[at + len(marker) :]
+            return text[:at], marker
+        keep = 0 if final else max(possible_start(text, marker) for marker in markers)
+        self._buffer = text[len(text) - keep :]
+        return text[: len(text) - keep], ""
 
 
 class _JsonScanner:

@@ -122,15 +122,22 @@ class ReplyForm(msgspec.Struct, frozen=True):
     """How to parse one request's reply.
 
     Attributes:
-        tools: the string parameters of each tool that may be called; None: calls are content.
+        tools: the tools that may be called, each with its parameters that are bare text, and for each of those the
+            types of JSON that such text is read as where it is JSON; None: calls are content.
         in_reasoning: the prompt ends within reasoning.
         reasoned: the prompt ends after the reasoning, so the reply has none.
     """
 
     syntax: ReplySyntax = ReplySyntax()
-    tools: dict[str, frozenset[str]] | None = None
+    tools: dict[str, dict[str, tuple[str, ...]]] | None = None
     in_reasoning: bool = False
     reasoned: bool = False
+
+    @property
+    def trigger(self) -> str:
+        """What begins a call within reasoning that was not ended; empty if nothing does."""
+        tools = self.syntax.tools if self.tools is not None else None
+        return "" if tools is None or tools.anchored or self.syntax.content is not None else tools.trigger
 
     def budget(self, tokens: int) -> ReasoningBudget | None:
         """A limit on the tokens of its reasoning; None if it has none."""
@@ -138,7 +145,8 @@ class ReplyForm(msgspec.Struct, frozen=True):
         if reasoning is None or self.reasoned:
             return None
         again = self.syntax.content is not None
-        return ReasoningBudget(tokens, reasoning.start, reasoning.end, begun=self.in_reasoning, again=again)
+        start, end = reasoning.start, reasoning.end
+        return ReasoningBudget(tokens, start, end, begun=self.in_reasoning, again=again, call=self.trigger)
 
 
 PLAIN = ReplyForm()
