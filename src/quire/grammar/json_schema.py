@@ -306,7 +306,7 @@ def _walk(root: Any, found: dict[str, Any], dropped: list[str] | None) -> dict[s
 def _problems(schema: dict[str, Any], pointer: str) -> Iterator[tuple[str, SamplingParamsError]]:
     """The keywords of a schema that cannot be enforced, and why."""
     for name, value in schema.items():
-        if name in HARMLESS and value in HARMLESS[name]:
+        if any(value == one and type(value) is type(one) for one in HARMLESS.get(name, ())):
             continue
         if name not in ONE | LISTS | MAPS | ASSERTIONS | ANNOTATIONS:
             what = f"has {name[:80]!r}, which is not enforced; remove it, or say it in another way"
