@@ -1,11 +1,11 @@
 """Tiers behind the KV pool: a prefix that comes from host memory or from a disk, against one that is computed; and
-requests that give way to others and come back, by loading and by computing again. Then prefill and decode apart
-(`kv_apart.py`).
+requests that give way to others and come back, by loading and by computing again; conversations that the pool cannot
+hold, and prompts of which none comes again. Then prefill and decode apart (`kv_apart.py`).
 
 Random bf16 weights in the shape of Qwen3-0.6B, and the demo model, whose tokens are cheap to compute. The disk's files
 are dropped from the system's cache before they are read.
 
-usage: python -m benchmarks.kv [--only prefix,swapping,apart] [--swap REQUESTS,TOKENS] [--turns N]
+usage: python -m benchmarks.kv [--only prefix,swapping,talks,apart] [--swap REQUESTS,TOKENS] [--turns N]
 """
 
 from __future__ import annotations
@@ -29,7 +29,19 @@ PREFIX = 4096
 OUTPUT = 32
 """Tokens that a request decodes which gives way."""
 
-PARTS = "prefix", "swapping", "apart"
+PARTS = "prefix", "swapping", "talks", "apart"
+
+
+@dataclass(frozen=True)
+class Talks:
+    """Conversations that take turns, in a pool for a quarter of what they are in the end; each turn adds so many
+    tokens, the reply among them. The best of so many rounds counts."""
+
+    count: int = 16
+    turns: int = 7
+    added: int = 96
+    reply: int = 16
+    rounds: int = 2
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,10 @@ def run(options: Options, parts: Collection[str] = PARTS, swapping: Swapping | N
     if "swapping" in parts:
         for name, model in (("0.6B", folder), ("demo", "demo")):
             time_swapping(result, name, model, options, swapping)
+    if "talks" in parts:
+        talks = Talks(4, 3, 48, 8, 1) if options.quick else Talks()
+        for name, model in (("0.6B", folder), ("demo", "demo")):
+            time_talks(result, name, model, options, talks)
     if "apart" in parts:
         time_apart(result, folder, options)
     return result
@@ -114,6 +130,48 @@ def time_swapping(result: Result, name: str, model: str, options: Options, swapp
         result.add(
             (label, f"{cold:.2f}", f"{seconds:.2f}", f"{seconds / cold:.1%}"), what=label, cold=cold, seconds=seconds
         )
+
+
+def time_talks(result: Result, name: str, model: str, options: Options, talks: Talks) -> None:
+    """Seconds that conversations take which come back, and as many prompts that do not, with a tier and without."""
+    length = talks.turns * talks.added
+    tiers: dict[str, dict[str, Any]] = {
+        "without": {},
+        "with": {"host_kv_memory": f"{1 + talks.count * length // 2**13}GiB"},
+    }
+    for label, again in (("conversations", True), ("prompts that come once", False)):
+        best, cached = dict.fromkeys(tiers, float("inf")), dict.fromkeys(tiers, 0.0)
+        for turn in range(talks.rounds):
+            for way, tier in tiers.items():
+                tell(f"kv: {name}, {talks.count} {label}, {way} a host tier, round {turn + 1}")
+                sizes = {"max_model_len": length + 16, "num_kv_blocks": talks.count * length // 16 // 4 + 8}
+                with LLM(model, threads=options.threads, max_num_seqs=4, **sizes, **tier) as llm:
+                    llm.generate(tokens(random.Random(2), 32), greedy(1))
+                    seconds, share = talk(llm, talks, again)
+                best[way], cached[way] = min(best[way], seconds), share
+        what = f"{name}: {talks.count} {label}, {talks.turns} turns of {talks.added} tokens, room for a quarter, s"
+        tell(f"kv: {cached['without']:.0%} of the tokens were cached without a tier, {cached['with']:.0%} with it")
+        cold, seconds = best.values()
+        cells = (what, f"{cold:.2f}", f"{seconds:.2f}", f"{seconds / cold:.1%}")
+        result.add(cells, what=what, cold=cold, seconds=seconds, cached=cached["with"])
+
+
+def talk(llm: LLM, talks: Talks, again: bool) -> tuple[float, float]:
+    """One turn of each conversation after the other, four at a time; or, if they do not come again, other prompts of
+    the same lengths. Returns seconds, and the share of the prompts' tokens that was cached."""
+    prompts: list[list[int]] = [[] for _ in range(talks.count)]
+    before, asked, begin = llm.stats.cached_tokens, 0, time.perf_counter()
+    for turn in range(talks.turns):
+        for number, prompt in enumerate(prompts):
+            seed = random.Random(talks.count * turn + number)
+            prompts[number] = prompt + tokens(seed, talks.added - (talks.reply if prompt else 0))
+            if not again:
+                prompts[number] = tokens(seed, len(prompts[number]))
+            asked += len(prompts[number])
+            llm.add_request(prompts[number], greedy(talks.reply), f"{turn} {number}")
+        for output in finish(llm):
+            prompts[int(output.request_id.split()[1])] += output.outputs[0].token_ids
+    return time.perf_counter() - begin, (llm.stats.cached_tokens - before) / asked
 
 
 def take_turns(llm: LLM, count: int, length: int) -> list[tuple[int, ...]]:

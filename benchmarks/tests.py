@@ -26,8 +26,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import machine  # noqa: E402
 from tests.costs import TICK, children  # noqa: E402
+
+from benchmarks.common import machine  # noqa: E402
 
 PAGE, COSTS = HERE / "tests.md", ROOT / "build" / "costs.jsonl"
 INTERVAL = 0.25
@@ -145,6 +146,7 @@ def page(target: str, seconds: float, lines: Iterable[tuple[str, float, float]],
         files[name.partition("::")[0]] += cost
         tests[name.partition("::")[0]] += 1
         waiting += max(0.0, took - cost)
+    others = [name for name, _ in files.most_common()[FILES:]]
     kinds = _by_kind(processes)
     on = machine()
     measured = f"{time.strftime('%Y-%m-%d')}: {on['cpu']}, {os.cpu_count()} processors, Python {on['python']}"
@@ -176,8 +178,8 @@ CPU-seconds each:
 | the costliest files | tests | CPU-seconds |
 |---|--:|--:|
 {_rows((f"`{name}`", f"{tests[name]:,}", f"{spent:.1f}") for name, spent in files.most_common(FILES))}
-| {max(0, len(files) - FILES)} others | {sum(tests.values()) - sum(tests[name] for name, _ in files.most_common(FILES)):,} \
-| {sum(files.values()) - sum(spent for _, spent in files.most_common(FILES)):.1f} |
+| {max(0, len(files) - FILES)} others | {sum(tests[name] for name in others):,} \
+| {sum(files[name] for name in others):.1f} |
 | **all** | {sum(tests.values()):,} | {sum(files.values()):.1f} |
 """
 

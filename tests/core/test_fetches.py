@@ -52,8 +52,9 @@ def used_thrice(num_slots: int = 20, **options) -> tuple[Scheduler, FakeRunner]:
     return scheduler, runner
 
 
-def test_what_was_used_twice_is_saved_when_it_is_evicted_and_loaded_when_it_is_wanted():
-    scheduler, runner = used_thrice()
+def test_what_leaves_the_pool_is_saved_the_first_time_and_loaded_when_it_is_wanted():
+    scheduler, runner = make_scheduler(num_slots=20, num_blocks=30, prefix_cache="hash")
+    served(scheduler, runner, [*HEAD, 0])
     scheduler.kv.cache.clear()
     scheduler.add(make_request(100, [1, 2, 3], 1))
     plan = scheduler.schedule(0.0)
@@ -64,13 +65,26 @@ def test_what_was_used_twice_is_saved_when_it_is_evicted_and_loaded_when_it_is_w
     assert scheduler.kv.sources.num_moved(HOST, "loaded") == 5
 
 
-def test_what_was_not_used_by_others_is_not_saved():
-    scheduler, runner = make_scheduler(num_slots=20, num_blocks=30)
-    served(scheduler, runner, HEAD)
-    served(scheduler, runner, [*HEAD, 1])
-    scheduler.kv.cache.clear()
-    served(scheduler, runner, [1, 2, 3])
-    assert scheduler.kv.sources.num_moved(HOST, "stored") == 0
+def test_once_prompts_that_do_not_come_again_have_filled_the_tier_no_more_of_them_are_saved():
+    scheduler, runner = make_scheduler(num_slots=24, num_blocks=16)
+    prompts = [[100 + number] * 44 for number in range(10)]
+    for prompt in prompts:
+        served(scheduler, runner, prompt)
+    assert scheduler.kv.sources.num_moved(HOST, "stored") == 24
+    for prompt in prompts[2:4] * 3:
+        served(scheduler, runner, prompt)
+    assert scheduler.kv.sources.num_moved(HOST, "loaded"), "what comes again is saved"
+
+
+def test_conversations_that_the_pool_cannot_hold_come_back_from_the_tier():
+    scheduler, runner = make_scheduler(num_slots=200, num_blocks=30)
+    talks = [[number] * 8 for number in range(8)]  # 8 x 12 blocks at the end, in a pool of 29
+    cached = 0
+    for turn in range(4):
+        for number, talk in enumerate(talks):
+            cached += served(scheduler, runner, talk)
+            talks[number] = [*talk, *expected_output(talk, 2), *[50 + turn] * 8]
+    assert cached >= 0.9 * 8 * (8 + 18 + 28)
 
 
 def test_a_plan_may_load_and_compute_nothing_and_one_fetch_serves_all_who_want_it():
@@ -265,6 +279,24 @@ def test_what_was_used_twice_is_on_the_disk_before_it_is_evicted_and_read_when_i
     assert {update.cached_tokens for update in updates} == {20}
     assert scheduler.kv.sources.num_moved(DISK, "loaded") == 5 == scheduler.kv.sources.num_moved(HOST, "loaded")
     assert not scheduler.kv.sources.orders, "what is on the disk is not written again"
+
+
+def test_what_is_computed_again_after_it_has_left_every_tier_goes_to_the_disk_and_what_came_once_does_not():
+    disk = FakeDisk()
+    scheduler, runner = make_scheduler(num_slots=6, num_blocks=8, disk=disk)
+
+    def serve(prompt: list[int]) -> None:
+        served(scheduler, runner, prompt)
+        disk.take(scheduler)
+        while disk.orders:
+            disk.work(scheduler, runner)
+
+    for number in range(6):  # each takes the place of the one before, in the pool and in the host tier
+        serve([100 + number] * 20)
+    assert not disk.blocks
+    serve([100] * 20)
+    serve([200] * 24)
+    assert 0 < len(disk.blocks) <= 5
 
 
 def test_nobody_waits_for_the_disk_after_its_deadline_and_what_comes_late_changes_nothing():

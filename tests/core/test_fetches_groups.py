@@ -118,6 +118,13 @@ def test_who_gives_way_comes_back_from_the_tier(windows: Windows) -> None:
     check(served.scheduler)
 
 
+def test_of_a_window_what_the_next_turn_sees_is_saved_the_first_time_and_what_was_passed_is_not() -> None:
+    served = Served((None, 9))
+    served.serve(HEAD[:40])
+    served.emptied()
+    assert served.parts() == {0: list(range(10)), 1: [8, 9]}
+
+
 @pytest.mark.parametrize("windows", KINDS)
 def test_after_a_restart_the_disk_has_what_was_used_twice_of_every_group(windows: Windows) -> None:
     disk = FakeDisk()

@@ -121,7 +121,7 @@ class PrefixTimer:
             seconds, token, _ = self._request(prompt)
             computed.append(seconds)
         row = Row(tokens, {COMPUTED: statistics.median(computed)})
-        for _ in range(WORTH):  # used often enough to be saved in a tier
+        for _ in range(1, WORTH):  # used often enough to be written to the disk
             self._request(prompt)
         self.settle()
         for source in sources:

@@ -14,7 +14,7 @@ Below the host tier there may be a disk and other engines: see `core/sources.py`
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -28,7 +28,11 @@ from quire.core.step import Move, StepPlan, StepResult
 from quire.core.tier import HOST
 
 WORTH = 2
-"""How often other requests must have used a block before it is worth a slot in a tier."""
+"""How often a block must have been computed or used before it is worth being written to the disk."""
+
+REMEMBERED = 65_536
+"""Blocks that have left the pool: one that is computed again was used (as in 2Q, Johnson and Shasha 1994). With blocks
+of 16 tokens, a million tokens, in some 10 MB."""
 
 FIRST_LOADS = 4
 """Blocks that the first such step with decoding requests may load; each further one may load twice as many as the last,
@@ -96,7 +100,6 @@ class Fetches:
 
     Args:
         sources: the host tier, and what is below it; other pools may share it.
-
     Attributes:
         tier: the host tier's index. sizes: see `Sources`.
     """
@@ -111,6 +114,9 @@ class Fetches:
         self.sources.reset()
         self._saves: list[Move] = []
         self._begun: list[Fetch] = []
+        self._for_disk: set[bytes] = set()  # of what is being saved
+        self._gone: OrderedDict[bytes, None] = OrderedDict()  # see `REMEMBERED`
+        self._unread = 0  # blocks saved since one was loaded
         self._in_flight: deque[tuple[int, list[Move], list[Fetch]]] = deque()
 
     @property
@@ -153,22 +159,48 @@ class Fetches:
         return max(LEAST_FETCH, most)
 
     def used(self, node: Node, group: int) -> None:
-        """A request has taken a block from the prefix cache. A block that is used often enough is written to the disk
-        even before it is evicted, so that it is there after a restart."""
+        """A request has taken a block from the prefix cache. A block that is worth it is written to the disk even
+        before it is evicted, so that it is there after a restart."""
         node.uses[group] += 1
         if node.uses[group] == WORTH and self.sources.disk is not None:
             self.evicted(node, group, node.blocks[group])
 
+    def computed(self, node: Node, group: int) -> None:
+        """A request has computed a block from which others can go on, or it was loaded again: its first use. In a group
+        that keeps only part of a request's positions, this is known when the request ends or gives way."""
+        node.uses[group] = max(node.uses[group], 1)
+
     def evicted(self, node: Node, group: int, block: int) -> None:
-        """A block is evicted from the pool: save it if it is worth it. One that came to the tier from another engine is
-        written to the disk now."""
-        if not node.hash or node.uses[group] < WORTH:
+        """A block is evicted from the pool: save it in the host tier, unless it was passed by or others keep it. It
+        goes on to the disk if it is worth that.
+
+        Once the tier was filled with blocks of which none was loaded again, as by prompts that come once, only what is
+        worth the disk is saved: copying the others would be in vain.
+        """
+        uses = node.uses[group]
+        if not node.hash or not uses:
             return
         name, holders = part_name(node.hash, group), self.sources.holders
-        if holders is not None and holders.count(name) >= REPLICAS:
+        if holders is not None and holders.count(name) >= (REPLICAS if uses >= WORTH else 1):
             return
-        if not self.save(node, group, block) and (slot := self.tier.slot(name)) is not None:
+        again = self._was_gone(name) or uses >= WORTH
+        if not again and self._unread >= self.tier.num_slots:
+            return
+        if self.save(node, group, block):
+            self._unread += 1
+            if again and self.sources.disk is not None:
+                self._for_disk.add(name)
+        elif again and (slot := self.tier.slot(name)) is not None:
             self.sources.write(slot, name)
+
+    def _was_gone(self, name: bytes) -> bool:
+        """Whether a block has left the pool before, as far as that is remembered. It is from now on."""
+        before = name in self._gone
+        self._gone[name] = None
+        self._gone.move_to_end(name)
+        if len(self._gone) > REMEMBERED:
+            self._gone.popitem(last=False)
+        return before
 
     def save(self, node: Node, group: int, block: int) -> bool:
         """Have the next plan save a block, before anything is written into it. False if it is in the tier or on its way
@@ -204,7 +236,9 @@ class Fetches:
         bad_loads = set(result.bad_loads)
         for move in saves:
             self.tier.filled(move.slot)
-            sources.write(move.slot, move.hash)
+            if move.hash in self._for_disk:
+                sources.write(move.slot, move.hash)
+                self._for_disk.remove(move.hash)
         sources.count(HOST, "stored", (move.slot for move in saves))
         for move in plan.loads:
             if move.slot in bad_loads:
@@ -215,6 +249,7 @@ class Fetches:
             fetch.num_published = min(lost, default=len(fetch.hashes))
             came = [move for place, move in zip(fetch.places, fetch.moves, strict=True) if place < fetch.num_published]
             sources.count(HOST, "loaded", (move.slot for move in came))
+            self._unread = 0 if came else self._unread
             self._unpin(fetch)
             fetch.new.update(move.hash for move in came if sources.is_new(move))
         return fetches
@@ -227,6 +262,7 @@ class Fetches:
             for fetch in fetches:
                 self._unpin(fetch)
         self._in_flight.clear()
+        self._for_disk.clear()
 
     def _unpin(self, fetch: Fetch) -> None:
         for move in reversed(fetch.moves):  # the head is released last, so tails are evicted first

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from quire.core.block_hash import BlockHasher, common_blocks
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.chain import Chain, Part
-from quire.core.fetches import WORTH, Fetch, Fetches
+from quire.core.fetches import Fetch, Fetches
 from quire.core.holders import Lookup
 from quire.core.kv_group import KVGroup
 from quire.core.prefix_cache import CACHES, Match
@@ -74,6 +74,7 @@ class KVManager:
         self.sources = sources or Sources(Tier(), sizes=[1.0] * len(groups))
         self.fetches = Fetches(self.sources)
         self._windowed = [number for number, group in enumerate(groups) if not group.keeps_all]
+        self._whole = [number for number, group in enumerate(groups) if group.keeps_all]
         self._recurrent = [number for number, group in enumerate(groups) if group.retention.states is not None]
         self.reset()
 
@@ -281,6 +282,8 @@ class KVManager:
             tip = request.tip = self.cache.insert(tip, key, kept, request.hashes[index])
             if tip.blocks != blocks:
                 self._adopt(request, index, tip.blocks)
+            for number in self._whole:
+                self.fetches.computed(tip, number)
         return request.hashes[first:full]
 
     def _adopt(self, request: Request, index: int, blocks: Sequence[int]) -> None:
@@ -446,19 +449,8 @@ class KVManager:
                 )
                 for move in moves:
                     if move.hash not in fetch.new:
-                        tip.uses[move.group] = max(tip.uses[move.group], WORTH)
+                        self.fetches.computed(tip, move.group)
         return fetches
-
-    def preempted(self, request: Request) -> None:
-        """Save a preempted request's cached blocks, from which it will continue, to the tier."""
-        if request.tip is None or not self.fetches.tier.num_slots:
-            return
-        match = Match(request.tip, request.num_published)
-        seen = self.first_seen(match)
-        for place, node in zip(range(match.num_blocks - 1, -1, -1), match.nodes(), strict=False):
-            for number, first in enumerate(seen):
-                if place >= first:
-                    node.uses[number] = max(node.uses[number], WORTH)
 
     # -- tables --------------------------------------------------------------------------------------------
 
@@ -500,10 +492,23 @@ class KVManager:
             self._publish_partial(request)
         for number, source, _, _ in request.copies:  # the copy never ran, so its source is unlocked here
             self.groups[number].release(source)
+        self._mark_end(request)
         tables, request.tables, request.copies = request.tables, [], []
         request.tip, request.num_published = None, 0
         for number, table in enumerate(tables):
             self._give_back(request, number, [block for block in reversed(table) if block != NULL_BLOCK])
+
+    def _mark_end(self, request: Request) -> None:
+        """Mark what a request sees behind its last cached block in groups that keep only part of it, for the tier."""
+        if request.tip is None or not self._windowed or not self.fetches.tier.num_slots:
+            return
+        match = Match(request.tip, request.num_published)
+        first_seen = self.first_seen(match)
+        first = min(first_seen[number] for number in self._windowed)
+        for place, node in zip(range(match.num_blocks - 1, first - 1, -1), match.nodes(), strict=False):
+            for number in self._windowed:
+                if place >= first_seen[number]:
+                    self.fetches.computed(node, number)
 
     def blocks_of_these_alone(self, requests: Sequence[Request]) -> list[int]:
         """Number of blocks of each group that only these requests hold: those freed by preempting all of them."""

@@ -41,7 +41,7 @@ class Node:
             it has children.
         children: by key. `order` has the same keys sorted, so that a key's neighbours are found by bisection.
         attached: False once the node is no longer in the tree.
-        uses: how often an admitted request took each part from the cache.
+        uses: how often each part was computed or taken from the cache, as far as tiers need to know (`Fetches`).
     """
 
     __slots__ = ("attached", "blocks", "children", "hash", "key", "order", "parent", "scope", "uses")

@@ -496,7 +496,6 @@ class Scheduler:
         step.withdraw(victim)
         self.running.remove(victim)
         self.abandon(victim)
-        self.kv.preempted(victim)
         self.kv.free(victim)
         victim.high_water = max(victim.high_water, victim.num_computed)
         victim.num_computed = victim.num_committed = 0
