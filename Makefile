@@ -1,4 +1,4 @@
-# make demo: see Quire work.  make test: all checks.  make help: the rest.
+# make demo: see Quire work.  make check: what takes seconds.  make test: all of it.  make help: the rest.
 # A first run makes .venv; PYTHON=python3.12 picks the interpreter (3.11 to 3.13). TESTS=... narrows the tests.
 
 SHELL := /bin/bash
@@ -44,9 +44,15 @@ LONGEST := $(wildcard $(patsubst %,tests/test_%.py,parallel_* cluster* speculati
     determinism kv_* router* engine_* cli_serve cli_generate triton_* cpu_* structured_* server_supervisor gpu_check models_*))
 CLOCKLESS := $(filter-out $(CLOCKED),$(LONGEST) tests/core $(filter-out $(LONGEST),$(wildcard tests/test_*.py)))
 WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
+# The instruction sets that tests need: this processor's; all where the kernels' sources are not those of the default
+# branch, and in CI.
+KERNELS_CHANGED = $(shell git diff --quiet origin/HEAD -- $(KERNELS) scripts/compile_kernels.py 2>/dev/null || echo yes)
+SETS = $(if $(CI)$(KERNELS_CHANGED),kernels,native)
+# Tests that need neither torch nor kernels, but for those that take longer.
+FAST := tests/core tests/test_grammar.py -m "not slow and not scale" -p no:schemathesis
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
-.PHONY: help demo python native kernels test test-slow test-arm mutants sanitize wheel wheel-arm sdist bench bench-peers \
+.PHONY: help demo python native kernels check check-lint check-types check-fast test test-slow test-arm mutants sanitize wheel wheel-arm sdist bench bench-peers \
     gpu-check gpu-rehearse gpu-bundle docs pictures format clean
 
 help:  ## list these targets
@@ -72,18 +78,30 @@ native: python
 kernels: python  ## compile the kernels for all instruction sets of this kind of machine
 	@$(STEP) "Compiling kernels for all instruction sets" $(COMPILE)
 
-test: $(DEV) kernels  ## formatting, lint, types, import contract, and all tests but the slow ones
+check: $(DEV)  ## formatting, lint, types, import contract, and the tests of core and grammars that take no time
+	@$(MAKE) --no-print-directory -j2 --output-sync=target SIDE_BY_SIDE=1 check-types check-lint check-fast
+
+check-types:
+	@$(STEP) "Types (mypy)" $(BIN)/mypy
+
+check-lint:
 	@$(STEP) "Formatting (ruff format)" $(BIN)/ruff format --check --output-format concise .
 	@$(STEP) "Lint (ruff)" $(BIN)/ruff check .
-	@$(STEP) "Types (mypy)" $(BIN)/mypy
-	@$(STEP) "Import contract (import-linter)" $(BIN)/lint-imports --no-cache
+	@$(STEP) "Import contract (import-linter)" $(BIN)/lint-imports
+
+check-fast:
+	@$(STEP) "Tests of core and grammars (pytest)" $(BIN)/python -m pytest $(FAST)
+
+ifeq ($(TESTS),)
+test: $(DEV)  ## the checks, and all tests but the slow ones (TESTS=FILE: these tests alone)
+	@$(MAKE) --no-print-directory -j2 --output-sync=target SIDE_BY_SIDE=1 $(SETS) check-types check-lint
 	@$(STEP) "Without asserts (python -O)" $(BIN)/python -O -m quire.cli.main generate demo \
 	    "def add(a, b):" --max-tokens 8 --temperature 0 --quiet
-ifeq ($(TESTS),)
 	@$(STEP) "Tests side by side (pytest)" $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope \
 	    --no-loadscope-reorder --max-worker-restart 0 $(CLOCKLESS)
-	@$(STEP) "Tests that look at a clock, one after the other (pytest)" $(BIN)/python -m pytest $(addprefix --ignore=,$(CLOCKLESS))
+	@$(STEP) "Tests that look at a clock, one after the other (pytest)" $(BIN)/python -m pytest $(CLOCKED)
 else
+test: $(DEV) native
 	@$(STEP) "Tests (pytest)" $(BIN)/python -m pytest $(TESTS)
 endif
 

@@ -2,27 +2,26 @@
 in its interpreter, which must be chosen before they are imported; no looking for garbage in what importing and
 collecting make, which stays; and of hypothesis the same examples in every run, on a machine that may be slow (fewer of
 them where they are run for each of many mutants). Ctrl-C is handled as in a terminal: a shell starts what it puts in
-the background with SIGINT ignored."""
+the background with SIGINT ignored. Torch is not imported here, since `make check` has tests that need none of it."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
-import torch
 
 from tests.costs import Costs
 from tests.http_tools import CHECKED, ServeProcess
 
 gc.disable()  # until tests are collected: it is a third of what that takes
-torch.set_num_threads(1)
 os.environ["TRITON_INTERPRET"] = "1"
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,6 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
     gc.freeze()
     gc.enable()
 

@@ -92,6 +92,7 @@ TEXT_FORMS: list[Any] = [
 ]
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("schema", TEXT_FORMS, ids=str)
 @pytest.mark.parametrize("inside", [r"S\u00e3o", r"\u0041\u002F", r"\ud83d\ude00", r"a\u0007\"\\b", r"\uFFFF"])
 def test_every_character_may_be_escaped(grammars: Grammars, tokenizer: Tokenizer, schema: Any, inside: str) -> None:
@@ -339,6 +340,7 @@ def test_schemas_have_a_depth_and_a_size(grammars: Grammars) -> None:
         StructuredOutputsParams(json={"title": "x" * MAX_GRAMMAR_BYTES})
 
 
+@pytest.mark.scale
 def test_schemas_that_explode_are_refused(grammars: Grammars) -> None:
     def option(i: int, j: int) -> dict[str, Any]:
         return {"type": "object", "properties": {f"{i}_{j}": {"type": "null"}}, "required": [f"{i}_{j}"]}
@@ -350,6 +352,7 @@ def test_schemas_that_explode_are_refused(grammars: Grammars) -> None:
         grammars.compile(StructuredOutputsParams(json={"enum": [f"x{i}" for i in range(100_000)]}))
 
 
+@pytest.mark.scale
 def test_references_have_a_depth(grammars: Grammars) -> None:
     """The library follows them one within another, and would end the process."""
 
@@ -391,6 +394,7 @@ def test_what_takes_long_to_compile_is_refused_where_that_is_bounded(tokenizer: 
     assert form not in hurried
 
 
+@pytest.mark.scale
 def test_names_are_no_way_around_the_bounds_of_a_schema() -> None:
     inner = {"properties": {str(number): {} for number in range(9000)}}
     with pytest.raises(SamplingParamsError, match="make the names shorter"):
@@ -409,6 +413,7 @@ def test_a_form_that_nothing_meets_is_refused(grammars: Grammars) -> None:
         grammars.compile(StructuredOutputsParams(regex="[^\\s\\S]"))
 
 
+@pytest.mark.scale
 def test_where_the_library_gives_up_not_even_the_end_may_come(grammars: Grammars) -> None:
     matcher = grammars.matcher(StructuredOutputsParams(regex="((((a{100}){100}){100}){100})"), [2])
     for _ in range(64):
@@ -511,6 +516,7 @@ def test_neither_special_tokens_nor_padding_may_come_and_ends_only_at_the_end(
     assert allowed(matcher) & {*range(tokenizer.vocab_size, 10**5), *tokenizer.special_ids} >= ends
 
 
+@pytest.mark.scale
 def test_grammars_are_kept_as_long_as_there_is_room(tokenizer: Tokenizer) -> None:
     grammars = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size))
     forms = [StructuredOutputsParams(regex=f"a{i}") for i in range(MAX_GRAMMARS + 3)]
@@ -692,6 +698,7 @@ class Bytes:
         return bool(matcher.validate_tokens([*text, 256]) == len(text) + 1)
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("which", SPARSE)
 @pytest.mark.parametrize(
     "form",
@@ -734,6 +741,7 @@ def test_a_mask_has_the_tokens_that_lead_to_what_the_form_allows_and_no_other(
     assert all(error is None or "cannot spell" in error for error in ended)
 
 
+@pytest.mark.scale
 def test_a_text_that_must_come_is_tokenized_in_pieces_however_long_it_is(tokenizer: Tokenizer) -> None:
     asked: list[int] = []
     made = tokenizer.vocabulary(tokenizer.vocab_size)

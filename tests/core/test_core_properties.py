@@ -318,12 +318,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=max(80, 2 * settings().max_examples),
+    max_examples=max(80, settings().max_examples),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+@pytest.mark.scale
+class TestSchedulerMachine(SchedulerMachine.TestCase):
+    pass
 
 
 @pytest.mark.slow
@@ -349,7 +353,8 @@ def test_what_is_evicted_while_nothing_runs_is_saved_by_a_plan_of_its_own():
     assert scheduler.kv.sources.num_moved(HOST, "stored") == 5 and scheduler.schedule(0.0) is None
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.scale
+@pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 200))])
 def test_crowded_pools_finish_every_request_with_its_own_tokens(seed):
     rnd = random.Random(seed)
     block_size, depth = rnd.choice([1, 2, 4, 8]), rnd.choice([0, 0, 1, 2])

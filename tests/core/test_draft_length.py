@@ -157,6 +157,7 @@ def test_drafts_that_are_never_accepted_cost_a_request_alone_little(seed: int, e
     assert machine.run(tokens=500) <= 1.03 * machine.plain(500)
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.9])
 def test_where_each_row_costs_its_share_drafts_cost_little(seed: int, chance: float) -> None:
@@ -335,6 +336,7 @@ class Traffic:
         return seconds
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("together", [1, 8])
 @pytest.mark.parametrize("chance", [0.0, 0.5])
 def test_following_and_trying_in_vain_take_little_time(chance: float, together: int) -> None:
@@ -389,6 +391,7 @@ def test_of_those_followed_in_vain_the_worst_is_let_go_first() -> None:
 # --- limits -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.scale
 def test_no_length_is_beyond_its_room_the_most_or_the_budget() -> None:
     draw = random.Random(3)
     for whole in (False, True):

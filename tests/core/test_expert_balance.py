@@ -24,6 +24,7 @@ def loads_and_slots(draw: st.DrawFn) -> tuple[list[int], int, int]:
     return loads, ranks * draw(st.integers(-(-experts // ranks), -(-experts // ranks) + 4)), ranks
 
 
+@pytest.mark.scale
 @given(loads_and_slots())
 def test_every_expert_has_a_slot_and_every_rank_as_many(given: tuple[list[int], int, int]) -> None:
     loads, num_slots, ranks = given
@@ -32,6 +33,7 @@ def test_every_expert_has_a_slot_and_every_rank_as_many(given: tuple[list[int], 
     assert {*slots} == {*range(len(loads))}
 
 
+@pytest.mark.scale
 @given(loads_and_slots())
 def test_the_balance_is_within_what_greedy_packing_promises(given: tuple[list[int], int, int]) -> None:
     """The busiest rank exceeds the mean by no more than the heaviest slot (Graham 1969)."""
@@ -44,6 +46,7 @@ def test_the_balance_is_within_what_greedy_packing_promises(given: tuple[list[in
     assert imbalance(loads, slots, ranks) * mean <= max(mean, 1e-9) + len(slots) // ranks * heaviest + 1e-6
 
 
+@pytest.mark.scale
 @given(loads_and_slots(), st.randoms(use_true_random=False))
 def test_a_balance_that_is_there_already_moves_nothing(given: tuple[list[int], int, int], rnd: object) -> None:
     loads, num_slots, ranks = given

@@ -511,9 +511,10 @@ def run_schedules(seeds: range) -> Counter[str]:
     return run_seeds(schedule, seeds, 150)
 
 
+@pytest.mark.scale
 def test_whatever_happens_to_either_engine_no_token_changes_and_no_block_or_slot_is_lost():
-    total = run_schedules(range(80))
-    assert total["read"] > 300 and total["exported"] > 400 and total["bad"] > 3, total
+    total = run_schedules(range(35))
+    assert total["read"] > 130 and total["exported"] > 170 and total["bad"] > 1, total
 
 
 @pytest.mark.slow

@@ -506,10 +506,11 @@ def test_a_schedule_that_fails_is_told_with_as_few_events_as_fail():
         run_seeds(fails_from_the_seventh_on, range(5), 40)
 
 
+@pytest.mark.scale
 def test_whatever_happens_around_them_moves_change_no_token_and_lose_no_block_and_no_slot():
-    total = run_schedules(range(120))
-    assert total["saved"] > 600 and total["loaded"] > 300 and total["bad"] > 10 and total["alone"] > 10, total
-    assert total["stored"] > 200 and total["read"] > 10, total
+    total = run_schedules(range(50))
+    assert total["saved"] > 250 and total["loaded"] > 120 and total["bad"] > 4 and total["alone"] > 4, total
+    assert total["stored"] > 80 and total["read"] > 4, total
 
 
 @pytest.mark.slow

@@ -399,9 +399,10 @@ def run_schedules(seeds: range) -> Counter[str]:
     return total
 
 
+@pytest.mark.scale
 def test_whatever_happens_in_a_pool_no_token_changes_and_no_request_hangs():
-    total = run_schedules(range(40))
-    assert total["read"] > 100 and total["stale"] > 10 and total["bad"] and total["banned"] and total["missed"], total
+    total = run_schedules(range(20))
+    assert total["read"] > 50 and total["stale"] > 5 and total["bad"] and total["banned"] and total["missed"], total
 
 
 @pytest.mark.slow

@@ -138,6 +138,7 @@ def late(steps: list[tuple[int, float]]) -> float:
 # -- on simulated machines -----------------------------------------------------------------------------------
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_target_holds_from_the_first_chunk_of_the_first_prompt_on(name: str) -> None:
     firsts, every = [], []
@@ -154,6 +155,7 @@ def test_the_target_holds_from_the_first_chunk_of_the_first_prompt_on(name: str)
     assert max(seconds for tokens, seconds in every if tokens > LEAST) < 1.1 * TARGET
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize(("name", "least"), [("two processors", 0.8), ("noisy", 0.65), ("a device", 0.8)])
 def test_most_of_the_target_is_used(name: str, least: float) -> None:
     engine = Engine(MACHINES[name])
@@ -174,6 +176,7 @@ def test_little_is_begun_with_where_nothing_is_known_and_doubled_from_there() ->
     assert max(chunks) > 100
 
 
+@pytest.mark.scale
 def test_the_target_holds_where_a_long_prefix_is_cached() -> None:
     """Each token then takes several times what the last prompt's did."""
     for seed in range(5):
@@ -187,6 +190,7 @@ def test_the_target_holds_where_a_long_prefix_is_cached() -> None:
         assert late(steps) == 0.0
 
 
+@pytest.mark.scale
 def test_the_target_holds_while_prompts_come_and_requests_that_decode_come_and_go() -> None:
     for seed in range(5):
         engine = Engine(Machine(), seed, depth=seed % 2)

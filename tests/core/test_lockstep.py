@@ -123,7 +123,8 @@ def test_who_makes_steps_fail_ends_alone(count: int) -> None:
         assert all(found[n] == expected_output([n, 1], 4) for n in range(7) if n != culprit)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.scale
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 200))])
 def test_nothing_that_happens_changes_a_token(seed: int) -> None:
     """Requests come and are aborted, steps are lost, pools are small; up to two steps in flight."""
     rnd = random.Random(seed)
@@ -181,13 +182,12 @@ def serve(both: Lockstep, runners: list[FakeRunner], replica: int, id: int, prom
 def test_what_one_replica_gave_to_the_host_tier_another_one_loads() -> None:
     both, runners = with_one_tier()
     first, second = both.kvs
-    for number in range(3):  # its blocks are worth it once two others have used them
-        both.schedulers[0].add(make_request(number, list(range(40)), 2))
-        while both.requests:
-            run_step(both, runners)
+    both.schedulers[0].add(make_request(0, list(range(40)), 2))
+    while both.requests:
+        run_step(both, runners)
     first.cache.clear()
     run_step(both, runners)
-    assert first.sources.num_moved(HOST, "stored") == 9 and not second.fetches.tier.pins
+    assert first.sources.num_moved(HOST, "stored") == 10 and not second.fetches.tier.pins
     both.schedulers[1].add(make_request(9, list(range(40)), 2))
     updates = []
     while both.requests:
@@ -271,9 +271,11 @@ def work(disk: FakeDisk, both: Lockstep, runners: list[FakeRunner]) -> None:
         disk.work(both.schedulers[0], runners[0])
 
 
-def test_a_tier_and_a_disk_of_two_replicas_lose_no_slot_whatever_happens() -> None:
+@pytest.mark.scale
+@pytest.mark.parametrize("seeds", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_tier_and_a_disk_of_two_replicas_lose_no_slot_whatever_happens(seeds: int) -> None:
     kinds: list[Windows] = [ALL, (None, 9), (None, STATE), (9,)]
-    assert sum(read_from_the_disk(seed, windows) for windows in kinds for seed in range(3)) > 10
+    assert sum(read_from_the_disk(seed, windows) for windows in kinds for seed in range(seeds)) > 3 * seeds
 
 
 def read_from_the_disk(seed: int, windows: Windows) -> int:

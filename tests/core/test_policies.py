@@ -39,6 +39,7 @@ def ends(updates):
 # -- order of service ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_order_of_service_survives_many_aborts(policy, seed):
@@ -180,6 +181,7 @@ def test_a_scope_is_cached_again_after_others_pushed_it_out(kind):
     assert run_one(scheduler, runner, 3, prompt, scope="a") == 12
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("kind", ["radix", "hash"])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_was_used_longest_ago_is_evicted_first(kind, seed):
@@ -215,6 +217,7 @@ def test_tails_go_before_heads_and_heads_are_found_afterwards():
         assert matched(scheduler, prompt) == left
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("kind", ["radix", "hash"])
 def test_a_cache_used_over_and_over_keeps_books_in_proportion_to_its_blocks(kind):
     """Every use of a leaf is noted; the notes are thinned out, and the order of use is not lost."""

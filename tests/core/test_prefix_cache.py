@@ -29,6 +29,7 @@ def test_a_tree_of_four_prompts_matches_four_tokens():
     assert matched(scheduler, [2, 1]) == 0
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("length", range(1, 34))
 @pytest.mark.parametrize("kind", ["radix", "hash"])
 def test_a_full_hit_leaves_at_least_the_last_token_to_compute(kind, length):

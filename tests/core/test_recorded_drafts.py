@@ -11,12 +11,14 @@ import pytest
 from tests.core.recorded_speculation import SPECS, Recorded, Tuned, fixed, table
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("drafter", SPECS)
 def test_self_tuned_is_nearly_the_better_of_plain_and_always_in_each_row(drafter: str) -> None:
     for row, (plain, always, tuned) in table(drafter).items():
         assert tuned >= 0.95 * max(plain, always), row
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("together", [1, 8, 32])
 def test_drafts_that_are_never_accepted_cost_little(together: int) -> None:
     machine = Recorded("demo-eagle")
@@ -26,6 +28,7 @@ def test_drafts_that_are_never_accepted_cost_little(together: int) -> None:
     assert tuned >= 0.95 * fixed(machine, together, 0, rounds=3)
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("drafter", ["n-grams", "demo-eagle"])
 def test_a_text_whose_drafts_change_in_the_middle_is_followed(drafter: str) -> None:
     machine = Recorded(drafter)

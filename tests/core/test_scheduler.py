@@ -27,6 +27,7 @@ def lengths(plan):
     return {span.request: len(span.tokens) for span in plan.spans}
 
 
+@pytest.mark.scale
 def test_prompts_are_filled_in_order_into_every_step():
     scheduler, runner = make_scheduler(
         num_blocks=4000, block_size=16, max_num_batched_tokens=4096, max_model_len=60_000
@@ -219,6 +220,7 @@ def test_a_request_longer_than_a_context_is_refused():
     scheduler.add(make_request(2, list(range(6)), max_tokens=5))
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("length", [1, 7, 8, 9])
 @pytest.mark.parametrize("max_tokens", [0, 1, 2, 3, 9])
 @pytest.mark.parametrize("drafts", [0, 4])
@@ -355,6 +357,7 @@ def test_an_aborted_request_is_over_at_once_and_its_late_result_does_nothing():
     assert scheduler.kv.num_available == scheduler.kv.num_usable
 
 
+@pytest.mark.scale
 def test_aborts_in_a_long_queue_leave_nothing_behind():
     scheduler, runner = make_scheduler()
     for id in range(5000):
@@ -465,6 +468,7 @@ def hashed(monkeypatch):
     return count
 
 
+@pytest.mark.scale
 def test_a_prompt_that_many_requests_share_is_hashed_once_and_few_are_held_at_a_time(hashed):
     scheduler, runner = make_scheduler(num_blocks=2000, block_size=4, long_prefill_token_threshold=20)
     prompt = list(range(1000))
@@ -504,6 +508,7 @@ def test_a_step_looks_up_a_bounded_number_of_prompt_tokens(hashed):
     assert hashed[0] == 12 * (2**15 // 16 + 1), "the others' turn comes in the next steps"
 
 
+@pytest.mark.scale
 def test_prompts_that_were_hashed_while_they_waited_for_a_prefix_fill_the_next_step(hashed):
     scheduler, runner = make_scheduler(
         num_blocks=9_000, block_size=16, max_num_seqs=64, max_num_batched_tokens=2**13, max_model_len=2**13
@@ -541,18 +546,19 @@ def flood(scheduler, owner, ids, **fields):
         scheduler.add(make_request(id, list(range(id, id + 6)), owner=owner, **fields))
 
 
+@pytest.mark.scale
 def test_an_owner_who_floods_the_queue_does_not_keep_others_from_running():
     scheduler, runner = make_scheduler(num_blocks=2000)
-    flood(scheduler, "a", range(1000), max_tokens=50)
+    flood(scheduler, "a", range(300), max_tokens=50)
     for _ in range(3):
         run_step(scheduler, runner)
     assert {request.owner for request in scheduler.running} == {"a"} and len(scheduler.running) == 8
-    flood(scheduler, "b", [1000], max_tokens=50)
+    flood(scheduler, "b", [300], max_tokens=50)
     plan, _ = run_step(scheduler, runner)
-    assert lengths(plan)[1000] == 6, "it gets the seat of the last one that runs"
+    assert lengths(plan)[300] == 6, "it gets the seat of the last one that runs"
     assert scheduler.num_preemptions == 1
     again = {update.request: update for update in run_all(scheduler, runner) if update.finish_reason}
-    assert len(again) == 1001 and all(update.finish_reason == "length" for update in again.values())
+    assert len(again) == 301 and all(update.finish_reason == "length" for update in again.values())
 
 
 def test_owners_share_the_seats_and_one_alone_has_them_all():
@@ -672,6 +678,7 @@ def test_a_sliding_window_frees_the_blocks_it_has_passed():
     assert scheduler.num_preemptions == 0
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 2])
 @pytest.mark.parametrize("room", [60, 160])

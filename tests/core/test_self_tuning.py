@@ -83,7 +83,8 @@ def check(cell: Cell) -> None:
 
 
 # Each machine, price, chance and kind of work often.
-@pytest.mark.parametrize("cell", [*CELLS[::23], *NOT_DEEPER], ids=", ".join)
+@pytest.mark.scale
+@pytest.mark.parametrize("cell", [*CELLS[::47], *NOT_DEEPER], ids=", ".join)
 def test_self_tuned_is_nearly_the_better_of_plain_and_always(cell: Cell) -> None:
     check(cell)
 

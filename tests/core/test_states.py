@@ -129,6 +129,7 @@ def test_token_by_token_a_request_needs_two_states_and_no_more():
     complete(scheduler, runner, 0, prompt_of(30), max_tokens=9)
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("seed", range(60))
 def test_nothing_around_a_request_changes_its_tokens(seed):
     rnd = random.Random(seed)
