@@ -208,7 +208,7 @@ def test_errors_are_openais(client):
         client.responses.create(**ASKED | {"input": [{"role": "user", "content": [part]}]})
     assert image.value.code == "unsupported_content"
     with pytest.raises(openai.BadRequestError) as tool:
-        client.responses.create(**ASKED, tools=[{"type": "web_search"}])
+        client.responses.create(**ASKED, tools=[{"type": "file_search"}])
     assert tool.value.param == "tools[0].type"
     with pytest.raises(openai.BadRequestError) as long:
         client.responses.create(**ASKED | {"input": "x = 1\n" * 5000})
@@ -352,7 +352,10 @@ def test_a_bad_field_is_named(fields, param):
         ({"input": "x" * 70_000, "stream": 5}, "stream must be true or false"),
         ({"max_output_tokens": "5"}, 'max_output_tokens is "5"; it must be an integer'),
         ({"max_output_tokens": 5.5}, "max_output_tokens is 5.5; it must be an integer from -1 to 2147483647"),
-        ({"tools": [{"type": "web_search"}]}, 'tools[0].type is "web_search"; it must be "function"'),
+        (
+            {"tools": [{"type": "file_search"}]},
+            'tools[0].type is "file_search"; it must be "function", "web_search" or "local_shell"',
+        ),
         ({"tools": [{"type": "function"}]}, "tools[0].name is missing; it must be a string"),
         ({"text": {"verbosity": "loud"}}, 'text.verbosity is "loud"; it must be "high", "low" or "medium"'),
         ({"metadata": {"a": 1}}, "metadata[...] must be a string"),
@@ -385,6 +388,16 @@ def test_hints_without_effect_are_accepted_and_named():
     assert call.ignored == ("reasoning.summary", "text.verbosity") and call.params.max_tokens == 5
     plain = parse(text={"verbosity": "medium"}, reasoning={"summary": "auto"}, include=["file_search_call.results"])
     assert plain.ignored == ()
+
+
+def test_tools_of_openais_servers_are_left_out_and_named():
+    function = {"type": "function", "name": "f" * 128, "parameters": {"type": "object"}}
+    call = parse(tools=[{"type": "web_search", "external_web_access": False}, function, {"type": "local_shell"}])
+    assert [tool["function"]["name"] for tool in call.reply.tools] == ["f" * 128]
+    assert call.ignored == ("tools[].web_search", "tools[].local_shell")
+    with pytest.raises(ApiError) as refused:
+        parse(tools=[{"type": "web_search"}, {**function, "name": "f" * 129}])
+    assert refused.value.param == "tools[1].function.name"
 
 
 def test_several_http_processes_keep_nothing():

@@ -45,14 +45,21 @@ class Item(msgspec.Struct, omit_defaults=True):
         return self.type or "message"
 
 
-class FunctionTool(msgspec.Struct, omit_defaults=True):
+class FunctionTool(msgspec.Struct, omit_defaults=True, tag="function"):
     """A tool of the client's."""
 
-    type: Literal["function"]
     name: str
     parameters: Raw | UnsetType = UNSET
     description: str | None = None
     strict: bool | None = None
+
+
+class WebSearch(msgspec.Struct, tag="web_search"):
+    """A tool of OpenAI's servers, which agents (Codex) name in every request: it is left out, and named as ignored."""
+
+
+class LocalShell(msgspec.Struct, tag="local_shell"):
+    """The same."""
 
 
 class NamedTool(msgspec.Struct, tag="function"):
@@ -121,7 +128,7 @@ class ResponsesBody(msgspec.Struct):
     stream: bool | None = None
     store: bool | None = None
     background: bool | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[FunctionTool | WebSearch | LocalShell] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -189,10 +196,17 @@ def parse_response(body: bytes, limits: Limits = DEFAULT_LIMITS, *, find: Find, 
     for index, turn in messages_of([*before, *own], first=-len(before)):
         messages.append(turn)
         places.append(f"input[{index}]" if index >= 0 else "previous_response_id")
-    names = message_names(places) | NAMES
+    tools = [index for index, tool in enumerate(given.tools or ()) if isinstance(tool, FunctionTool)]
+    left = {f"tools[{at}]": f"tools[{index}]" for at, index in enumerate(tools)}
+    names = message_names(places) | left | NAMES
     chat = parse_translated(others, {"messages": messages, **_chat(given)}, names, limits)
     if given.text is not None and given.text.verbosity not in (None, "medium"):
         chat.ignore(["text.verbosity"])
+    chat.ignore(
+        f"tools[].{type(tool).__struct_config__.tag}"
+        for tool in given.tools or ()
+        if not isinstance(tool, FunctionTool)
+    )
     common = {field.name: getattr(chat, field.name) for field in dataclasses.fields(ChatCall)}
     stores = keeps and given.store is not False
     return ResponseCall(**common, asked=given, input=own, items=[*before, *own], stores=stores)
@@ -220,8 +234,9 @@ def _chat(given: ResponsesBody) -> dict[str, Any]:
         "max_completion_tokens": given.max_output_tokens,
         "parallel_tool_calls": given.parallel_tool_calls,
     }
-    if given.tools:
-        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in given.tools]
+    functions = [tool for tool in given.tools or () if isinstance(tool, FunctionTool)]
+    if functions:
+        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in functions]
     if isinstance(given.tool_choice, AllowedTools):
         allowed = {"mode": given.tool_choice.mode, "tools": [_named(tool) for tool in given.tool_choice.tools]}
         chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
@@ -246,7 +261,7 @@ def _named(tool: NamedTool) -> dict[str, Any]:
 
 def _function(tool: FunctionTool) -> dict[str, Any]:
     fields = msgspec.structs.asdict(tool).items()
-    return {name: value for name, value in fields if value is not None and value is not UNSET and name != "type"}
+    return {name: value for name, value in fields if value is not None and value is not UNSET}
 
 
 def messages_of(items: Iterable[Item], first: int = 0) -> list[tuple[int, dict[str, Any]]]:

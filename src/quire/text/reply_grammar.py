@@ -26,7 +26,7 @@ TOOL_CHOICES = (
     '"auto", "none", "required", {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", '
     '"allowed_tools": {"mode": "auto" or "required", "tools": [{"type": "function", "function": {"name": ...}}, ...]}}'
 )
-TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 
 class ReplyRequest(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 // The tools that the model may call in a conversation, as OpenAI has them: their list, and which of them must be called.
 
-const NAME = /^[a-zA-Z0-9_.-]{1,64}$/;
+const NAME = /^[a-zA-Z0-9_.-]{1,128}$/;
 const CHOSEN = "function:"; // before the name of a tool that must be called
 
 export const CHOICES = [
@@ -42,7 +42,7 @@ export function toolsOf(text) {
     const { name } = tool.function;
     if (name === undefined) throw new SyntaxError(`${at} has no name`);
     if (typeof name !== "string" || !NAME.test(name))
-      throw new SyntaxError(`${at} has the name ${JSON.stringify(name)}; letters, digits, "_", "-" and "." are allowed, at most 64`);
+      throw new SyntaxError(`${at} has the name ${JSON.stringify(name)}; letters, digits, "_", "-" and "." are allowed, at most 128`);
     if (names.has(name)) throw new SyntaxError(`${at} has the name "${name}", which another one has`);
     names.add(name);
   });
