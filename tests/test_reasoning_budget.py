@@ -221,8 +221,12 @@ COMPANIES: dict[str, dict[str, Any]] = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 24,
     },
-    "ngrams": {"speculative_config": {"method": "ngram", "adaptive": False, "prompt_lookup_min": 1}},
+    "ngrams": {
+        "num_kv_blocks": 512,
+        "speculative_config": {"method": "ngram", "adaptive": False, "prompt_lookup_min": 1},
+    },
     "draft model": {
+        "num_kv_blocks": 512,
         "speculative_config": {"method": "draft_model", "model": "demo-draft", "adaptive": False},
         "async_scheduling": True,
     },

@@ -126,6 +126,7 @@ COMPANIES: dict[str, dict[str, Any]] = {
         "num_kv_blocks": 17, "max_num_seqs": 8, "max_num_batched_tokens": 24, "async_scheduling": True,
     },
     "ngrams": {
+        "num_kv_blocks": 512,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False},
         "async_scheduling": True,
     },

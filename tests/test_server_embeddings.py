@@ -15,7 +15,7 @@ from quire.models.checkpoint import resolve
 from quire.server.errors import ApiError
 from quire.server.pooling import probability
 from quire.server.pooling_protocol import parse_embedding, parse_rerank, parse_score
-from tests.http_tools import ServeProcess
+from tests.http_tools import CHECKED, ServeProcess
 from tests.test_pooling import copy_of, declare
 
 TEXTS = ["def add(a, b):", "class Stack:\n    pass", "import os"]
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    with ServeProcess("--served-model-name", "e", "--check-invariants", model=str(folder)) as process:
+    with ServeProcess("--served-model-name", "e", *CHECKED, model=str(folder)) as process:
         yield process
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.http_tools import ServeProcess
+from tests.http_tools import CHECKED, ServeProcess
 
 ODD: list[Any] = [None, 5, -1, 10**30, 1.5, True, "x", "", [], [5], {}, {"a": 1}, "\0"]
 """Put into every field."""
@@ -122,7 +122,7 @@ def heavy() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServeProcess]:
-    with ServeProcess("--check-invariants", "--tool-format", "hermes", "--max-model-len", "256") as process:
+    with ServeProcess(*CHECKED, "--tool-format", "hermes", "--max-model-len", "256") as process:
         yield process
 
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from quire import LLM, SamplingParams
-from tests.http_tools import ServeProcess, wait_until
+from tests.http_tools import CHECKED, ServeProcess, wait_until
 
 SCHEMA = {
     "type": "object",
@@ -27,7 +27,7 @@ GBNF = 'root ::= "a" ("b" | "c") "d"'
 
 @pytest.fixture(scope="module")
 def server():
-    with ServeProcess("--check-invariants", "--tokenizer-deadline", "20", "--tool-format", "hermes") as process:
+    with ServeProcess(*CHECKED, "--tokenizer-deadline", "20", "--tool-format", "hermes") as process:
         yield process
 
 
