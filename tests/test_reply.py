@@ -17,6 +17,7 @@ from quire.server.blocks import Blocks
 from quire.server.chat_reply import deltas
 from quire.server.messages import _arguments
 from quire.server.messages_protocol import parse_messages
+from quire.server.protocol import parse_chat
 from quire.text.chat_template import ChatTemplate
 from quire.text.partial_json import completed
 from quire.text.reply import ContentText, ReasoningText, Reply, ReplyEvent, ToolCallArguments, ToolCallBegin
@@ -155,3 +156,16 @@ def test_a_call_that_was_cut_is_accepted_as_history() -> None:
         )
     )
     assert cut.messages[1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Ro'
+
+
+def test_a_tool_may_return_nothing_and_a_body_begin_with_a_byte_order_mark() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Go."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": None},
+    ]
+    chat = parse_chat(b"\xef\xbb\xbf" + msgspec.json.encode({"messages": messages}))
+    assert not chat.messages[2]["content"] and chat.messages[2]["role"] == "tool"
+    message = {"max_tokens": 1, "messages": messages[:1]}
+    assert parse_messages(b"\xef\xbb\xbf" + msgspec.json.encode(message)).messages[0]["content"] == "Go."

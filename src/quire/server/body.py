@@ -7,6 +7,7 @@ with millions of empty objects costs a scan, but no memory.
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -51,8 +52,9 @@ def check_media_type(headers: Headers) -> None:
     raise ApiError(415, message, code="unsupported_media_type")
 
 
-def check_text(body: bytes) -> None:
-    """Refuse a body that is empty or not UTF-8: strings of unknown fields are not decoded later.
+def check_text(body: bytes) -> bytes:
+    """Refuse a body that is empty or not UTF-8: strings of unknown fields are not decoded later. Returns it without a
+    byte order mark, which some clients on Windows write.
 
     Raises:
         ApiError: 400.
@@ -63,6 +65,7 @@ def check_text(body: bytes) -> None:
         body.decode()
     except UnicodeDecodeError as error:
         raise invalid(f"the body is not valid UTF-8, at byte {error.start}", code="invalid_json") from None
+    return body.removeprefix(BOM_UTF8)
 
 
 def decode(data: Any, kind: type[T] | Any = Any, *, where: str = "") -> Any:

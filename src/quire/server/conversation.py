@@ -134,8 +134,10 @@ class _Reader:
         calls = self._tool_calls(where, given.raw("tool_calls"))
         if calls and role != "assistant":
             raise invalid(f"{where}.tool_calls is for the assistant's messages; leave it out", f"{where}.tool_calls")
-        # A message that only calls tools has no content; and one that only reasons is null in vLLM's answers.
-        silent = not given.has("content") and bool(calls or (role == "assistant" and "content" in raw))
+        # A message that only calls tools has no content; one that only reasons is null in vLLM's answers, and so is the
+        # result of a tool that returns nothing.
+        nothing = role in ("assistant", "tool") and "content" in raw
+        silent = not given.has("content") and bool(calls or nothing)
         content = "" if silent else self._content(where, given.raw("content"))
         message: dict[str, Any] = {"role": ROLES[role], "content": content, **({"tool_calls": calls} if calls else {})}
         for name, most in _KNOWN.items():

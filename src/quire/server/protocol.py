@@ -308,7 +308,7 @@ def parse_detokenize(body: bytes, limits: Limits = DEFAULT_LIMITS) -> Detokenize
 
 def read_fields(shape: Shape, body: bytes) -> BodyFields:
     """A body's fields. Raises `ApiError`."""
-    check_text(body)
+    body = check_text(body)
     return BodyFields(shape.read(body))
 
 

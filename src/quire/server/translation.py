@@ -36,7 +36,7 @@ def read_typed(body: bytes, kind: type[B], limits: Limits, field: str) -> tuple[
     Raises:
         ApiError: 400.
     """
-    check_text(body)
+    body = check_text(body)
     if has_more_strings(body, STRINGS_PER_OBJECT * (limits.messages + limits.content_parts)):
         raise invalid(f"{field} has more than {limits.content_parts} items or parts", field)
     try:
