@@ -1,5 +1,5 @@
 # make demo: see Quire work.  make check: what takes seconds.  make test: all of it.  make help: the rest.
-# A first run makes .venv; PYTHON=python3.12 picks the interpreter (3.11 to 3.13). TESTS=... narrows the tests.
+# A first run makes .venv; PYTHON=python3.12 picks the interpreter (3.11 to 3.14). TESTS=... narrows the tests.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -68,8 +68,8 @@ demo: python  ## complete a batch of prompts with the model that ships with Quir
 	    "$(BIN)/quire serve demo" "# http://127.0.0.1:8000: OpenAI's API, and a web page"
 
 python:
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else \
-	    "Quire needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d; try: make PYTHON=python3.12" % v)'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 14) else \
+	    "Quire needs Python 3.11 to 3.14, and $(PYTHON) is %d.%d; try: make PYTHON=python3.12" % v)'
 
 # Compiling fills all cores, and what goes on beside it is one thing after the other: that must not wait.
 native: python

@@ -18,7 +18,7 @@ def _why_not() -> str:
     try:
         importlib.import_module("mooncake.store")
     except ImportError as error:
-        return f"Mooncake Store cannot be loaded ({error}): pip install 'quire[mooncake]', and libibverbs1"
+        return f"Mooncake Store cannot be loaded ({error}): pip install '.[mooncake]', and libibverbs1"
     return ""
 
 

@@ -398,7 +398,11 @@ class FakeTokenizerPool:
             raise self.raises
 
     async def encode(
-        self, texts: list[str], add_special_tokens: bool = True, max_tokens: int | None = None
+        self,
+        texts: list[str],
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+        parse_special: bool = False,
     ) -> list[list[int]]:
         await self._work("encode")
         return [list(text.encode()) for text in texts]

@@ -73,7 +73,7 @@ def test_every_line_gets_its_answer_or_its_error(server, tmp_path, capfd):
     assert len(found["vector"]["response"]["body"]["data"][0]["embedding"]) == 256
     assert found["other model"]["response"]["status_code"] == 404
     assert "model" in found["other model"]["response"]["body"]["error"]["message"]
-    for name, word in (("line-5", "stream"), ("line-6", "/abort/x"), ("line-7", "line 7"), ("line-9", "custom_id")):
+    for name, word in (("streams", "stream"), ("elsewhere", "/abort/x"), ("line-7", "line 7"), ("line-9", "custom_id")):
         assert found[name]["response"] is None and word in found[name]["error"]["message"]
     assert f"{len(found)} of {len(found)} requests answered, 5 with errors" in capfd.readouterr().err
     before = target.read_bytes()
@@ -143,7 +143,8 @@ def test_without_a_url_it_brings_its_own_server(tmp_path, capfd):
     ("lines", "arguments", "word"),
     [
         ([request("a"), request("a")], [], "lines 1 and 2 have the same custom_id, 'a'"),
-        (["junk", request("line-1")], [], "a line that is no request is called by its number"),
+        (["junk", request("line-1")], [], "a line without one is called by its number"),
+        ([request("a"), request("a", stream=True)], [], "lines 1 and 2 have the same custom_id, 'a'"),
         ([{"custom_id": "a", "url": "/v1/completions", "body": {}}], [], "--model"),
         ([request("a")], ["--url", "http://127.0.0.1:1", "--model", "x"], "--url"),
         ([request("a")], ["--url", "http://127.0.0.1:1", "--concurrency", "0"], "--concurrency"),

@@ -81,6 +81,16 @@ def test_every_server_option_is_a_flag() -> None:
     assert dataclasses.asdict(server) == expected | elsewhere
 
 
+def test_several_names_of_the_model_may_follow_one_flag_where_the_model_comes_first() -> None:
+    for arguments in (
+        ("demo", "--served-model-name", "a", "b", "--port", "0"),
+        ("demo", "--port", "0", "--served-model-name", "a", "--served-model-name", "b"),
+        ("--served-model-name", "a", "--served-model-name", "b", "demo"),
+    ):
+        options = options_of(*arguments)
+        assert (options.engine.model, options.server.served_model_name) == ("demo", ("a", "b"))
+
+
 def test_every_server_option_is_a_key_of_the_configuration_file_beside_the_engines(tmp_path: Path) -> None:
     values = {name: list(value) if isinstance(value, tuple) else value for name, (_, value) in SERVER_VALUES.items()}
     file = tmp_path / "server.yaml"

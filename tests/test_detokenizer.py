@@ -192,3 +192,27 @@ def test_special_tokens_are_shown_when_asked() -> None:
     for skip, expected in ((True, "hi"), (False, "hi<|im_end|>")):
         detokenizer = Detokenizer(BYTE_LEVEL, SamplingParams(skip_special_tokens=skip))
         assert detokenizer.push(ids) + detokenizer.finish() == expected
+
+
+# -- behind a prompt -----------------------------------------------------------------------------------------
+
+
+@BOTH
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_continuation_is_what_the_whole_text_has_behind_its_prompt(tokenizer: Tokenizer, data: Any) -> None:
+    part = st.lists(st.sampled_from([*"ab  \n.é世", "hello ", "    return"]), min_size=1, max_size=12)
+    prompt = tokenizer.encode("".join(data.draw(part)))
+    output = tokenizer.encode("".join(data.draw(part)), add_special_tokens=False)
+    stream = TextStream(tokenizer, prompt=prompt)
+    text = "".join(map(stream.push, output)) + stream.settle()
+    assert text == tokenizer.decode(prompt + output)[len(tokenizer.decode(prompt)) :]
+
+
+def test_the_space_of_the_first_token_is_kept_behind_a_prompt_and_a_cut_character_completed() -> None:
+    hello, world = (METASPACE.encode(text, add_special_tokens=False) for text in ("hello", "world"))
+    stream = TextStream(METASPACE, prompt=hello)
+    assert "".join(map(stream.push, world)) + stream.settle() == " world"
+    face = METASPACE.encode("a🙂", add_special_tokens=False)
+    stream = TextStream(METASPACE, prompt=face[:-2])
+    assert "".join(map(stream.push, face[-2:])) + stream.settle() == "🙂"

@@ -372,6 +372,13 @@ def test_chat_renders_the_models_own_template(llm):
     messages = [{"role": "user", "content": "Write a function."}]
     [output] = llm.chat(messages, GREEDY)
     assert output.prompt_token_ids == llm.render_chat(messages)
+    text = llm.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+    raw = llm.generate(text, GREEDY)[0]  # a rendered prompt is the same one, and is not if it is only text
+    assert (raw.prompt_token_ids, raw.prompt) == (output.prompt_token_ids, text)
+    literal = llm.generate({"prompt": text, "parse_special": False}, GREEDY)[0]
+    assert len(literal.prompt_token_ids) > len(raw.prompt_token_ids) and literal.prompt == text
+    with pytest.raises(RequestError, match="'parse_special' of a prompt is a int"):
+        llm.generate({"prompt": "x", "parse_special": 1})
     assert len(llm.chat([messages, messages], GREEDY)) == 2
     with pytest.raises(ChatTemplateError, match="role"):
         llm.chat([{"role": "nobody", "content": "x"}], GREEDY)

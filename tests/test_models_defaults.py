@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
+from quire.engine.loading import LEAST_TOP_P, left_out, sampling_defaults
 from quire.errors import ModelConfigError
 from quire.models.config import DecoderConfig
 from quire.models.fields import Fields
@@ -98,3 +100,13 @@ def test_older_rotary_scaling_beside_a_section_for_each_kind_of_layers_is_merged
 def test_the_base_of_all_of_olmo_3s_layers_may_stand_in_one_section() -> None:
     fields = tiny("olmo3") | {"rope_parameters": {"rope_type": "default", "rope_theta": 7000.0}}
     assert {rope.theta for rope in read(fields).ropes or ()} == {7000.0}
+
+
+def test_what_generation_config_asks_for_is_applied_or_named(tmp_path: Path) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"top_p": 0, "min_length": 0, "num_beams": 1, "stop_strings": None, "max_length": 20}))
+    assert sampling_defaults(tmp_path) == {"top_p": LEAST_TOP_P} and left_out(tmp_path) == []
+    file.write_text(json.dumps({"suppress_tokens": [5], "min_length": 3, "stop_strings": ["x"], "temperature": 0.5}))
+    [note] = left_out(tmp_path)
+    assert note.startswith("generation_config.json sets min_length, stop_strings, suppress_tokens, which are not")
+    assert left_out(tmp_path / "nothing") == []

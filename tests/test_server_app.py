@@ -340,6 +340,13 @@ def test_an_unknown_path_is_a_404_in_openais_shape(site: Site, path: str) -> Non
         ("POST", "/generate", "/v1/completions"),  # SGLang
         ("POST", "/api/chat", "/v1/chat/completions"),  # Ollama
         ("GET", "/ping", "/health"),  # vLLM
+        ("POST", "/sleep", "start it again"),
+        ("POST", "/update_weights", "that checkpoint"),
+        ("POST", "/init_weights_update_group", "that checkpoint"),  # SGLang
+        ("POST", "/update_weights_from_disk", "that checkpoint"),
+        ("POST", "/release_memory_occupation", "start it again"),
+        ("POST", "/pause_generation", "/abort"),
+        ("POST", "/v1/classify", "/v1/score"),
         ("POST", "/v1/audio/transcriptions", "only text"),  # OpenAI
         ("POST", "/v1/files", "quire batch"),
         ("POST", "/reset_prefix_cache", "--admin"),
@@ -367,6 +374,13 @@ def test_a_path_in_a_message_is_short_and_printable(site: Site) -> None:
     assert status == 404
     message = error_in(body)["message"]
     assert len(message) < 500 and message.isascii() and message.isprintable()
+
+
+def test_models_may_be_asked_for_by_head(site: Site) -> None:
+    for path in ("/v1/models", "/models"):
+        answer = site.http.request("HEAD", path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert answer.headers["content-length"] == site.http.get(path).headers["content-length"]
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def test_whatever_a_host_header_holds_only_known_names_and_addresses_come_in(val
 @pytest.mark.parametrize(
     "host",
     [
+        "host.docker.internal:8000", "quire.internal",
         "localhost", "localhost:8000", "LOCALHOST:1", "localhost.:8000", "chat.localhost", "127.0.0.1",
         "127.0.0.1:8000", "[::1]:8000", "[::1]", "10.42.0.17:8000", "192.168.1.5", "[2001:db8::7]:8000", "0.0.0.0:8000",
         socket.gethostname(),

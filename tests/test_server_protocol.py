@@ -349,6 +349,13 @@ def test_every_line_of_the_table_of_hints_is_accepted_and_listed(make: Callable[
     assert make(**{name: values[0] for name, values in tables.IGNORED.items() if values}).ignored == ()
 
 
+def test_raw_prompts_parse_special_tokens_and_chats_never_do() -> None:
+    assert completion().parse_special and not completion(parse_special=False).parse_special
+    assert not parse_tokenize(b'{"prompt": "x", "parse_special": false}').parse_special
+    assert chat(seed=1, parse_special=False) == chat(seed=1)
+    assert refusal(lambda: chat(parse_special=True)).param == "parse_special"
+
+
 def test_thinking_is_asked_for_in_the_words_of_openai_openrouter_and_anthropic() -> None:
     effort = chat(reasoning={"effort": "low", "summary": "detailed", "other": 1})
     assert effort.chat_template_kwargs == {"reasoning_effort": "low"}

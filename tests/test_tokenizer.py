@@ -91,6 +91,16 @@ def test_special_tokens_are_read_in_both_spellings() -> None:
 
 # --- text -------------------------------------------------------------------------------------------------
 
+
+def test_special_tokens_of_a_raw_prompt_are_parsed_where_that_is_asked_and_text_otherwise() -> None:
+    tokenizer = chatml()
+    text = "<|im_start|>user\nhello<|im_end|>\n"
+    oracle = Backend.from_str(byte_level_json())
+    assert tokenizer.encode(text, parse_special=True) == oracle.encode(text).ids
+    assert tokenizer.special_ids <= {*tokenizer.encode("".join(tokenizer.special_texts), parse_special=True)}
+    assert tokenizer.special_ids.isdisjoint(tokenizer.encode(text, add_special_tokens=False))
+
+
 TEXTS = ["hello world", " The  fox ", "été 世界🙂\n", "", "a<think>b", "def f(n):\n    return n"]
 
 

@@ -97,6 +97,7 @@ async def test_answers_are_those_of_the_tokenizer_itself(start: Any, folder: Pat
     texts = ["hello world", "", " 世界🙂 <|im_end|>", "x" * 1000]
     assert await pool.encode(texts) == tokenizer.encode_batch(texts)
     assert await pool.encode(texts, False) == tokenizer.encode_batch(texts, False)
+    assert await pool.encode(texts, parse_special=True) == tokenizer.encode_batch(texts, parse_special=True)
     assert await pool.encode([]) == []
     ids = [*tokenizer.encode(texts[2]), 2, 100_000]
     assert await pool.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestMetrics, RequestOutput
     from quire.errors import QuireError, RequestError
     from quire.llm import LLM
-
-    __version__: str
+__version__ = "0.1.0"
 
 if os.name != "posix":
     raise ImportError("Quire needs Linux; on Windows, install it in WSL 2")
@@ -62,10 +61,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version  # takes a while to import
-
-        return version("quire")
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

@@ -145,6 +145,9 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "tokenizer": VllmOption(kind=str, repeats="model", why=_OWN),
     "tokenizer_mode": _only(str, "auto", "hf", why="tokenizers are read from tokenizer.json"),
     "tokenizer_revision": VllmOption(kind=str, repeats="revision", why=_OWN),
+    "weight_transfer_config": _only(
+        Mapping[str, Any], {}, why="weights do not change while an engine runs; save them, and start one with them"
+    ),
     "trust_remote_code": _off("Quire never runs code from a checkpoint"),
 }
 

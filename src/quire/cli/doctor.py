@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from quire import __version__
 from quire.devices import find_device
 
 INSTRUCTION_SETS = (
@@ -119,12 +120,12 @@ def _machine(show: Show) -> dict[str, Any]:
 
 
 def _versions(packages: Sequence[Package], show: Show) -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"quire": metadata.version("quire"), "python": platform.python_version()}
+    versions: dict[str, str | None] = {"quire": __version__, "python": platform.python_version()}
     show("Packages", "")
     show("quire", f"{versions['quire']}, on Python {versions['python']}")
     for package in packages:
         found = versions[package.name] = installed(package)
-        optional = f" (optional: pip install 'quire[{package.extra}]')" if package.extra else ""
+        optional = f" (optional: pip install '.[{package.extra}]')" if package.extra else ""
         show(package.name, found or f"not installed{optional}")
     return versions
 

@@ -93,7 +93,16 @@ class CommandParser(argparse.ArgumentParser):
             if re.fullmatch(r"--?[a-z][a-z0-9-]*", flag) and flag not in known:
                 more = f"; {self.epilog}" if self.epilog else ""
                 raise ConfigError(_unknown_flag(flag, known, self.prog) + more)
-        return self.parse_intermixed_args(given)
+        return self.parse_intermixed_args(_each_with_its_flag(given))
+
+
+def _each_with_its_flag(given: Sequence[str], flag: str = "--served-model-name") -> list[str]:
+    """vLLM's `serve MODEL --served-model-name a b` as the flag twice. Without a model before it, `b` is the model."""
+    if flag not in given or (given[0].startswith("-") and "--model" not in given):
+        return list(given)
+    first = given.index(flag) + 2
+    last = next((i for i in range(first, len(given)) if given[i].startswith("-")), len(given))
+    return [*given[:first], *(word for name in given[first:last] for word in (flag, name)), *given[last:]]
 
 
 def _with_dashes(argument: str) -> str:

@@ -1,5 +1,5 @@
 """Members on the machines of a Ray cluster. Ray finds room, starts our processes and reports when they end; requests
-and KV pass between the members as without Ray. Imported only when used, and `ray` with it (`quire[ray]`).
+and KV pass between the members as without Ray. Imported only when used, and `ray` with it (extra `ray`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ try:
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
-    raise ConfigError(f"place: ray needs Ray: {error}; pip install 'quire[ray]'") from error
+    raise ConfigError(f"place: ray needs Ray: {error}; pip install '.[ray]'") from error
 
 ROOM_SECONDS = 60.0
 """How long Ray may take to find room for all servers."""

@@ -32,7 +32,7 @@ from quire.engine import fingerprint
 from quire.engine.compiling import Compiling
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.expert_balancer import ExpertBalancer
-from quire.engine.loading import for_whole_prompts, load, open_grammars, sampling_defaults, with_method
+from quire.engine.loading import for_whole_prompts, left_out, load, open_grammars, sampling_defaults, with_method
 from quire.engine.machine import MESSAGE_BYTES, check_gpus
 from quire.engine.notes import notes_of
 from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
@@ -161,6 +161,7 @@ class Engine:
             *started.notes,
             *self.tiers.notes,
             *notes_of(config, self.model, self.sampling_defaults, self._timeline),
+            *(() if config.generation_config == "off" else left_out(self.path)),
         )
         for note in (*self.notes, *(f"{what}: {size}" for what, size in self.memory_plan.table())):
             logger.info("%s", note)

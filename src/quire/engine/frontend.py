@@ -14,7 +14,7 @@ import logging
 import secrets
 import string
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from quire.core.sampling_params import SEED_BITS, SamplingParams
 from quire.core.step import TokenLogprobs
 from quire.core.structured_outputs import ReasoningBudget, StructuredOutputsParams
 from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.engine.prompts import Plain, Prompt, checked_token_ids, plain_prompt
+from quire.engine.prompts import LiteralText, Plain, Prompt, checked_token_ids, plain_prompt
 from quire.errors import (
     EmbeddingModelError,
     EmptyPromptError,
@@ -267,11 +267,17 @@ class Frontend:
 
     def _encode(self, prompts: Sequence[Plain]) -> list[list[int]]:
         """The prompts' token ids. Texts are encoded in one batch, which releases the GIL."""
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if texts and self.tokenizer is None:
-            raise RequestError("this checkpoint has no tokenizer.json; give prompts as lists of token ids")
-        encoded = iter(self.tokenizer.encode_batch(texts) if self.tokenizer and texts else [])
-        return [next(encoded) if isinstance(prompt, str) else checked_token_ids(prompt) for prompt in prompts]
+        encoded: dict[bool, Iterator[list[int]]] = {}
+        for literal in (False, True):
+            texts = [text for text in prompts if isinstance(text, str) and isinstance(text, LiteralText) == literal]
+            if texts and self.tokenizer is None:
+                raise RequestError("this checkpoint has no tokenizer.json; give prompts as lists of token ids")
+            if texts and self.tokenizer is not None:
+                encoded[literal] = iter(self.tokenizer.encode_batch(texts, parse_special=not literal))
+        return [
+            next(encoded[isinstance(prompt, LiteralText)]) if isinstance(prompt, str) else checked_token_ids(prompt)
+            for prompt in prompts
+        ]
 
     def _check(
         self, prompt: Plain, token_ids: list[int], params: SamplingParams | None, reply: ReplyForm | None = None
@@ -281,7 +287,7 @@ class Frontend:
                 f"sampling_params is a {type(params).__name__}; it must be SamplingParams or None"
             )
         params = params or SamplingParams()
-        text = prompt if isinstance(prompt, str) else None
+        text = str(prompt) if isinstance(prompt, str) else None
         if params.structured_outputs is not None and self._compile is not None:
             self._compile(params.structured_outputs)
         return self.check(text, token_ids, params, self._bad_words(params), reply)
@@ -371,7 +377,10 @@ class Frontend:
             ids = functools.partial(_call_id, prepared, completion.index)
             parser = ReplyParser(prepared.reply, self.tokenizer.special_texts, ids)
             completion.events = parser.events
-        return _Choice(number, completion, Detokenizer(self.tokenizer, prepared.params, parser), parser)
+        # A new message is a text of its own; anything else continues the prompt's.
+        continued = prepared.token_ids if prepared.reply is None or prepared.reply.continues else ()
+        detokenizer = Detokenizer(self.tokenizer, prepared.params, parser, continued)
+        return _Choice(number, completion, detokenizer, parser)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request; an unknown one is ignored. Returns its output, if that ended it."""

@@ -15,13 +15,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from quire import __version__
 from quire.config import EngineConfig
 from quire.curve import Address, read_token
 from quire.engine.machine import Machine, RemoteRank, groups_of, how_it_ended, meets
@@ -167,8 +167,8 @@ class Hosts:
         left = config.num_ranks - 1 - sum(len(host.ranks) for host in self._hosts.values())
         most, ranks = left - (missing - 1), hello.ranks or config.num_ranks // config.nnodes
         why = ""
-        if hello.version != version("quire"):
-            why = f"this machine has Quire {hello.version}, and the first one {version('quire')}; install that here"
+        if hello.version != __version__:
+            why = f"this machine has Quire {hello.version}, and the first one {__version__}; install that here"
         elif missing <= 0 or self._thread is not None:
             why = f"all {config.nnodes} machines (nnodes) of the engine at {self._address} are there"
         elif not 1 <= ranks <= most:

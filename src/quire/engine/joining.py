@@ -7,12 +7,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from quire import __version__
 from quire.config import EngineConfig
 from quire.curve import Address, Context, Socket
 from quire.engine.hosts import emptied, named, received
@@ -68,7 +68,7 @@ class Joining:
         context: Context = zmq.Context()
         try:
             connection, monitor = self._connected(context)
-            hello = Hello(version("quire"), socket.gethostname(), self._ranks)
+            hello = Hello(__version__, socket.gethostname(), self._ranks)
             connection.send_multipart([msgspec.msgpack.encode(hello), b""])
             self._tell(f"joined the engine at {self._address}; it begins when all machines have")
             for message, _ in _messages(connection, monitor):

@@ -29,6 +29,27 @@ from quire.speculate.methods import find, make_speculation
 EARLIER = 0.8
 """Share of `collective_timeout_s` for ranks that share layers, so that they notice a silent one before the others."""
 
+LEAST_TOP_P = 1e-6
+"""So small that only the likeliest token is left."""
+
+NOT_APPLIED: dict[str, tuple[Any, ...]] = {
+    "bad_words_ids": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "sequence_bias": ({},),
+    "stop_strings": ([],),
+    "suppress_tokens": ([],),
+    "typical_p": (1,),
+}
+"""Fields of `generation_config.json` that would change tokens and are not applied, with values that ask for nothing;
+others are named when the engine starts.
+"""
+
 
 def with_method(config: EngineConfig) -> EngineConfig:
     """The options with the method of `speculative_config`: if none was given, the one that its model is made for.
@@ -168,6 +189,18 @@ def open_grammars(path: Path, vocab_size: int) -> Grammars:
     return Grammars(vocabulary)
 
 
+def left_out(path: Path) -> list[str]:
+    """A note about what a checkpoint's `generation_config.json` asks for beside that, and requests must set."""
+    found = Fields.read(path / "generation_config.json").picked(NOT_APPLIED)
+    names = [name for name, value in found.items() if value not in (None, *NOT_APPLIED[name])]
+    if not names:
+        return []
+    return [
+        f"generation_config.json sets {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} not applied; "
+        "requests have stop, min_tokens, bad_words and logit_bias"
+    ]
+
+
 def sampling_defaults(path: Path) -> dict[str, Any]:
     """Defaults of sampling parameters, from a checkpoint's `generation_config.json`.
 
@@ -176,6 +209,8 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
     """
     file = path / "generation_config.json"
     defaults = Fields.read(file).picked(NEUTRAL)
+    if defaults.get("top_p") == 0:  # in transformers: the likeliest token alone
+        defaults["top_p"] = LEAST_TOP_P
     try:
         SamplingParams().resolved(defaults)
     except SamplingParamsError as error:

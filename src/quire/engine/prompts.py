@@ -10,10 +10,16 @@ from typing import Any
 from quire.errors import RequestError, TokenOutOfRangeError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or either in a dictionary as in vLLM: `{"prompt": ...}`, `{"prompt_token_ids": ...}`."""
+"""Text, token ids, or either in a dictionary as in vLLM: `{"prompt": ...}`, `{"prompt_token_ids": ...}`. With the text,
+`"parse_special": False` makes the special tokens in it ordinary text.
+"""
 
 Plain = str | Sequence[int]
 """A prompt without the dictionary."""
+
+
+class LiteralText(str):
+    """A text in which special tokens are text."""
 
 
 def plain_prompt(prompt: Prompt) -> Plain:
@@ -25,8 +31,13 @@ def plain_prompt(prompt: Prompt) -> Plain:
     if not isinstance(prompt, Mapping):
         return prompt
     given = {name: value for name, value in prompt.items() if value is not None}
+    parses = given.pop("parse_special", True)
+    if not isinstance(parses, bool):
+        raise RequestError(f"'parse_special' of a prompt is a {type(parses).__name__}; it must be True or False")
     if other := sorted(map(str, given.keys() - {"prompt", "prompt_token_ids"})):
-        raise RequestError(f"a prompt has the field {other[0]!r}; only 'prompt' and 'prompt_token_ids' are allowed")
+        raise RequestError(
+            f"a prompt has the field {other[0]!r}; only 'prompt', 'prompt_token_ids' and 'parse_special' are allowed"
+        )
     if not given:
         raise RequestError("a prompt is a dictionary without 'prompt' or 'prompt_token_ids'; give one of them")
     name, kind = ("prompt_token_ids", list | tuple) if "prompt_token_ids" in given else ("prompt", str)
@@ -35,7 +46,7 @@ def plain_prompt(prompt: Prompt) -> Plain:
         raise RequestError(
             f"{name!r} of a prompt is a {type(found).__name__}; 'prompt' must be text, 'prompt_token_ids' a list"
         )
-    return found
+    return found if parses or not isinstance(found, str) else LiteralText(found)
 
 
 def checked_token_ids(prompt: Sequence[int]) -> list[int]:

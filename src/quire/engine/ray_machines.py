@@ -1,5 +1,5 @@
 """Ray finds the other machines and starts `quire rank` on them. Nothing else goes through it: ranks communicate as they
-do without Ray. Imported only when used, and `ray` with it (`quire[ray]`).
+do without Ray. Imported only when used, and `ray` with it (extra `ray`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ try:
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
-    raise ConfigError(f"distributed_executor_backend=ray needs Ray: {error}; pip install 'quire[ray]'") from error
+    raise ConfigError(f"distributed_executor_backend=ray needs Ray: {error}; pip install '.[ray]'") from error
 
 PORTS = (
     "Ray listens on its own ports on all addresses, and anyone who reaches them can run programs; do not expose them "

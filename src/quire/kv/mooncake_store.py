@@ -1,4 +1,4 @@
-"""Mooncake Store (`quire[mooncake]`) as a store of KV blocks: a master knows where values are, nodes have the memory.
+"""Mooncake Store (extra `mooncake`) as a store of KV blocks: a master knows where values are, nodes have the memory.
 
 Each node contributes some of its memory. Observed with version 0.3.13.post1: putting a name that exists keeps the old
 value without an error; after a `kill -9` of the node that has a value, the value still appears to exist for ten seconds
@@ -61,7 +61,7 @@ class MooncakeStore:
             self._library: Any = importlib.import_module("mooncake.store")
         except ImportError as error:
             raise ConfigError(
-                f"{self.where} needs Mooncake ({error}): pip install 'quire[mooncake]', and Debian's libibverbs1"
+                f"{self.where} needs Mooncake ({error}): pip install '.[mooncake]', and Debian's libibverbs1"
             ) from error
         self._store: Any = None
 

@@ -8,11 +8,11 @@ import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+from quire import __version__
 from quire.errors import ConfigError
 from quire.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, content_hash
 from quire.models.quantized_folder import PACKED, RECORD_FILE, SCALES, Record, read_record
@@ -102,7 +102,7 @@ def write_quantized(
         for count, name in enumerate(plain, start=1):
             writer.add(name, weights.as_stored(name))
             report("writing", count / len(plain))
-    Record(how.scheme, how.group, base, base_hash, content_hash(folder), version("quire")).write(folder)
+    Record(how.scheme, how.group, base, base_hash, content_hash(folder), __version__).write(folder)
 
 
 class Quantizing(Kernels):

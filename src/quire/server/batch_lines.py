@@ -43,6 +43,10 @@ class Line(msgspec.Struct):
     method: str = "POST"
 
 
+class _Named(msgspec.Struct):
+    custom_id: str
+
+
 class _Streams(msgspec.Struct):
     stream: Any = None
 
@@ -117,12 +121,21 @@ def read_line(data: bytes, number: int) -> Line:
     return line
 
 
+def _custom_id(data: bytes) -> str:
+    """What a line that is no request calls itself; "" if that is not known."""
+    try:
+        name = msgspec.json.decode(data, type=_Named).custom_id
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return ""
+    return name if len(name) <= MAX_ID_LENGTH else ""
+
+
 class Requests:
     """The requests of a file, read one by one.
 
     Attributes:
-        places: where each request is, by its custom_id; a line that is no request has one made from its number.
-        problems: why such lines are no requests, by that id.
+        places: where each request is, by its custom_id; a line without one has one made from its number.
+        problems: why lines are no requests, by that id.
 
     Raises:
         BatchError: two requests have one custom_id, a line is too long, or it is no regular file. OSError: it cannot be
@@ -149,11 +162,12 @@ class Requests:
         try:
             name = read_line(data, place.number).custom_id
         except BatchError as error:
-            name = f"line-{place.number}"
-            self.problems[name] = str(error)
+            name = _custom_id(data) or f"line-{place.number}"
+            if name not in self.places:  # otherwise that is the problem
+                self.problems[name] = str(error)
         if name in self.places:
             first = self.places[name].number
-            also = " (a line that is no request is called by its number)" if {name} & self.problems.keys() else ""
+            also = " (a line without one is called by its number)" if {name} & self.problems.keys() else ""
             raise BatchError(
                 f"lines {first} and {place.number} have the same custom_id, {name[:80]!r}{also}; each needs its own"
             )

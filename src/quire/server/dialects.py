@@ -73,7 +73,10 @@ _CLEAR = "a server started with --admin has POST /reset_prefix_cache"
 _ADMIN = "start the server with --admin to have it"
 _TEXT = "only text models are served"
 _NO_LORA = "LoRA adapters are not supported yet"
-_NO_SLEEP = "an engine cannot release its memory and resume"
+_NO_SLEEP = "an engine cannot release its memory and resume; stop the server, and start it again"
+_NO_UPDATE = "weights do not change while a server runs; save them, and start a server with that checkpoint"
+_NO_PAUSE = "generation is not paused; /abort ends a request"
+_CLASSIFY = "use /v1/score, or /v1/completions with structured_outputs.choice"
 _BATCH = "use 'quire batch IN.jsonl OUT.jsonl --url URL', which answers such files"
 
 OTHER_ROUTES: dict[str, str] = {
@@ -84,11 +87,20 @@ OTHER_ROUTES: dict[str, str] = {
     **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/moderations", "/v1/realtime", "/v1/videos"), _TEXT),
     "/v1/engines": _COMPLETION,
     # vLLM's
-    "/classify": "use /v1/score, or /v1/completions with structured_outputs.choice",
+    "/classify": _CLASSIFY,
     "/collective_rpc": "an engine runs no other code",
     "/inference/v1/generate": "use /v1/completions, whose prompt may be token ids, with return_token_ids",
     "/invocations": _CHAT,
+    **dict.fromkeys(("/is_paused", "/pause", "/resume"), _NO_PAUSE),
+    **dict.fromkeys(("/is_scaling_elastic_ep", "/scale_elastic_ep"), "start more servers, behind 'quire route'"),
     "/is_sleeping": _NO_SLEEP,
+    **dict.fromkeys(
+        (
+            *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+            "/get_world_size",
+        ),
+        _NO_UPDATE,
+    ),
     "/ping": _HEALTH,
     "/pooling": _EMBEDDING,
     "/sleep": _NO_SLEEP,
@@ -98,8 +110,31 @@ OTHER_ROUTES: dict[str, str] = {
     "/v1/unload_lora_adapter": _NO_LORA,
     "/wake_up": _NO_SLEEP,
     # SGLang's
+    "/abort_request": "use /abort",
+    **dict.fromkeys(("/pause_generation", "/continue_generation"), _NO_PAUSE),
+    **dict.fromkeys(("/release_memory_occupation", "/resume_memory_occupation"), _NO_SLEEP),
+    **dict.fromkeys(
+        (
+            *(
+                "/init_weights_update_group",
+                "/destroy_weights_update_group",
+                "/init_weights_send_group_for_remote_instance",
+            ),
+            *("/update_weights_from_disk", "/update_weights_from_distributed", "/update_weights_from_tensor"),
+            *("/update_weights_from_ipc", "/send_weights_to_remote_instance", "/update_weight_version"),
+            *("/get_weights_by_name", "/weights_checker"),
+        ),
+        _NO_UPDATE,
+    ),
+    "/encode": _EMBEDDING,
     "/flush_cache": _CLEAR,
     "/generate": _COMPLETION,
+    "/get_load": "use /load",
+    **dict.fromkeys(("/load_lora_adapter", "/unload_lora_adapter"), _NO_LORA),
+    **dict.fromkeys(("/open_session", "/close_session"), "prefixes are cached without sessions; leave them out"),
+    "/parse_function_call": "use /v1/chat/completions with tools, which answers with parsed calls",
+    "/separate_reasoning": "use /v1/chat/completions, which answers with separate reasoning",
+    "/v1/classify": _CLASSIFY,
     "/get_model_info": _MODELS,
     "/get_server_info": _INFO,
     "/health_generate": _HEALTH,

@@ -218,6 +218,13 @@ _IGNORED: dict[str, Schema] = {name: {"description": "Accepted; it has no effect
 
 _MAX_TOKENS = "Most tokens to generate; 0 only scores the prompt. Limited to the rest of the context, which is -1. "
 
+_TEXT_TO_TOKENS: dict[str, Schema] = {
+    "add_special_tokens": _flag(True, "Add the special tokens that the model expects around a text."),
+    "parse_special": _flag(
+        True, "The text of a special token, such as <|im_end|>, is that token; if false, it is text."
+    ),
+}
+
 COMPLETION: dict[str, Schema] = {
     "prompt": {
         "description": "One or more prompts, as text or token ids.",
@@ -231,7 +238,7 @@ COMPLETION: dict[str, Schema] = {
     "max_tokens": _integer(-1, limit.MAX_INT32, _MAX_TOKENS, default=16),
     "logprobs": _integer(0, limit.MAX_LOGPROBS, "Return log-probabilities, including those of this many top tokens."),
     "echo": _flag(False, "The text begins with the prompt; with `logprobs`, so do the log-probabilities."),
-    "add_special_tokens": _flag(True, "Add the special tokens that the model expects around a text."),
+    **_TEXT_TO_TOKENS,
     **_COMMON,
     **SAMPLING,
     **FORMATS,
@@ -383,7 +390,7 @@ CHAT: dict[str, Schema] = {
 TOKENIZE: dict[str, Schema] = {
     "model": _COMMON["model"],
     "prompt": _schema("string", "The text; or give `messages`."),
-    "add_special_tokens": _flag(True, "Add the special tokens that the model expects around a text."),
+    **_TEXT_TO_TOKENS,
     "return_token_strs": _flag(False, "Also return the text of each token."),
     **CONVERSATION,
     "tools": _TOOLS["tools"],
@@ -436,6 +443,7 @@ CHAT_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **_UNSUPPORTED,
     "add_special_tokens": (False,),
     "echo": (False,),
+    "parse_special": (False,),
     "prompt": (),
 }
 TOKENIZE_UNSUPPORTED: dict[str, tuple[Any, ...]] = {

@@ -332,7 +332,8 @@ class Generation:
             self._shared.log_ignored(call.ignored)
             return [(chat.text, chat.token_ids, chat.reply)]
         texts = [prompt for prompt in call.prompts if isinstance(prompt, str)]
-        encoded = iter(await pool.encode(texts, call.add_special_tokens, max_tokens) if texts else [])
+        given = call.add_special_tokens, max_tokens, call.parse_special
+        encoded = iter(await pool.encode(texts, *given) if texts else [])
         return [
             (prompt, next(encoded), None) if isinstance(prompt, str) else (None, list(prompt), None)
             for prompt in call.prompts

@@ -26,6 +26,10 @@ MAX_NAME_LENGTH = 253
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]*\]|[a-z0-9._~!$&'()*+,;=%-]*)(?::(?P<port>[0-9]{0,5}))?", re.IGNORECASE)
 _ORIGIN = re.compile(r"(?P<scheme>https?)://(?P<host>[^/?#@]+)", re.IGNORECASE)
+_PRIVATE = (".localhost", ".internal")
+"""Endings of names that nobody can register, and so no web page can have: browsers and resolvers resolve the first to
+this machine (RFC 6761, 6.3), and ICANN keeps the second for private networks, as in `host.docker.internal`.
+"""
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -83,8 +87,7 @@ class HostPolicy:
         return foreign_page() if self._is_foreign(scope, host) else None
 
     def _is_known(self, name: str) -> bool:
-        # Browsers and resolvers resolve localhost and names below it to this machine (RFC 6761, 6.3).
-        return self._any or name in self._names or name.endswith(".localhost") or _is_address(name)
+        return self._any or name in self._names or name.endswith(_PRIVATE) or _is_address(name)
 
     def _is_foreign(self, scope: Mapping[str, Any], host: Host | None) -> bool:
         """Whether a browser sends this for a page whose origin is not allowed."""

@@ -181,7 +181,7 @@ def _check_endpoint(url: str) -> None:
     if not _ENDPOINT.fullmatch(url):
         raise ConfigError(f"otlp_traces_endpoint={url!r} is not a URL such as http://127.0.0.1:4318/v1/traces (HTTP)")
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.sdk") is None:
-        raise ConfigError("otlp_traces_endpoint needs OpenTelemetry: pip install 'quire[otel]', or leave it out")
+        raise ConfigError("otlp_traces_endpoint needs OpenTelemetry: pip install '.[otel]', or leave it out")
 
 
 def _as_tuple(value: Any) -> Any:

@@ -19,7 +19,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +26,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire import child
+from quire import __version__, child
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +203,7 @@ class _Scrape(Collector):
 def exposition(families: Iterable[Metric]) -> tuple[bytes, str]:
     """These metrics and Quire's version in Prometheus' text format, and its content type."""
     build = GaugeMetricFamily("quire:build_info", "Always 1; the version is a label.", labels=["version"])
-    build.add_metric([version("quire")], 1.0)
+    build.add_metric([__version__], 1.0)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Scrape([*families, build]))
     return generate_latest(registry), CONTENT_TYPE

@@ -49,6 +49,7 @@ class EmbeddingCall(GenerationCall):
     base64: bool = False
     dimensions: int | None = None
     add_special_tokens: bool = True
+    parse_special: bool = True
     prompt_name: str | None = None
 
     @property

@@ -90,12 +90,13 @@ class CompletionCall(GenerationCall):
     Attributes:
         prompts: texts or token ids, at least one.
         echo: the text begins with the prompt.
-        add_special_tokens: how to tokenize texts.
+        add_special_tokens, parse_special: how to tokenize texts: see `Tokenizer.encode_batch`.
     """
 
     prompts: list[Prompt]
     echo: bool = False
     add_special_tokens: bool = True
+    parse_special: bool = True
 
     @property
     def num_choices(self) -> int:
@@ -155,6 +156,7 @@ class TokenizeCall:
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
+    parse_special: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -237,6 +239,7 @@ def parse_completion(body: bytes, limits: Limits = DEFAULT_LIMITS) -> Completion
         prompts=prompts,
         echo=echo,
         add_special_tokens=given.boolean("add_special_tokens", default=True),
+        parse_special=given.boolean("parse_special", default=True),
         ignored=ignored_names([*given.unknown(_COMPLETION.names), *ignored]),
     )
     if call.num_choices > limits.choices:
@@ -283,6 +286,7 @@ def parse_tokenize(body: bytes, limits: Limits = DEFAULT_LIMITS) -> TokenizeCall
         [prompt] = read_prompts(given.raw("prompt"), limits, text_only=True)
         call.prompt = str(prompt)
         call.add_special_tokens = given.boolean("add_special_tokens", default=True)
+        call.parse_special = given.boolean("parse_special", default=True)
         if given.get("tools", MAX_FORMAT_BYTES):
             raise invalid("tools belong to a chat; give messages instead of prompt, or leave tools out", "tools")
     else:

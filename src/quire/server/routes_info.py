@@ -325,10 +325,12 @@ def model_router(context: AppContext) -> APIRouter:
             "description": describe(Path(info.path)) if info is not None else None,
         }
 
+    @router.head("", include_in_schema=False)
     @router.get("", summary="The served models")
     async def models() -> Response:
         return json_reply(models_list([described(name) for name in context.model_names]))
 
+    @router.head("/{id:path}", include_in_schema=False)
     @router.get("/{id:path}", summary="One model")
     async def model(id: Annotated[str, PathParameter(description="The model's name.")]) -> Response:
         context.check_model(id)

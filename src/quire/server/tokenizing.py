@@ -15,7 +15,7 @@ class Tokenize(Document):
     async def _document(self, call: TokenizeCall) -> dict[str, Any]:
         pool, info = self._shared.pool, self._context.client.info
         if call.prompt is not None:
-            [tokens] = await pool.encode([call.prompt], call.add_special_tokens)
+            [tokens] = await pool.encode([call.prompt], call.add_special_tokens, parse_special=call.parse_special)
         else:
             tokens = (await render(pool, call)).token_ids
         texts = await pool.token_texts(tokens) if call.return_token_strs else None

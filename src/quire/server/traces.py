@@ -2,7 +2,7 @@
 
 Each request is a span, with children for queueing, prefill, decode, and fetched KV. With a `traceparent` header it is
 part of the caller's trace (W3C Trace Context), so a router's and its server's spans form one trace. Needs
-`quire[otel]`; without the option nothing is imported.
+extra `otel`; without the option nothing is imported.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The text of a token depends on its neighbours: a character may be spread over several tokens, and some
 decoders strip the space of the first one. So a window of the last tokens is decoded together, and the new
-text that can no longer change is emitted. The whole text equals `Tokenizer.decode` of all tokens.
+text that can no longer change is emitted. The whole text equals `Tokenizer.decode` of all tokens; behind a prompt that
+it continues, `decode` of prompt and output without that of the prompt.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ MAX_WINDOW = 32
 LONGEST_WINDOW = 128
 """The hard limit of tokens decoded together."""
 
+TAIL = 4
+"""Visible tokens of a prompt that are decoded before its continuation, and those of a run of bytes at its end."""
+
 MAX_TEXT = 16 << 20
 """Maximum characters of a choice: 64 per token for a context of 262,144."""
 
@@ -39,9 +43,12 @@ class TextStream:
     `LONGEST_WINDOW` tokens.
 
     A call decodes at most `LONGEST_WINDOW` tokens of `MAX_TOKEN_TEXT` characters each.
+
+    Args:
+        prompt: tokens that the text continues, of which only the last ones matter.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
@@ -49,12 +56,33 @@ class TextStream:
         self._given = 0  # characters of it already emitted
         self._run = 0  # byte tokens at the window's end
         self._run_is_bad = False  # a long run of byte tokens holds an invalid byte
+        self._continue(prompt)
+
+    def _continue(self, prompt: Sequence[int]) -> None:
+        """Begin behind the end of a prompt: decoders strip a space from the first token of a text alone."""
+        byte_ids = self._tokenizer.byte_ids
+        for token in reversed(prompt):
+            if self._run == len(self._window) < MAX_BYTE_RUN and token in byte_ids:
+                self._run += 1
+            elif len(self._window) >= self._run + TAIL:
+                break
+            if self._is_visible(token):
+                self._window.append(token)
+        self._window.reverse()
+        self._text = self._decode(self._window)
+        self._given = len(self._text)
+        last = [self._tokenizer.token_bytes(token) for token in self._window[len(self._window) - self._run :]]
+        if self._run and b"".join(last).decode(errors="replace").endswith(UNFINISHED):
+            # The output may complete this character, and then the text of the run is another one.
+            self._given = len(self._decode(self._window[: -self._run]))
+
+    def _is_visible(self, token_id: int) -> bool:
+        hidden = self._skip_special_tokens and token_id in self._tokenizer.special_ids
+        return not hidden and self._tokenizer.knows(token_id)
 
     def push(self, token_id: int) -> str:
         """The text that is final with this token."""
-        if self._skip_special_tokens and token_id in self._tokenizer.special_ids:
-            return ""
-        if not self._tokenizer.knows(token_id):
+        if not self._is_visible(token_id):
             return ""
         is_byte = token_id in self._tokenizer.byte_ids
         self._run_is_bad &= is_byte
@@ -123,12 +151,19 @@ class Detokenizer:
 
     Args:
         parser: receives the visible text, and the special tokens that delimit the reply's parts.
+        prompt: what the text continues.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, parser: ReplyParser | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        parser: ReplyParser | None = None,
+        prompt: Sequence[int] = (),
+    ) -> None:
         self.stopped: str | None = None
         self.num_tokens = 0
-        self._stream = TextStream(tokenizer, params.skip_special_tokens)
+        self._stream = TextStream(tokenizer, params.skip_special_tokens, prompt)
         self._parser = parser
         self._markers = tokenizer.special_tokens_named(parser.markers) if parser is not None else {}
         self._stops = params.stop_strings

@@ -126,12 +126,14 @@ class ReplyForm(msgspec.Struct, frozen=True):
             types of JSON that such text is read as where it is JSON; None: calls are content.
         in_reasoning: the prompt ends within reasoning.
         reasoned: the prompt ends after the reasoning, so the reply has none.
+        continues: the prompt ends within a message, which the reply continues.
     """
 
     syntax: ReplySyntax = ReplySyntax()
     tools: dict[str, dict[str, tuple[str, ...]]] | None = None
     in_reasoning: bool = False
     reasoned: bool = False
+    continues: bool = False
 
     @property
     def trigger(self) -> str:

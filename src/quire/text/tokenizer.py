@@ -1,11 +1,13 @@
 """Text to token ids and back, over the `tokenizers` library and the files of a Hugging Face folder.
 
-Special tokens in a user's text are text: "<|im_end|>" in a prompt is encoded as characters and cannot end a
-turn. Only two sources may produce control tokens: the tokenizer's post-processor (a BOS token), and the chat
-template's own text. A template can break that: one that changes user text (`content | replace(" ", "")`,
-`content | lower`) may turn harmless text into the text of a control token, after the check here. Such a
-template's output is trusted, here as elsewhere. The unknown token is not a control token: it may result from
-text that the vocabulary cannot represent.
+Special tokens in the messages of a chat are text: "<|im_end|>" there is encoded as characters and cannot end a
+turn. Only two sources may produce a chat's control tokens: the tokenizer's post-processor (a BOS token), and the chat
+template's own text. A raw prompt is a template's text already, so its special tokens are control tokens, unless the
+caller says otherwise (`parse_special`).
+
+A template can break that: one that changes user text (`content | replace(" ", "")`, `content | lower`) may turn
+harmless text into the text of a control token, after the check here. Such a template's output is trusted, here as
+elsewhere. The unknown token is not a control token: it may result from text that the vocabulary cannot represent.
 
 The second needs care, since a template mixes its control tokens with user text. Before rendering,
 the first character of each special token in a user's strings is replaced by a private-use character that
@@ -24,6 +26,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import (
@@ -174,19 +178,26 @@ class Tokenizer:
 
     # --- text to ids --------------------------------------------------------------------------------------
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text; `add_special_tokens` adds those of the post-processor (such as BOS).
+    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+        """The ids of a text. Raises `RequestError` for text that is not valid Unicode.
 
-        Raises `RequestError` for text that is not valid Unicode.
+        Args:
+            add_special_tokens: add those of the post-processor (such as BOS).
+            parse_special: see `encode_batch`.
         """
-        return self.encode_batch([text], add_special_tokens)[0]
+        return self.encode_batch([text], add_special_tokens, parse_special=parse_special)[0]
 
     def encode_batch(
-        self, texts: Sequence[str], add_special_tokens: bool = True, max_tokens: int | None = None
+        self,
+        texts: Sequence[str],
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+        parse_special: bool = False,
     ) -> list[list[int]]:
         """The ids of many texts, in parallel and without holding the GIL.
 
         Args:
+            parse_special: the text of a special token becomes that token, as in `transformers`; otherwise it is text.
             max_tokens: refuse a text that certainly has more tokens, without encoding it; None: encode all.
 
         Raises:
@@ -194,6 +205,8 @@ class Tokenizer:
         """
         for index, text in enumerate(texts):
             self._check_fits(check_text(text, index if len(texts) > 1 else None), max_tokens)
+        if parse_special:
+            return [encoding.ids for encoding in self._controls().encode_batch(list(texts), add_special_tokens)]
         encoded = self._text.encode_batch(list(texts), add_special_tokens)
         return [self._checked(text, encoding) for text, encoding in zip(texts, encoded, strict=True)]
 
@@ -326,9 +339,8 @@ class Tokenizer:
     # --- chats --------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Create what the first chat would otherwise wait for."""
-        if self._templates:
-            self._controls()
+        """Create what the first prompt would otherwise wait for."""
+        self._controls()
 
     def apply_chat_template(
         self,
@@ -372,7 +384,8 @@ class Tokenizer:
         back = str.maketrans({private: first for first, private in replaced.items()})
         shown = text.translate(back) if replaced else text
         self._check_fits(check_text(shown), max_tokens)
-        grammar = reply_grammar(_reply_form(template, text), wanted)
+        form = msgspec.structs.replace(_reply_form(template, text), continues=continue_final_message)
+        grammar = reply_grammar(form, wanted)
         made = grammar.form, grammar.structured, grammar.loosened, unused
         if not replaced:
             ids: list[int] = self._controls().encode_batch([text], add_special_tokens=False)[0].ids

@@ -175,13 +175,18 @@ class TokenizerPool:
     # -- jobs ----------------------------------------------------------------------------------------------
 
     async def encode(
-        self, texts: list[str], add_special_tokens: bool = True, max_tokens: int | None = None
+        self,
+        texts: list[str],
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+        parse_special: bool = False,
     ) -> list[list[int]]:
         """The token ids of each text; see `Tokenizer.encode_batch`."""
         sizes = [check_text(text, index if len(texts) > 1 else None) for index, text in enumerate(texts)]
         large = sum(sizes) > LARGE_BYTES
         parts = _parts(texts, sizes)
-        jobs = [self._ask(Encode(part, add_special_tokens, max_tokens), list[list[int]], large) for part in parts]
+        given = add_special_tokens, max_tokens, parse_special
+        jobs = [self._ask(Encode(part, *given), list[list[int]], large) for part in parts]
         return list(itertools.chain.from_iterable(await _all(jobs)))
 
     async def render(

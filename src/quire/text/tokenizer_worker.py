@@ -61,11 +61,12 @@ class WorkerStart(msgspec.Struct):
 
 
 class Encode(msgspec.Struct, tag="encode"):
-    """Answered by the token ids of each text. `max_tokens`: see `Tokenizer.encode_batch`."""
+    """Answered by the token ids of each text: see `Tokenizer.encode_batch`."""
 
     texts: list[str]
     add_special_tokens: bool
     max_tokens: int | None
+    parse_special: bool
 
 
 class Render(msgspec.Struct, tag="render"):
@@ -211,7 +212,7 @@ def _answer(tokenizer: Tokenizer | None, grammars: Grammars, body: bytes) -> Ans
 def _work(tokenizer: Tokenizer, grammars: Grammars, job: Job) -> Any:
     match job:
         case Encode():
-            return tokenizer.encode_batch(job.texts, job.add_special_tokens, job.max_tokens)
+            return tokenizer.encode_batch(job.texts, job.add_special_tokens, job.max_tokens, job.parse_special)
         case Render():
             return tokenizer.apply_chat_template(
                 job.messages,

@@ -40,7 +40,7 @@ class RedisLink:
             from redis.backoff import NoBackoff
             from redis.retry import Retry
         except ImportError as error:
-            raise ConfigError(f"{self.where} needs redis-py ({error}): pip install 'quire[redis]'") from error
+            raise ConfigError(f"{self.where} needs redis-py ({error}): pip install '.[redis]'") from error
         self._known = redis.exceptions
         options: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
         try:

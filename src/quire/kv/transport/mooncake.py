@@ -1,4 +1,4 @@
-"""Mooncake's transfer engine (`quire[mooncake]`): RDMA if there are devices, otherwise TCP.
+"""Mooncake's transfer engine (extra `mooncake`): RDMA if there are devices, otherwise TCP.
 
 Its ports, for the handshake and for data, are open on all addresses. Nothing is encrypted, and anyone who can reach
 them can read and write the registered memory. That is only the host tier, every block of which is verified. Do not
@@ -173,5 +173,5 @@ def _library() -> Any:
     try:
         return importlib.import_module("mooncake.engine")
     except ImportError as error:
-        missing = "apt-get install libibverbs1" if "libibverbs" in str(error) else "pip install 'quire[mooncake]'"
+        missing = "apt-get install libibverbs1" if "libibverbs" in str(error) else "pip install '.[mooncake]'"
         raise ConfigError(f"the transport mooncake needs Mooncake's transfer engine: {error}; {missing}") from error

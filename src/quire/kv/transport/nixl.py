@@ -1,4 +1,4 @@
-"""NVIDIA's NIXL over UCX (`quire[nixl]`): RDMA, TCP, or whatever UCX finds within a machine.
+"""NVIDIA's NIXL over UCX (extra `nixl`): RDMA, TCP, or whatever UCX finds within a machine.
 
 UCX opens its own ports on the devices in UCX_NET_DEVICES. Nothing is encrypted, and anyone who can reach them and knows
 a region's address (`NixlTransport.address`, which includes its keys) can read and write the region. That is only the
@@ -153,7 +153,7 @@ def _library() -> Any:
     try:
         library = importlib.import_module("nixl_cu12")
     except ImportError as error:
-        raise ConfigError(f"the transport nixl needs NIXL: {error}; pip install 'quire[nixl]'") from error
+        raise ConfigError(f"the transport nixl needs NIXL: {error}; pip install '.[nixl]'") from error
     logging.raiseExceptions = told  # importing nixl switches that off
     logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes to standard output
     return library
