@@ -307,7 +307,7 @@ def test_a_package_of_an_extra_may_be_missing_and_is_named_with_the_extra(
     monkeypatch.setattr("quire.cli.doctor.metadata.requires", lambda name: requires)
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"nowhere +not installed \(optional: pip install 'quire\[some\]'\)", out)
+    assert re.search(r"nowhere +not installed \(optional: pip install '\.\[some\]'\)", out)
     assert re.search(r"note: rich [\d.]+ is too old\n  -> pip install 'rich>=1000'", out)
 
 
