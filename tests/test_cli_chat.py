@@ -8,7 +8,6 @@ import os
 import pty
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from quire.cli.keyboard import line_editing, typed
 from quire.cli.main import main
 from quire.cli.talk import LocalTalker
 from quire.errors import ConfigError
+from tests.warm import COMMAND, WarmProcess
 
 FIELDS: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
 
@@ -393,12 +393,9 @@ class Terminal:
 
     def __init__(self, home: Path) -> None:
         self.master, slave = pty.openpty()
-        command = [sys.executable, "-m", "quire.cli.main", "chat", "demo", "--quiet", "--threads", "1", "--ignore-eos"]
-        command.append("--check-invariants")
+        command = ["chat", "demo", "--quiet", "--threads", "1", "--ignore-eos", "--check-invariants"]
         environment = os.environ | {"HOME": str(home), "TERM": "dumb", "EDITOR": "", "VISUAL": ""}
-        self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
-        )
+        self.process = WarmProcess(COMMAND, *command, environment=environment, stdin=slave, stdout=slave, stderr=slave)
         os.close(slave)
         self.text = ""
 

@@ -41,7 +41,6 @@ def steps(llm: LLM, count: int) -> None:
         llm.step()
 
 
-@pytest.mark.usefixtures("spawned_ranks")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_rank_that_is_killed_ends_the_step_at_once_and_is_named(overlap: bool) -> None:
     with LLM("demo", tensor_parallel_size=2, threads=1, async_scheduling=overlap) as llm:
