@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from quire.errors import ChatTemplateError, UnknownTemplateVariableError
 from quire.text import chat_template, template_sandbox
-from quire.text.chat_template import ChatTemplate, load_templates
+from quire.text.chat_template import ChatTemplate, check_messages, load_templates
 
 CHATML = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -363,9 +363,25 @@ def test_messages_that_nest_too_deep_are_refused() -> None:
         ChatTemplate(ZEPHYR).render([{"role": "user", "content": "x", "extra": deep}])
 
 
-def test_text_parts_are_joined_by_line_breaks() -> None:
+def test_text_parts_are_joined_by_line_breaks_unless_the_template_joins_them() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    own = "{% for m in messages %}{% for p in m.content %}{{ p.text or p }}{% endfor %};{% endfor %}"
+    assert ChatTemplate(own).render([{"role": "user", "content": parts}]) == "ab;"
     assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": parts}]) == "a\nb"
+
+
+def test_null_content_stays_null_where_the_template_prints_calls_then_only() -> None:
+    source = (
+        "{% for m in messages %}{% if m.tool_calls and m.content is none %}"
+        "{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}"
+        "{% else %}{{ m.content }};{% endif %}{% endfor %}"
+    )
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    template = ChatTemplate(source)
+    for content in (None, ""):
+        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+        assert template.render(template.as_known(check_messages(said))) == "?;<call>f {}</call>"
+    assert template.reply_syntax.tools is not None and template.reply_syntax.tools.trigger == "<call>"
 
 
 def test_an_answer_that_only_calls_tools_has_empty_content() -> None:
@@ -386,6 +402,13 @@ def test_a_template_file_wins_over_the_tokenizer_s_config(tmp_path: Path) -> Non
     assert load_templates(tmp_path, {"chat_template": "a"}) == ({"default": "b"}, tmp_path / "chat_template.json")
     (tmp_path / "chat_template.jinja").write_text("c")
     assert load_templates(tmp_path, {"chat_template": "a"}) == ({"default": "c"}, tmp_path / "chat_template.jinja")
+
+
+def test_additional_templates_have_the_names_of_their_files(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("t")
+    (tmp_path / "chat_template.jinja").write_text("c")
+    assert load_templates(tmp_path, {})[0] == {"default": "c", "tool_use": "t"}
 
 
 @pytest.mark.parametrize("found", [5, [1], [{"name": "x"}]])

@@ -22,14 +22,14 @@ from quire.errors import SamplingParamsError
 from quire.grammar.grammars import Grammars
 from quire.models.hub import ASSETS
 from quire.server.chat_reply import deltas
-from quire.text import quoted_values
+from quire.text import quoted_values, reply_formats
 from quire.text.chat_template import ChatTemplate, check_messages
 from quire.text.detokenizer import Detokenizer
 from quire.text.reply import Reply
 from quire.text.reply_formats import KNOWN, in_format
 from quire.text.reply_grammar import ReplyGrammar, ReplyRequest, reply_grammar, reply_request
 from quire.text.reply_parser import ReplyParser
-from quire.text.reply_syntax import ID, ReplyForm, ReplySyntax, ToolSyntax
+from quire.text.reply_syntax import ID, NAME, NINE, NUMBER, ReplyForm, ReplySyntax, ToolSyntax
 from quire.text.tokenizer import Tokenizer, _reply_form
 from tests.reply_templates import FORMATS, PLAIN
 
@@ -203,9 +203,9 @@ def _written(tools: ToolSyntax, number: int, name: str, arguments: dict[str, Any
             for key, value in arguments.items()
         }
         body = "".join(one.before_name + key + text + one.after_value for key, text in values.items())
-    name = f"functions.{name}:{number}" if tools.numbered else name
     opening = (tools.between if number else tools.begin) + tools.before_name
-    return opening + name + tools.before_arguments + body + tools.after_arguments.replace(ID, "abcDEF123")
+    written = opening + name + tools.before_arguments + body + tools.after_arguments
+    return written.replace(NINE, "abcDEF123").replace(NUMBER, str(number))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -223,6 +223,61 @@ def test_formats_are_found(name: str) -> None:
     printed = found.render(found.as_known(check_messages(said)), add_generation_prompt=False)
     written = "".join(_written(tools, number, **function) for number in range(len(calls))) + tools.end
     assert written in printed
+
+
+_CALLS = """{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}
+{%- for c in m.tool_calls or [] %}CALL{% endfor %}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}
+"""
+_JSON = "{{ c.function.arguments | tojson }}"
+
+
+@pytest.mark.parametrize(
+    ("call", "before_name", "before_arguments"),
+    [
+        ("<call>{{ c.id }}<name>{{ c.function.name }}<args>" + _JSON + "</call>", f"<call>{ID}<name>", "<args>"),
+        ("<call>{{ c.function.name }}<id>{{ c.id }}<args>" + _JSON + "</call>", "<call>", f"<id>{ID}<args>"),
+        ("<call>{{ loop.index0 }} {{ c.function.name }} " + _JSON + "</call>", f"<call>{NUMBER} ", " "),
+        ("<call>{{ c.id }}<args>" + _JSON + "</call>", "<call>functions.", f":{NUMBER}<args>"),
+        ("<call>{{ c.function.name }}<f={{ c.function.name }}>" + _JSON + "</call>", "<call>", f"<f={NAME}>"),
+    ],
+)
+def test_ids_numbers_and_names_stand_as_such_in_what_is_found(
+    call: str, before_name: str, before_arguments: str
+) -> None:
+    found = ChatTemplate(_CALLS.replace("CALL", call), SPECIALS)
+    tools = found.reply_syntax.tools
+    assert tools is not None and (tools.before_name, tools.before_arguments) == (before_name, before_arguments)
+    written = "".join(_written(tools, number, *one) for number, one in enumerate(CALLS)).replace(ID, "abc")
+    written = re.sub(rf"(?:(?<=weather<f=)|(?<=weather_note<f=)){NAME}", "X", written)
+    for (name, _), _ in zip(CALLS, CALLS, strict=True):
+        written = written.replace("X", name, 1)
+    made = reply_grammar(ReplyForm(found.reply_syntax), reply_request(TOOLS, "required"))
+    parser = ReplyParser(made.form)
+    for letter in written:
+        parser.text(letter)
+    parser.finish()
+    reply = Reply.of(parser.events)
+    assert [(call.name, json.loads(call.arguments)) for call in reply.tool_calls] == CALLS
+    assert len({call.id for call in reply.tool_calls}) == 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{{ c.function.name }}\n" + _JSON,
+        "<|end|>{{ c.function.name }}\n" + _JSON,
+    ],  # nothing, or what ends a text, begins it
+)
+def test_a_call_that_does_not_begin_unlike_text_is_not_found(call: str) -> None:
+    assert ChatTemplate(_CALLS.replace("CALL", call), SPECIALS).reply_syntax.tools is None
+
+
+def test_what_fails_while_a_template_is_looked_at_costs_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reply_formats, "_find_tools", lambda *_: 1 // 0)
+    syntax = template("hermes").reply_syntax
+    assert syntax.tools is None and syntax.reasoning is not None
+    assert "tool calls are off" in syntax.described and "ZeroDivisionError" in syntax.described
 
 
 @pytest.mark.parametrize(

@@ -244,9 +244,11 @@ class EngineConfig:
         "deepseek_v31",
         "glm45",
         "deepseek_v32",
+        "glm47",
         "minimax_m2",
         "kimi_k2",
         "lfm2",
+        "granite",
         "gemma4",
         "harmony",
     ] = option("auto", "format of tool calls: detected from the chat template (auto), none (off), or a known format")

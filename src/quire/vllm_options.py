@@ -63,7 +63,7 @@ _TOOL_PARSERS = {
     name: name
     for name in (
         *("hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "deepseek_v32"),
-        *("glm45", "minimax_m2", "kimi_k2", "gemma4"),
+        *("glm45", "glm47", "granite", "minimax_m2", "kimi_k2", "gemma4"),
     )
 } | {"openai": "harmony"}
 

@@ -275,10 +275,11 @@ class Chat:
         tell(f"Saved {len(self.messages)} messages to {path}; /load {path} continues with them.")
 
     def _load(self, name: str) -> None:
-        from quire.text.chat_template import check_messages
+        from quire.text.chat_template import check_messages, joined
 
         saved = _read_saved(_path("/load", name))
-        messages = check_messages(saved.messages) if saved.messages else []
+        checked = check_messages(saved.messages) if saved.messages else []
+        messages = [{**message, "content": joined(message["content"]) or ""} for message in checked]
         check_fields(saved.sampling, self.talker.refused)
         self.messages, self.fields, self._failed, self.last = messages, saved.sampling, None, None
         first = messages[0] if messages else {}

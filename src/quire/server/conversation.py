@@ -87,7 +87,7 @@ def message_bytes(messages: Sequence[Mapping[str, Any]]) -> int:
 
 def _texts(message: Mapping[str, Any]) -> list[str]:
     content = message["content"]
-    parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    parts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
     functions = [call["function"] for call in message.get("tool_calls", ())]
     called = [text for function in functions for text in (function["name"], function["arguments"])]
     return [*parts, *called, *(message[name] for name in _KNOWN if name in message)]
@@ -138,7 +138,7 @@ class _Reader:
         # result of a tool that returns nothing.
         nothing = role in ("assistant", "tool") and "content" in raw
         silent = not given.has("content") and bool(calls or nothing)
-        content = "" if silent else self._content(where, given.raw("content"))
+        content = (None if role == "assistant" else "") if silent else self._content(where, given.raw("content"))
         message: dict[str, Any] = {"role": ROLES[role], "content": content, **({"tool_calls": calls} if calls else {})}
         for name, most in _KNOWN.items():
             text = given.text(name, most)

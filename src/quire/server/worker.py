@@ -100,7 +100,8 @@ class HttpWorker:
             await pool.close()
             raise
         self.context.pool = pool
-        log.event(logger, "reply_format", f"replies: {pool.reply_syntax.described}")
+        level = logging.WARNING if pool.reply_syntax.lost else logging.INFO
+        log.event(logger, "reply_format", f"replies: {pool.reply_syntax.described}", level=level)
 
     def _loaded(self, loading: asyncio.Task[None]) -> None:
         """End this process if the tokenizers cannot start, since it could serve nothing."""

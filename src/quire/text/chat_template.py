@@ -46,9 +46,17 @@ MAX_DEPTH = 64
 
 
 def load_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
-    """The checkpoint's templates by name ("default" is the main one; may be empty), and their file.
+    """The checkpoint's templates by name ("default" is the main one; may be empty), and the main one's file.
 
-    Looks in `chat_template.jinja`, then `chat_template.json`, then `tokenizer_config.json`, which may have a list
+    Those of `additional_chat_templates/NAME.jinja` come on top, as in `transformers`. Raises `ChatTemplateError`.
+    """
+    main, path = _main_templates(folder, tokenizer_config)
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return {**main, **{one.stem: _read(one) for one in more}}, path
+
+
+def _main_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
+    """Looks in `chat_template.jinja`, then `chat_template.json`, then `tokenizer_config.json`, which may have a list
     of named templates. Raises `ChatTemplateError`.
     """
     path = folder / "chat_template.jinja"
@@ -86,7 +94,7 @@ def _read(path: Path) -> str:
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Plain copies of messages, with the text parts of a content list joined by line breaks.
+    """Plain copies of messages; the parts of a content list are all `{"type": "text", "text": ...}`.
 
     Raises `ChatTemplateError` naming the message that has no known role, or content that is not text.
     """
@@ -108,9 +116,10 @@ def _check_message(where: str, message: Message) -> dict[str, Any]:
         )
     content = plain.get("content")
     if isinstance(content, list):
-        plain["content"] = "\n".join(_text_part(f"{where}, part {i}", part) for i, part in enumerate(content))
+        texts = [_text_part(f"{where}, part {i}", part) for i, part in enumerate(content)]
+        plain["content"] = [{"type": "text", "text": text} for text in texts]
     elif content is None and plain["role"] == "assistant" and ("content" in plain or plain.get("tool_calls")):
-        plain["content"] = ""  # an answer that only calls tools, or only reasons
+        plain["content"] = None  # an answer that only calls tools, or only reasons
     elif not isinstance(content, str):
         raise ChatTemplateError(
             f"{where} has the content {_short(content)}; it must be a string or a list of text parts"
@@ -124,6 +133,11 @@ def _text_part(where: str, part: Any) -> str:
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     raise ChatTemplateError(f'{where} is {_short(part)}; only text is supported, as {{"type": "text", "text": "..."}}')
+
+
+def joined(content: Any) -> Any:
+    """A content whose text parts, if it is a list of them, are joined by line breaks."""
+    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
 def plain_json(value: Any, where: str, depth: int = 0) -> Any:
@@ -177,6 +191,7 @@ class ChatTemplate:
     ) -> None:
         self.source, self._tool_format = source, tool_format
         self._special_tokens = dict(special_tokens or {})
+        self._parts: dict[str, bool] = {}  # by role: whether its content may be a list
         try:
             source.encode()  # a lone surrogate would make the output invalid
             environment = make_environment()
@@ -203,6 +218,19 @@ class ChatTemplate:
         from quire.text.reply_formats import takes_argument_objects
 
         return takes_argument_objects(self)
+
+    @functools.cached_property
+    def _content_of_calls(self) -> frozenset[str | None]:
+        from quire.text.reply_formats import content_of_calls
+
+        return content_of_calls(self)
+
+    def _takes_parts(self, role: str) -> bool:
+        from quire.text.reply_formats import takes_parts
+
+        if role not in self._parts:
+            self._parts[role] = takes_parts(self, role)
+        return self._parts[role]
 
     def as_known(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages with tool calls' arguments as this template takes them (objects or JSON text), and with reasoning
@@ -285,13 +313,8 @@ class ChatTemplate:
             ChatTemplateError: messages are not valid, the template refuses them (`raise_exception`) or fails on
                 them, prints more than `MAX_RENDERED`, or changes the message to be continued.
         """
-        checked = check_messages(messages)
-        context = {
-            **self._context(variables),
-            "messages": checked,
-            "tools": None if tools is None else plain_json(list(tools), "tools"),
-            "add_generation_prompt": add_generation_prompt,
-        }
+        checked = [self._as_taken(message) for message in check_messages(messages)]
+        context = self._context(checked, tools, add_generation_prompt, variables)
         if not continue_final_message:
             return self._print(context)
         if add_generation_prompt:
@@ -301,15 +324,52 @@ class ChatTemplate:
             )
         return self._print_to_the_end_of(checked[-1], context)
 
-    def _context(self, variables: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The variables of a template besides the messages and tools."""
+    def print_as_given(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Render messages without asking how this template takes contents: that is found with it."""
+        checked = check_messages(messages)
+        return self._print(self._context(checked, tools, add_generation_prompt, None))
+
+    def _as_taken(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message whose content is as this template takes it."""
+        content = message.get("content")
+        if isinstance(content, list) and not self._takes_parts(message["role"]):
+            content = joined(content)
+        if message["role"] == "assistant" and not content:
+            taken = self._content_of_calls if message.get("tool_calls") else frozenset({""})
+            content = content if content in taken or not taken else "" if "" in taken else None
+            content = content or ("" if not taken else content)
+        return {**message, "content": content}
+
+    def _context(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """All variables of a template."""
         given = plain_json(dict(variables or {}), "the template's variables")
         reserved = _RESERVED & set(given)
         if reserved:
             raise ChatTemplateError(f"the template variable {sorted(reserved)[0]!r} cannot be set")
         if unknown := sorted(set(given) - self.variables):
             raise UnknownTemplateVariableError(self._not_used(unknown[0]), param=unknown[0])
-        return {"documents": None, **self._special_tokens, **given}
+        functions = None if tools is None else plain_json(list(tools), "tools")
+        return {
+            "documents": None,
+            **self._special_tokens,
+            **({"xml_tools": functions} if functions and "xml_tools" in self.variables else {}),  # SmolLM3
+            **given,
+            "messages": messages,
+            "tools": functions,
+            "add_generation_prompt": add_generation_prompt,
+        }
 
     def _print_to_the_end_of(self, last: dict[str, Any], context: Mapping[str, Any]) -> str:
         """Render, and cut after the content of the last message, as `transformers` does.
@@ -317,11 +377,14 @@ class ChatTemplate:
         A tag after the content marks the place: a random one, which no message can hold. The space after it tells
         whether the template trims the content, in which case what is before the tag must be trimmed too.
         """
-        content: str = last["content"]
         if last.get("tool_calls"):
             raise ChatTemplateError("the last message calls tools, so continue_final_message has no text to go on with")
         tag = f"END_{secrets.token_hex(8)}"
-        last["content"] = f"{content}{tag} "
+        holder, key = (
+            (last["content"][-1:] or [last], "text") if isinstance(last["content"], list) else ([last], "content")
+        )
+        content: str = holder[0].get(key) or ""
+        holder[0][key] = f"{content}{tag} "
         printed = self._print(context)
         before, found, after = printed.rpartition(tag)
         if not found or not before.rstrip().endswith(content.strip()):

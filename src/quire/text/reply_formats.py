@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
 
 from quire.errors import ChatTemplateError
 from quire.text.chat_template import ChatTemplate
@@ -19,13 +21,22 @@ from quire.text.reply import Reply, ToolCall
 from quire.text.reply_parser import ReplyParser
 from quire.text.reply_syntax import (
     ID,
+    NAME,
+    NINE,
+    NUMBER,
     ContentSyntax,
     ParameterSyntax,
     ReasoningSyntax,
     ReplyForm,
     ReplySyntax,
     ToolSyntax,
+    pieces,
 )
+
+Found = TypeVar("Found")
+
+ID_ALONE = "\0ALONE\0"
+"""An id that is printed in place of the name, while a template is looked at."""
 
 REASONING = (
     ("<think>", "</think>"),
@@ -79,7 +90,7 @@ KNOWN: dict[str, ReplySyntax] = {
             begin="[TOOL_CALLS] [",
             before_name='{"name": "',
             before_arguments='", "arguments": ',
-            after_arguments=f', "id": "{ID}"}}',
+            after_arguments=f', "id": "{NINE}"}}',
             between=", ",
             end="]",
         ),
@@ -122,6 +133,17 @@ KNOWN: dict[str, ReplySyntax] = {
         ),
         reasoning=_THINK,
     ),
+    "glm47": ReplySyntax(
+        "glm47",
+        tools=ToolSyntax(
+            trigger="<tool_call>",
+            before_name="<tool_call>",
+            before_arguments="",
+            after_arguments="</tool_call>",
+            parameters=ParameterSyntax("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+        ),
+        reasoning=_THINK,
+    ),
     "deepseek_v32": ReplySyntax(
         "deepseek_v32",
         tools=ToolSyntax(
@@ -155,8 +177,8 @@ KNOWN: dict[str, ReplySyntax] = {
         tools=ToolSyntax(
             trigger="<|tool_calls_section_begin|>",
             begin="<|tool_calls_section_begin|>",
-            before_name="<|tool_call_begin|>",
-            before_arguments="<|tool_call_argument_begin|>",
+            before_name="<|tool_call_begin|>functions.",
+            before_arguments=f":{NUMBER}<|tool_call_argument_begin|>",
             after_arguments="<|tool_call_end|>",
             end="<|tool_calls_section_end|>",
             numbered=True,
@@ -175,6 +197,19 @@ KNOWN: dict[str, ReplySyntax] = {
             end="]<|tool_call_end|>",
             parameters=ParameterSyntax("", "=", "", python=True),
         ),
+    ),
+    "granite": ReplySyntax(
+        "granite",
+        tools=ToolSyntax(
+            trigger="<|tool_call|>",
+            begin="<|tool_call|>[",
+            before_name='{"name": "',
+            before_arguments='", "arguments": ',
+            after_arguments="}",
+            between=", ",
+            end="]",
+        ),
+        reasoning=_THINK,
     ),
     "gemma4": ReplySyntax(
         "gemma4",
@@ -209,37 +244,66 @@ MARKS = {
 }
 """Marks in a rendered call of formats that cannot be found by rendering."""
 
-SOURCE_MARKS = {"lfm2": ("<|tool_list_start|>", "<|tool_call_start|>")}
-"""Marks (any of them) in the source of templates that often do not print calls at all."""
-
-_NAME, _KEYS, _VALUES = "qzname", ("qzfirst", "qzsecond"), ("qzone", "qztwo")
-_IDS = ("qzcall001", "qzcall002")
-_ARGUMENTS = dict(zip(_KEYS, _VALUES, strict=True))
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": _NAME,
-        "description": "qzdescription",
-        "parameters": {"type": "object", "properties": {key: {"type": "string"} for key in _KEYS}},
-    },
+TOLD = {
+    "lfm2": ("List of tools: ",),
+    "granite": ("<|tool_call|>", "JSON list of tools"),
+    "hermes": ('<tool_call>\n{"name": ',),
 }
-_UNIT = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|.", re.DOTALL)
-"""A marker, or a character."""
+"""Marks (all of them) of what templates that print no calls tell the model of tools."""
+
+_NAMES = "qzname", "qzother"
+_KEYS = "qzfirst", "qzsecond"
+_VALUES = ("qzone", "qztwo"), ("qzthree", "qzfour")
+_ARGUMENTS = [dict(zip(_KEYS, values, strict=True)) for values in _VALUES]
+_IDS = "qzcall4a7", "qzcall9b3"
+_LONG_IDS = "qzcall4a7xyz", "qzcall9b3xyz"
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "qzdescription",
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": "string", "description": "qzkey"} for key in _KEYS},
+            },
+        },
+    }
+    for name in _NAMES
+]
+_UNIT = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|\0[A-Z]+\0|.", re.DOTALL)
+"""A marker, a placeholder, or a character."""
 
 
 def find_syntax(template: ChatTemplate) -> ReplySyntax:
-    """The syntax of replies of this template's model, as far as it can be found."""
-    reasoning = _find_reasoning(template)
-    rendered = _render_call(template, _IDS[:1]) or _render_call(template, _numbered_ids(1))
+    """The syntax of replies of this template's model, as far as it can be found. What fails costs itself only."""
+    lost: list[str] = []
+    reasoning = _unless_it_fails("reasoning", lambda: _find_reasoning(template), lost)
+    found = _unless_it_fails("tool calls", lambda: _find_calls(template, reasoning), lost)
+    return msgspec.structs.replace(found or ReplySyntax(reasoning=reasoning), lost="; ".join(lost))
+
+
+def _unless_it_fails(what: str, find: Callable[[], Found], lost: list[str]) -> Found | None:
+    try:
+        return find()
+    except Exception as error:  # templates are programs of others, and no chat needs what is found here
+        lost.append(f"{what} are off: looking for them in the chat template failed ({type(error).__name__}: {error})")
+        return None
+
+
+def _find_calls(template: ChatTemplate, reasoning: ReasoningSyntax | None) -> ReplySyntax:
+    plain = ReplySyntax(reasoning=reasoning)
+    rendered = _render_calls(template, _IDS[:1])
+    if rendered is None:
+        told = _print(template, []) or ""
+        name = next((name for name, marks in TOLD.items() if all(mark in told for mark in marks)), None)
+        return plain if name is None else in_format(plain, name)
     for name, marks in MARKS.items():
-        if rendered is not None and all(mark in rendered for mark in marks):
-            return in_format(ReplySyntax(reasoning=reasoning), name)
-    for name, marks in SOURCE_MARKS.items():
-        if any(mark in template.source for mark in marks):
-            return in_format(ReplySyntax(reasoning=reasoning), name)
+        if all(mark in rendered for mark in marks):
+            return in_format(plain, name)
     tools = _find_tools(template, reasoning)
     if tools is None:
-        return ReplySyntax(reasoning=reasoning)
+        return plain
     name = next((name for name, known in KNOWN.items() if known.tools == tools), "derived")
     return ReplySyntax(name, reasoning=reasoning, tools=tools)
 
@@ -256,7 +320,34 @@ def in_format(found: ReplySyntax, tool_format: str) -> ReplySyntax:
 
 def takes_argument_objects(template: ChatTemplate) -> bool:
     """Whether the template takes arguments in messages as objects rather than JSON text."""
-    return _render(template, [_call(_IDS[:1], as_text=False)]) is not None
+    return any(_render(template, [_call(_IDS[:1], False, content)]) is not None for content in _CONTENTS)
+
+
+def content_of_calls(template: ChatTemplate) -> frozenset[str | None]:
+    """Contents of a message that only calls tools with which the template prints the calls, and nothing else."""
+    printed = {}
+    for content in _CONTENTS:
+        texts = [_render(template, [_call(_IDS[:1], as_text, content)]) for as_text in (False, True)]
+        printed[content] = next((text for text in texts if text is not None), None)
+    odd = (printed[None] or "").partition(_USER)[2]
+    if "None" in odd or "null" in odd:
+        del printed[None]
+    return frozenset(content for content, text in printed.items() if text is not None)
+
+
+def takes_parts(template: ChatTemplate, role: str) -> bool:
+    """Whether the template takes the content of such messages as a list of parts, and joins their texts itself."""
+    parts = [{"type": "text", "text": text} for text in ("qzpart", "qzpiece")]
+    said: list[dict[str, Any]] = [{"role": role, "content": parts}]
+    if role == "tool":
+        said = [_call(_IDS[:1], not takes_argument_objects(template), None), {**said[0], "tool_call_id": _IDS[0]}]
+    if role in ("user", "system", "developer"):
+        text = _print(template, said if role == "user" else [*said, {"role": "user", "content": "qzasked"}], begin=[])
+    else:
+        text = _print(template, [*said, {"role": "user", "content": "qzasked"}])
+    if text is None or not ("qzpart" in text and "qzpiece" in text):
+        return False
+    return "type" not in text[max(text.index("qzpart") - 40, 0) : text.index("qzpiece")]  # nor as Python or JSON
 
 
 # -- reasoning -----------------------------------------------------------------------------------------------------
@@ -277,7 +368,13 @@ def _find_reasoning(template: ChatTemplate) -> ReasoningSyntax | None:
         return None
     before, _, after = text.partition("qzreasoning")
     start = _last_marker(before)
-    end = after.partition("qzcontent")[0].strip()
+    end = after.partition("qzcontent")[0]
+    called = _print(template, [{**message, **_call(_IDS[:1], not takes_argument_objects(template), "")}]) or ""
+    if "qzreasoning" in called:  # what precedes content alone is not the end
+        shared = _common_start(end, called.partition("qzreasoning")[2]).strip()
+        begun = (_print(template, [], add_generation_prompt=True) or "").rstrip()
+        end = end if begun.endswith(shared) else shared  # every prompt would end after reasoning
+    end = end.strip()
     return ReasoningSyntax(start, end) if start and end else None
 
 
@@ -290,74 +387,116 @@ def _last_marker(text: str) -> str:
 
 
 def _find_tools(template: ChatTemplate, reasoning: ReasoningSyntax | None) -> ToolSyntax | None:
-    for ids in (_IDS, _numbered_ids(2)):
-        one = _render_call(template, ids[:1])
-        if one is None or _NAME not in one:
-            continue
-        two = _render_call(template, ids)
-        first = _body(template, one, reasoning)
-        both = None if two is None else _body(template, two, reasoning)
-        tools = _cut(first, both, numbered=ids is not _IDS)
-        if tools is not None and _reads_back(tools, first, 1) and (both is None or _reads_back(tools, both, 2)):
-            return tools
-    return None
+    """The syntax of calls, from one and from two calls whose names, ids and arguments differ."""
+    one, both = _render_calls(template, _IDS[:1]), _render_calls(template, _IDS)
+    if one is None:
+        return None
+    first = _body(template, one, reasoning, 1)
+    second = None if both is None else _body(template, both, reasoning, 2)
+    any_id = _render_calls(template, _LONG_IDS[:1]) is not None
+    tools = _cut(first, second, ID if any_id else NINE)
+    if tools is None or not _begins_a_call(tools, template):
+        return None
+    fits = _reads_back(tools, first, 1) and (second is None or _reads_back(tools, second, 2))
+    return tools if fits else None
 
 
-def _cut(first: str, both: str | None, numbered: bool) -> ToolSyntax | None:
-    """The syntax around one call and between two, from one (`first`) and two (`both`) rendered calls."""
-    name = f"functions.{_NAME}:0" if numbered else _NAME
-    opening, found, rest = first.partition(name)
-    if not found:
+def _cut(first: str, second: str | None, id: str) -> ToolSyntax | None:
+    """The syntax around one call and between two, from one (`first`) and two (`second`) rendered calls."""
+    alone = _cut_call(first, 0, id)
+    if alone is None:
         return None
-    cut = _cut_json(rest) or _cut_parameters(rest)
-    if cut is None:
-        return None
-    before_arguments, parameters, closing = cut
+    opening, before_arguments, parameters, closing = alone
     begin, before_name, after, between, end = "", opening, closing, "", ""
-    if both is not None:
-        last = _VALUES[1]
-        middle = both.partition(last)[2].partition(name.replace(":0", ":1"))[0]
-        inner = first.partition(last)[2]
-        skipped = len(inner) - len(closing)  # the end of the arguments themselves
-        middle = middle[skipped:]
+    if second is not None:
+        last = _cut_call(second, 1, id)
+        numbered = None if last is None else _common_end(before_arguments, last[1])
+        if last is None or parameters != last[2] or len(_UNIT.findall(numbered or "")) != len(_UNIT.findall(last[1])):
+            return None
+        before_arguments = numbered or ""
+        # What stands between the calls' arguments, without the end of the first one's own
+        middle = last[0].rpartition(_VALUES[0][1])[2]
+        middle = middle[len(first.rpartition(_VALUES[0][1])[2]) - len(_printed(closing, 0, id)) :]
+        middle = middle.replace(_IDS[0], id)
+        closing = last[3] if last[3].startswith(closing) else closing  # some end the calls only if there are several
         before_name = _common_end(opening, middle)
-        after = _common_start(closing, middle.removesuffix(before_name))
-        begin, end = opening.removesuffix(before_name), closing.removeprefix(after)
-        between = middle.removesuffix(before_name).removeprefix(after)
+        digits = (len(NUMBER) - 1) * before_name.count(NUMBER)
+        begin = opening[: len(opening) - len(before_name) + digits]
+        middle = middle[: len(middle) - len(before_name) + digits]
+        after = _common_start(closing, middle)
+        between, end = middle.removeprefix(after), closing.removeprefix(after)
+    if before_arguments.startswith(ID_ALONE):  # the model writes the name in the id (Kimi K2)
+        before_name += "functions."
+        before_arguments = before_arguments.replace(ID_ALONE, f":{NUMBER}")
     units = _UNIT.findall(begin + before_name)
     marked = bool(units) and len(units[0]) > 1
     return ToolSyntax(
-        trigger=units[0] if marked else begin + before_name,
+        trigger=units[0] if marked else pieces(begin + before_name or " ")[0].strip(),
         begin=begin,
         before_name=before_name,
         before_arguments=before_arguments,
-        after_arguments=after.replace(_IDS[0], ID),
+        after_arguments=after,
         between=between,
-        end=end.replace(_IDS[0], ID),
+        end=end,
         parameters=parameters,
         anchored=not marked and not (begin + before_name).startswith("<"),
-        numbered=numbered,
-        single=both is None,
+        numbered=before_name.endswith("functions.") and before_arguments.startswith(f":{NUMBER}"),
+        single=second is None,
     )
 
 
-def _cut_json(rest: str) -> tuple[str, None, str] | None:
+def _cut_call(text: str, number: int, id: str) -> tuple[str, str, ParameterSyntax | None, str] | None:
+    """Texts before a call's name and its arguments, the syntax of the arguments, and the text after them, with
+    placeholders. Where the id is printed and the name is not, the id stands in the name's place.
+    """
+    cut = _cut_json(text, number) or _cut_parameters(text, number) or _cut_python(text, number)
+    if cut is None:
+        return None
+    opening, parameters, closing = cut
+    at = max(opening.rfind(_VALUES[0][1]), 0)  # behind the call before
+    name = opening.find(_NAMES[number], at)
+    word = _NAMES[number] if name >= 0 else _IDS[number]
+    name = opening.find(word, at)
+    if name < 0:
+        return None
+    before_name, before_arguments = opening[:name], opening[name + len(word) :]
+    if word == _IDS[number]:
+        before_arguments = ID_ALONE + before_arguments
+    texts = [one.replace(_IDS[number], id).replace(_NAMES[number], NAME) for one in (before_arguments, closing)]
+    return before_name.replace(_IDS[number], id), texts[0], parameters, texts[1]
+
+
+def _printed(text: str, number: int, id: str) -> str:
+    """A text as it was printed, without placeholders."""
+    return text.replace(id, _IDS[number]).replace(NAME, _NAMES[number])
+
+
+def _begins_a_call(tools: ToolSyntax, template: ChatTemplate) -> bool:
+    """Whether the trigger tells a call from text: it is not empty, and does not stand around text."""
+    prompt = _print(template, [], add_generation_prompt=True) or ""
+    plain = _print(template, [{"role": "assistant", "content": "qzcontent"}]) or ""
+    return bool(tools.trigger) and tools.trigger not in plain.removeprefix(_common_start(prompt, plain))
+
+
+def _cut_json(text: str, number: int) -> tuple[str, None, str] | None:
     for separators in ((", ", ": "), (",", ":")):
-        before, found, after = rest.partition(json.dumps(_ARGUMENTS, separators=separators))
-        if found and before:
+        before, found, after = text.partition(json.dumps(_ARGUMENTS[number], separators=separators))
+        if found:
             return before, None, after
     return None
 
 
-def _cut_parameters(rest: str) -> tuple[str, ParameterSyntax, str] | None:
-    words = [_KEYS[0], _VALUES[0], _KEYS[1], _VALUES[1]]
-    parts = []
+def _cut_parameters(text: str, number: int) -> tuple[str, ParameterSyntax, str] | None:
+    words = [_KEYS[0], _VALUES[number][0], _KEYS[1], _VALUES[number][1]]
+    start = text.find(_VALUES[0][1]) if number else 0
+    parts, rest = [], text[max(start, 0) :]
     for word in words:
         before, found, rest = rest.partition(word)
         if not found:
             return None
         parts.append(before)
     opening, before_value, middle, _ = parts
+    opening = text[: max(start, 0)] + opening
     after_value = _common_start(middle, rest)
     before_name = middle.removeprefix(after_value)
     if not (after_value and before_value and before_name and opening.endswith(before_name)):
@@ -367,70 +506,94 @@ def _cut_parameters(rest: str) -> tuple[str, ParameterSyntax, str] | None:
     return opening.removesuffix(before_name), syntax, rest.removeprefix(after_value)
 
 
+def _cut_python(text: str, number: int) -> tuple[str, ParameterSyntax, str] | None:
+    pairs = zip(_KEYS, _VALUES[number], strict=True)
+    for quote in "'\"":
+        before, found, after = text.partition(", ".join(f"{key}={quote}{value}{quote}" for key, value in pairs))
+        if found and before.endswith("(") and after.startswith(")"):
+            return before, ParameterSyntax("", "=", "", python=True), after
+        pairs = zip(_KEYS, _VALUES[number], strict=True)
+    return None
+
+
 def _reads_back(tools: ToolSyntax, text: str, count: int) -> bool:
-    parser = ReplyParser(ReplyForm(ReplySyntax(tools=tools), tools={_NAME: dict.fromkeys(_KEYS, ())}))
+    texts: dict[str, tuple[str, ...]] = dict.fromkeys(_KEYS, ())
+    parser = ReplyParser(ReplyForm(ReplySyntax(tools=tools), tools=dict.fromkeys(_NAMES, texts)))
+    if tools.numbered:
+        for index, (id, name) in enumerate(zip(_IDS, _NAMES, strict=True)):
+            text = text.replace(id, f"functions.{name}:{index}")
     parser.text(text)
     parser.finish()
     reply = Reply.of(parser.events)
-    return not reply.content and len(reply.tool_calls) == count and all(_is_call(call) for call in reply.tool_calls)
+    calls = [(call.name, _read(call)) for call in reply.tool_calls]
+    return not reply.content and calls == [*zip(_NAMES, _ARGUMENTS, strict=True)][:count]
 
 
-def _is_call(call: ToolCall) -> bool:
+def _read(call: ToolCall) -> Any:
     with contextlib.suppress(ValueError):
-        return call.name == _NAME and json.loads(call.arguments) == _ARGUMENTS
-    return False
+        return json.loads(call.arguments)
+    return None
 
 
 # -- rendering -----------------------------------------------------------------------------------------------------
 
 
-def _numbered_ids(count: int) -> tuple[str, ...]:
-    return tuple(f"functions.{_NAME}:{index}" for index in range(count))
+_USER = "qzuser"
+_CONTENTS: tuple[str | None, ...] = ("", None)
 
 
-def _call(ids: Sequence[str], as_text: bool) -> dict[str, Any]:
-    arguments: Any = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
-    function = {"name": _NAME, "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": id, "type": "function", "function": function} for id in ids],
-    }
+def _call(ids: Sequence[str], as_text: bool, content: str | None) -> dict[str, Any]:
+    calls = []
+    for id, name, arguments in zip(ids, _NAMES, _ARGUMENTS, strict=False):
+        function = {"name": name, "arguments": json.dumps(arguments) if as_text else arguments}
+        calls.append({"id": id, "type": "function", "function": function})
+    return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
-def _render_call(template: ChatTemplate, ids: Sequence[str]) -> str | None:
-    """A chat with an assistant's message that calls tools; None if the template refuses or drops it."""
-    for as_text in (False, True):
-        text = _render(template, [_call(ids, as_text)])
-        if text is not None:
-            return text
+def _render_calls(template: ChatTemplate, ids: Sequence[str]) -> str | None:
+    """A chat with an assistant's message that calls tools; None if the template refuses or drops a call."""
+    for content in _CONTENTS:
+        for as_text in (False, True):
+            text = _render(template, [_call(ids, as_text, content)], len(ids))
+            if text is not None:
+                return text
     return None
 
 
-def _render(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str | None:
+def _render(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], calls: int = 1) -> str | None:
     text = _print(template, messages)
-    if text is None or not all(word in text for word in (*_KEYS, *_VALUES)):
+    said = (text or "").rpartition(_USER)[2]
+    words = [word for values in _VALUES[:calls] for word in (*_KEYS, *values)]
+    if text is None or not all(word in said for word in words):
         return None
-    return None if "{'" + _KEYS[0] in text or '"{\\"' in text else text  # neither Python's repr, nor JSON in JSON
+    return None if "{'" + _KEYS[0] in said or '"{\\"' in said else text  # neither Python's repr, nor JSON in JSON
 
 
-def _print(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], **options: Any) -> str | None:
-    said = [{"role": "user", "content": "qzuser"}, *messages]
+def _print(
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    begin: Sequence[Mapping[str, Any]] = ({"role": "user", "content": _USER},),
+    add_generation_prompt: bool = False,
+) -> str | None:
     try:
-        return template.render(said, tools=[_TOOL], **{"add_generation_prompt": False, **options})
+        given = [*begin, *messages]
+        return template.print_as_given(given, tools=_TOOLS, add_generation_prompt=add_generation_prompt)
     except ChatTemplateError:
         return None
 
 
-def _body(template: ChatTemplate, text: str, reasoning: ReasoningSyntax | None) -> str:
+def _body(template: ChatTemplate, text: str, reasoning: ReasoningSyntax | None, calls: int) -> str:
     """The part of a rendered chat that the model would generate."""
     prompt = _print(template, [], add_generation_prompt=True) or ""
     plain = _print(template, [{"role": "assistant", "content": "qzcontent"}]) or ""
-    body = text.removeprefix(_common_start(prompt, text))
+    start = len(_common_start(prompt, text))
+    body = text[max(start, text.rfind(_USER) + len(_USER)) :]
     if reasoning is not None and reasoning.end in body:
         body = body.rpartition(reasoning.end)[2]
-    ends = [plain.partition("qzcontent")[2].strip(), template.special("eos_token"), "<|eot_id|>", "<|eom_id|>"]
-    after = body.rfind(_VALUES[1])
+    tail = plain.partition("qzcontent")[2]
+    units = [unit for unit in _UNIT.findall(tail) if len(unit) > 1]
+    ends = [tail.strip(), *units, template.special("eos_token"), "<|eot_id|>", "<|eom_id|>"]
+    after = body.rfind(_VALUES[calls - 1][1])
     cuts = [at for end in ends if end and (at := body.find(end, after)) >= 0]
     return body[: min(cuts, default=len(body))].strip()
 
@@ -445,9 +608,10 @@ def _common_start(a: str, b: str) -> str:
 
 
 def _common_end(a: str, b: str) -> str:
+    """The common end of what precedes the first call and the second; a number of the call stands as a placeholder."""
     common: list[str] = []
     for one, other in zip(reversed(_UNIT.findall(a)), reversed(_UNIT.findall(b)), strict=False):
-        if one != other:
+        if one != other and (one, other) not in (("0", "1"), ("1", "2")):
             break
-        common.insert(0, one)
+        common.insert(0, one if one == other else NUMBER)
     return "".join(common)

@@ -18,10 +18,12 @@ from quire.errors import SamplingParamsError
 from quire.grammar.json_schema import call_schema, check_schema
 from quire.grammar.structural_tag import root_format
 from quire.text.reply_arguments import QuotedValues, parameter_names, parameters_format
-from quire.text.reply_syntax import ID, ReasoningSyntax, ReplyForm, ToolSyntax
+from quire.text.reply_syntax import NAME, PLACEHOLDERS, ReasoningSyntax, ReplyForm, ToolSyntax, pieces
 from quire.text.tag_formats import Format, any_text, const, either, sequence, tag
 
 MAX_TOOLS = 256
+WHITE = ("\n\n", "\n")
+"""White space that templates print before and after reasoning."""
 TOOL_CHOICES = (
     '"auto", "none", "required", {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", '
     '"allowed_tools": {"mode": "auto" or "required", "tools": [{"type": "function", "function": {"name": ...}}, ...]}}'
@@ -200,14 +202,15 @@ class _Calls:
         return [self._call(before + self.tools.before_name, name) for name in self._arguments]
 
     def _call(self, opening: str, name: str) -> Format:
-        tools, arguments = self.tools, self._arguments[name]
-        before, with_id, after = tools.after_arguments.partition(ID)
-        closing = [const(before), {"type": "regex", "pattern": "[A-Za-z0-9]{9}"}, const(after)]
-        rest = [arguments, *(closing if with_id else [const(before)])]
-        if tools.numbered:
-            number = {"type": "regex", "pattern": "0|[1-9][0-9]{0,2}"}
-            return tag(f"{opening}functions.{name}:", sequence(number, const(tools.before_arguments), *rest))
-        return tag(opening + name + tools.before_arguments, sequence(*rest))
+        tools = self.tools
+        begin, *rest = pieces((opening + name + tools.before_arguments).replace(NAME, name))
+        after = pieces(tools.after_arguments.replace(NAME, name))
+        written = [*map(_piece, rest), self._arguments[name], *map(_piece, after)]
+        return tag(begin, sequence(*written))
+
+
+def _piece(text: str) -> Format:
+    return {"type": "regex", "pattern": PLACEHOLDERS[text]} if text in PLACEHOLDERS else const(text)
 
 
 def _reply(form: ReplyForm, content: Format | None, calls: _Calls | None = None) -> Format:
@@ -227,8 +230,9 @@ def _reply(form: ReplyForm, content: Format | None, calls: _Calls | None = None)
     thought = either(_thought(reasoning, after, calls, free))
     if form.in_reasoning:
         return thought
-    thought = sequence(_white(), const(reasoning.start), thought)
-    return either([thought, _rest(content, calls, [reasoning.start])])
+    # The white space before it is written with the marker: alone, it could be the beginning of free text, too.
+    begun = either([const(white + reasoning.start) for white in ("", *WHITE)])
+    return either([sequence(begun, thought), _rest(content, calls, [reasoning.start])])
 
 
 def _thought(reasoning: ReasoningSyntax, after: Format, calls: _Calls | None, free: bool) -> list[Format]:
@@ -364,4 +368,4 @@ def _structured(format: Format) -> StructuredOutputsParams:
 
 def _white() -> Format:
     """White space that templates print between reasoning and the next part."""
-    return {"type": "optional", "content": either([const("\n\n"), const("\n")])}
+    return {"type": "optional", "content": either([const(white) for white in WHITE])}

@@ -14,13 +14,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from quire.text import python_literals, quoted_values
 from quire.text.parameter_values import json_value, may_be_json
 from quire.text.reply import ContentText, ReasoningText, ReplyEvent, ToolCallArguments, ToolCallBegin
-from quire.text.reply_syntax import ID, ParameterSyntax, ReplyForm, ReplySyntax, ToolSyntax
+from quire.text.reply_syntax import (
+    ID,
+    NAME,
+    NINE,
+    NUMBER,
+    PLACEHOLDERS,
+    ParameterSyntax,
+    ReplyForm,
+    ReplySyntax,
+    ToolSyntax,
+    pieces,
+)
 
 SPECIAL = "\ud800"
 """Precedes a special token's text, so that ordinary text cannot be mistaken for one: text has no lone surrogates."""
 
 ID_LENGTH = 9
-"""Also of generated ids: Mistral's templates accept no others."""
+"""Of generated ids: Mistral's templates accept no others."""
+
+_NAMED = re.compile(r"[A-Za-z0-9_.-]+")
+_SLOTS = {ID: re.compile("[A-Za-z0-9_.:-]+"), NINE: re.compile("[A-Za-z0-9]+"), NUMBER: re.compile("[0-9]+")}
+"""Characters of tools' names, and of what stands in the place of each placeholder."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -55,6 +70,9 @@ class ReplyParser:
         self._white = ""  # trailing white space held back: it is not part of the text
         self._fresh = True  # no reasoning was emitted yet
         self._calls = 0
+        self._called = ""  # the name of the current call's tool
+        self._ids: set[str] = set()
+        self._slots: dict[str, str] = {}  # what stands in the place of the current call's placeholders
         self._texts: Mapping[str, tuple[str, ...]] = {}  # parameters of the current call that are bare text
         self._types: tuple[str, ...] = ()  # of JSON that the current one may be instead
         self._scanned = 0  # how much of the buffer was searched for its end
@@ -184,25 +202,42 @@ class ReplyParser:
         return self._expect(tools.begin + tools.before_name, self._name, final)
 
     def _name(self, final: bool) -> bool:
-        tools = self._syntax()
-        text, found, after = self._buffer.partition(self._marker(tools.before_arguments))
-        if not found:
-            return False
-        name = text.removeprefix("functions.").rpartition(":")[0] if tools.numbered else text
-        known = self._form.tools or {}
-        if name not in known:
+        found = _NAMED.match(self._buffer)
+        if found is None or found.end() == len(self._buffer):
+            return False if found or not self._buffer else self._give_up()
+        self._called = found[0]
+        if self._called not in (self._form.tools or {}):
             return self._give_up()
-        self._buffer, self._texts = after, known[name]
-        id = text if tools.numbered else self._new_id(self._calls)
-        self.events.append(ToolCallBegin(self._calls, id, name))
-        self._calls += 1
-        self._json = _JsonScanner()
-        if tools.parameters is None:
+        self._buffer, self._step = self._buffer[found.end() :], self._before_arguments
+        return True
+
+    def _before_arguments(self, final: bool) -> bool:
+        tools, called = self._syntax(), self._called
+        if not self._expect(tools.before_arguments, self._begin_arguments, final):
+            return False
+        if self._step == self._begin_arguments:
+            self._texts = (self._form.tools or {})[called]
+            self.events.append(ToolCallBegin(self._calls, self._id(), called))
+            self._calls += 1
+        return True
+
+    def _id(self) -> str:
+        """The current call's id: the model's own if it wrote one before the arguments."""
+        written = self._slots.get(ID) or self._slots.get(NINE)
+        if self._syntax().numbered:
+            written = f"functions.{self._called}:{self._slots.get(NUMBER)}"
+        if written is None or written in self._ids:
+            written = self._new_id(self._calls)
+        self._ids.add(written)
+        return written
+
+    def _begin_arguments(self, final: bool) -> bool:
+        parameters = self._syntax().parameters
+        self._json, self._fresh = _JsonScanner(), True
+        if parameters is None:
             self._step = self._object
-        elif tools.parameters.python or tools.parameters.quote:
-            self._fresh, self._step = True, self._named
         else:
-            self._fresh, self._step = True, self._parameter
+            self._step = self._named if parameters.python or parameters.quote else self._parameter
         return True
 
     def _object(self, final: bool) -> bool:
@@ -312,23 +347,16 @@ class ReplyParser:
         return True
 
     def _closing(self, final: bool) -> bool:
-        tools = self._syntax()
-        if not tools.with_id:
-            return self._expect(tools.after_arguments, self._after_call, final)
-        size = len(self._marker(tools.after_arguments)) - len(ID) + ID_LENGTH
-        if len(self._buffer) < size:
-            return False
-        self._buffer, self._step = self._buffer[size:], self._after_call
-        return True
+        return self._expect(self._syntax().after_arguments, self._after_call, final)
 
     def _after_call(self, final: bool) -> bool:
-        tools = self._syntax()
-        another = self._marker(tools.between + tools.before_name)
-        if self._buffer.startswith(another):
-            self._buffer, self._step = self._buffer[len(another) :], self._name
+        tools, self._slots = self._syntax(), {}
+        taken, may_come = self._match(tools.between + tools.before_name)
+        if taken:
+            self._buffer, self._step = self._buffer[taken:], self._name
             return True
         end = self._marker(tools.end)
-        if another.startswith(self._buffer) or (end.startswith(self._buffer) and end != self._buffer):
+        if may_come or (end.startswith(self._buffer) and end != self._buffer):
             return False  # a reply that was cut: half a marker is nothing
         self._buffer = self._buffer.removeprefix(end)
         self._step = self._rest
@@ -362,15 +390,31 @@ class ReplyParser:
         if text:
             self.events.append(ToolCallArguments(self._calls - 1, text.replace(SPECIAL, "")))
 
-    def _expect(self, literal: str, then: Callable[[bool], bool], final: bool) -> bool:
-        """Consume this literal, which must come next."""
-        literal = self._marker(literal)
-        if self._buffer.startswith(literal):
-            self._buffer, self._step = self._buffer[len(literal) :], then
+    def _expect(self, text: str, then: Callable[[bool], bool], final: bool) -> bool:
+        """Consume this text of the syntax, which must come next."""
+        taken, may_come = self._match(text)
+        if taken or not text:
+            self._buffer, self._step = self._buffer[taken:], then
             return True
-        if literal.startswith(self._buffer):
-            return False  # a reply that was cut: half a marker is nothing
-        return self._give_up()
+        return False if may_come else self._give_up()  # a reply that was cut: half a marker is nothing
+
+    def _match(self, text: str) -> tuple[int, bool]:
+        """How many characters of the buffer are this text of the syntax, and if none, whether it may still come."""
+        at, slots = 0, {}
+        for piece in pieces(text.replace(NAME, self._called)):
+            if piece in PLACEHOLDERS:
+                found = _SLOTS[piece].match(self._buffer, at)
+                end = len(self._buffer) if found is None else found.end()
+                if found is None or end == len(self._buffer):
+                    return 0, end == at or found is not None
+                slots[piece], at = found[0], end
+                continue
+            literal = self._marker(piece)
+            if not self._buffer.startswith(literal, at):
+                return 0, literal.startswith(self._buffer[at:])
+            at += len(literal)
+        self._slots |= slots
+        return at, False
 
     def _give_up(self) -> bool:
         """Malformed input becomes content, unchanged."""

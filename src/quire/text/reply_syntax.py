@@ -6,6 +6,8 @@ template: the text of a special token in them stands for that token.
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from quire.core.structured_outputs import ReasoningBudget
@@ -50,16 +52,25 @@ class ParameterSyntax(msgspec.Struct, frozen=True):
     quote: str = ""
 
 
+ID, NINE, NUMBER, NAME = "\0ID\0", "\0NINE\0", "\0NUMBER\0", "\0NAME\0"
+"""Placeholders in the texts of `ToolSyntax`: a call's id; one of nine letters and digits (Mistral); the call's number;
+and its tool's name once more."""
+
+PLACEHOLDERS = {ID: "[A-Za-z0-9_.:-]{1,64}", NINE: "[A-Za-z0-9]{9}", NUMBER: "0|[1-9][0-9]{0,2}"}
+"""What may stand in the place of each, as regular expressions."""
+
+_SPLIT = re.compile("(" + "|".join(PLACEHOLDERS) + ")")
+
+
 class ToolSyntax(msgspec.Struct, frozen=True):
     """Calls: `begin`, call, `between`, call, ..., `end`. Each call is `before_name`, the tool's name,
-    `before_arguments`, the arguments, `after_arguments`.
+    `before_arguments`, the arguments, `after_arguments`; these may have placeholders.
 
     Attributes:
         trigger: a prefix of a call's opening; once it appears in a reply, a call must follow.
         anchored: the trigger counts only at the start of the content.
         parameters: syntax of the arguments; None: a JSON object.
-        numbered: the name is written as "functions.NAME:INDEX", which is also the call's id (Kimi K2).
-        with_id: `after_arguments` contains `ID` for an id of 9 letters and digits (Mistral).
+        numbered: a call's id is "functions.NAME:NUMBER" (Kimi K2).
         single: templates accept one call per message.
     """
 
@@ -75,13 +86,10 @@ class ToolSyntax(msgspec.Struct, frozen=True):
     numbered: bool = False
     single: bool = False
 
-    @property
-    def with_id(self) -> bool:
-        return ID in self.after_arguments
 
-
-ID = "\0ID\0"
-"""Placeholder of an id in `ToolSyntax.after_arguments`."""
+def pieces(text: str) -> list[str]:
+    """A text of the syntax, split into literal texts and placeholders."""
+    return [piece for piece in _SPLIT.split(text) if piece]
 
 
 class ReplySyntax(msgspec.Struct, frozen=True):
@@ -90,6 +98,7 @@ class ReplySyntax(msgspec.Struct, frozen=True):
     Attributes:
         name: its name for users.
         no_chats: why chats are refused, if the checkpoint's template cannot be used.
+        lost: what could not be derived from the template since that failed, and why.
     """
 
     name: str = "plain"
@@ -97,6 +106,7 @@ class ReplySyntax(msgspec.Struct, frozen=True):
     tools: ToolSyntax | None = None
     content: ContentSyntax | None = None
     no_chats: str = ""
+    lost: str = ""
 
     @property
     def described(self) -> str:
@@ -104,7 +114,8 @@ class ReplySyntax(msgspec.Struct, frozen=True):
         if self.no_chats:
             return self.no_chats
         tools = "no tool calls" if self.tools is None else f"tool calls in the format {self.name}"
-        return tools + ("" if self.reasoning is None else f", reasoning from {self.reasoning.start}")
+        reasoning = "" if self.reasoning is None else f", reasoning from {self.reasoning.start}"
+        return tools + reasoning + (f"; {self.lost}" if self.lost else "")
 
     def texts(self) -> list[str]:
         """All strings in it, to look for special tokens."""

