@@ -48,12 +48,12 @@ WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 # branch, and in CI.
 KERNELS_CHANGED = $(shell git diff --quiet origin/HEAD -- $(KERNELS) scripts/compile_kernels.py 2>/dev/null || echo yes)
 SETS = $(if $(CI)$(KERNELS_CHANGED),kernels,native)
-# Tests that need neither torch nor kernels, but for those that take longer.
-FAST := tests/core tests/test_grammar.py -m "not slow and not scale" -p no:schemathesis
+# Tests that need neither torch, which they cannot import, nor kernels, but for those that take longer.
+FAST := tests/core tests/test_grammar.py -m "not slow and not scale" -p no:schemathesis -p tests.without_torch
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
-.PHONY: help demo python native kernels check check-lint check-types check-fast test test-slow test-arm mutants sanitize wheel wheel-arm sdist bench bench-peers \
-    gpu-check gpu-rehearse gpu-bundle docs pictures format clean
+.PHONY: help demo python native kernels check check-lint check-types check-fast test test-slow test-arm mutants sanitize \
+    wheel wheel-arm sdist bench bench-peers gpu-check gpu-rehearse gpu-bundle docs pictures format clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,7 +76,7 @@ native: python
 	@$(STEP) "Compiling kernels for this processor" $(if $(SIDE_BY_SIDE),nice) $(COMPILE) --isa native
 
 kernels: python  ## compile the kernels for all instruction sets of this kind of machine
-	@$(STEP) "Compiling kernels for all instruction sets" $(COMPILE)
+	@$(STEP) "Compiling kernels for all instruction sets" $(if $(SIDE_BY_SIDE),nice) $(COMPILE)
 
 check: $(DEV)  ## formatting, lint, types, import contract, and the tests of core and grammars that take no time
 	@$(MAKE) --no-print-directory -j2 --output-sync=target SIDE_BY_SIDE=1 check-types check-lint check-fast
