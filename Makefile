@@ -87,7 +87,7 @@ check-types:
 check-lint:
 	@$(STEP) "Formatting (ruff format)" $(BIN)/ruff format --check --output-format concise .
 	@$(STEP) "Lint (ruff)" $(BIN)/ruff check .
-	@$(STEP) "Import contract (import-linter)" $(BIN)/lint-imports
+	@$(STEP) "Import contract (import-linter)" $(BIN)/lint-imports --no-logo
 
 check-fast:
 	@$(STEP) "Tests of core and grammars (pytest)" $(BIN)/python -m pytest $(FAST)
