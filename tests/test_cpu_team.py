@@ -99,7 +99,7 @@ def a_neighbour_that_comes_and_goes() -> Iterator[None]:
 def test_a_neighbour_that_comes_and_goes_changes_no_token() -> None:
     prompts = ["def add(a, b):", "import os\n", "class Stack:\n    def push(self, item):", "for i in range("] * 4
     params = [
-        SamplingParams(max_tokens=150, ignore_eos=True, seed=i, temperature=0.9 * (i % 2), logprobs=1)
+        SamplingParams(max_tokens=80, ignore_eos=True, seed=i, temperature=0.9 * (i % 2), logprobs=1)
         for i in range(len(prompts))
     ]
 

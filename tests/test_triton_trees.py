@@ -86,7 +86,9 @@ class DeviceWorld(World):
         (torch.float16, "fp8", (6, 2, 24), 140, True),
     ],
 )
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_row_of_a_tree_has_the_bits_of_its_path_alone(
+    seed: int,
     dtype: torch.dtype,
     stored: KVCacheDtype,
     shape: tuple[int, int, int],
@@ -98,8 +100,7 @@ def test_a_row_of_a_tree_has_the_bits_of_its_path_alone(
     if not listed:  # their splits are computed one after the other
         monkeypatch.setattr(splits, "SCRATCH_BYTES", 0)
     torch.manual_seed(0)
-    for seed in range(2):
-        check(DeviceWorld, Heads(shape, dtype, stored, window), TRITON, random.Random(f"{seed} {shape}"), most=12)
+    check(DeviceWorld, Heads(shape, dtype, stored, window), TRITON, random.Random(f"{seed} {shape}"), most=12)
 
 
 @pytest.mark.parametrize("base", [128, 256])
@@ -174,31 +175,33 @@ def test_a_draft_that_is_not_finite_reaches_only_those_that_follow_it() -> None:
         assert out.isfinite().all(1).tolist() == [True, False, True, False, True]
 
 
-def test_what_another_model_keeps_in_the_same_blocks_changes_nothing() -> None:
-    trees = Tree([-1, 0, 0, 1, 2]).paths
-    for kind in (
+@pytest.mark.parametrize(
+    "kind",
+    [
         Heads((4, 2, 16), torch.float16, "auto", None),
-        Heads((4, 2, 16), torch.float32, "fp8", 20),
-        Latent((4, 32, 8), torch.float16, "auto", None),
+        pytest.param(Heads((4, 2, 16), torch.float32, "fp8", 20), marks=pytest.mark.slow),
+        pytest.param(Latent((4, 32, 8), torch.float16, "auto", None), marks=pytest.mark.slow),
         Latent((4, 24, 16), torch.float16, "int8", None),
-    ):
-        outs = []
-        for where in ("alone", "first", "behind"):
-            torch.manual_seed(0)
-            world = DeviceWorld(kind, TRITON, 16, 150, 2)
-            kv, other = world.kv, KVShape(1, 2, 24, torch.float16)
-            own = KVShape(kv.layers, kv.kv_heads, kv.head_dim, kv.dtype, kind.stored, kv.sides)
-            if where != "alone":
-                shape, behind = (own, other) if where == "first" else (other, own)
-                heads = kv.num_blocks, shape.layers, shape.kv_heads, shape.head_dim, 16
-                both = KVCache(*heads, shape.dtype, shape.kv_cache_dtype, sides=shape.sides, draft_kv=behind)
-                both.memory.fill_(255)
-                assert both.draft_kv is not None
-                world.kv = both if where == "first" else both.draft_kv
-            one, another = world.request(130, 6, 5), world.request(100, 9, 6)
-            outs.append(world.step([(one, Part(one.table, 130, paths=trees)), (another, Part(another.table, 100, 9))]))
-        for out in zip(*outs, strict=True):
-            assert out[0].isfinite().all() and equal(out[0], out[1]) and equal(out[0], out[2])
+    ],
+)
+def test_what_another_model_keeps_in_the_same_blocks_changes_nothing(kind: Heads) -> None:
+    trees, outs = Tree([-1, 0, 0, 1, 2]).paths, []
+    for where in ("alone", "first", "behind"):
+        torch.manual_seed(0)
+        world = DeviceWorld(kind, TRITON, 16, 150, 2)
+        kv, other = world.kv, KVShape(1, 2, 24, torch.float16)
+        own = KVShape(kv.layers, kv.kv_heads, kv.head_dim, kv.dtype, kind.stored, kv.sides)
+        if where != "alone":
+            shape, behind = (own, other) if where == "first" else (other, own)
+            heads = kv.num_blocks, shape.layers, shape.kv_heads, shape.head_dim, 16
+            both = KVCache(*heads, shape.dtype, shape.kv_cache_dtype, sides=shape.sides, draft_kv=behind)
+            both.memory.fill_(255)
+            assert both.draft_kv is not None
+            world.kv = both if where == "first" else both.draft_kv
+        one, another = world.request(130, 6, 5), world.request(100, 9, 6)
+        outs.append(world.step([(one, Part(one.table, 130, paths=trees)), (another, Part(another.table, 100, 9))]))
+    for out in zip(*outs, strict=True):
+        assert out[0].isfinite().all() and equal(out[0], out[1]) and equal(out[0], out[2])
 
 
 def launch_all() -> None:

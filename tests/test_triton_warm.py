@@ -129,7 +129,7 @@ def test_no_kernel_is_compiled_while_requests_wait(
         options = {"speculative_config": spec | {"model": folder}}
     engine = start(folder, {"kv_cache_dtype": "int8" if layers else "auto", **options}, measured=True)
     before = set(launched)
-    serve(engine, 6 if spec else 3)
+    serve(engine, 6 if spec else 2)
     assert bool(engine.stats.drafted) == bool(spec)
     assert not launched - before, differences(launched - before, before)
 
