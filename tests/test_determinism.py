@@ -10,8 +10,11 @@ of a prompt.
 
 from __future__ import annotations
 
+import functools
 import random
+import tempfile
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -64,6 +67,7 @@ SETTINGS = {
 IN_FULL = ["bfloat16", "float32", "sliding window", "windows in some layers"]
 IN_PART = [name for name in SETTINGS if name not in IN_FULL]
 SLOWEST = "torch, int4 weights, int8 cache"
+BUT_SLOWEST = [pytest.param(name, marks=pytest.mark.slow if name == SLOWEST else ()) for name in SETTINGS]
 
 
 class Switches(NamedTuple):
@@ -129,20 +133,31 @@ def run(engine: Engine, indices: list[int], first_id: int = 0, stagger: int = 0)
 @pytest.fixture(scope="module", params=SETTINGS)
 def setting(request, tmp_path_factory) -> dict[str, Any]:
     """The engine's options: a checkpoint, and how it is computed."""
-    chosen = SETTINGS[request.param]
+    return dict(made_once(request.param, tmp_path_factory.getbasetemp()))
+
+
+@functools.cache
+def made_once(name: str, temporary: Path) -> tuple[tuple[str, Any], ...]:
+    """Pytest sets a fixture with parameters up again wherever tests name these in another order."""
+    chosen = SETTINGS[name]
     architecture, more = ("mistral", {"sliding_window": chosen.window}) if chosen.window else ("qwen3", {})
     architecture = chosen.architecture or architecture
     if chosen.first_windowed is not None:
         more = {**more, "use_sliding_window": True, "max_window_layers": chosen.first_windowed}
-    folder = tmp_path_factory.mktemp("model")
+    folder = Path(tempfile.mkdtemp(dir=temporary))
     save_checkpoint(folder, architecture, dtype=chosen.dtype, num_hidden_layers=2, **more)
-    return {"model": str(folder), "threads": 1, **chosen.options}
+    return ("model", str(folder)), ("threads", 1), *chosen.options.items()
 
 
 @pytest.fixture(scope="module")
 def alone(setting) -> dict[int, Outcome]:
     """Each prompt on its own, in one chunk, without a cache."""
-    engine = Engine(EngineConfig(**setting, prefix_cache="off"))
+    return alone_with(tuple(setting.items()))
+
+
+@functools.cache
+def alone_with(setting: tuple[tuple[str, Any], ...]) -> dict[int, Outcome]:
+    engine = Engine(EngineConfig(**dict(setting), prefix_cache="off"))
     outcomes: dict[int, Outcome] = {}
     for index in range(len(prompts())):
         outcomes |= run(engine, [index])
@@ -207,9 +222,10 @@ def test_nothing_around_a_request_changes_its_tokens(setting, alone, block_size,
 @pytest.mark.parametrize(
     ("setting", "part"),
     [
-        *((name, PART) for name in IN_PART if name != SLOWEST),
-        (SLOWEST, PART[:1]),
-        pytest.param(SLOWEST, PART[1:], marks=pytest.mark.slow),
+        *((name, PART) for name in IN_PART if not name.startswith("torch")),
+        ("torch", PART[:1]),
+        pytest.param("torch", PART[1:], marks=pytest.mark.slow),
+        pytest.param(SLOWEST, PART, marks=pytest.mark.slow),
     ],
     indirect=["setting"],
 )
@@ -217,8 +233,15 @@ def test_nothing_around_a_request_changes_its_tokens_in_any_kernels_and_formats(
     assert_switches_change_nothing(setting, alone, part)
 
 
-@pytest.mark.parametrize("setting", IN_FULL, indirect=True)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("setting", "depth"),
+    [
+        pytest.param(name, depth, marks=() if i % 2 == depth % 2 else pytest.mark.slow)
+        for i, name in enumerate(IN_FULL)
+        for depth in (1, 2)
+    ],
+    indirect=["setting"],
+)
 def test_steps_in_flight_do_not_change_tokens(setting, alone, depth):
     for blocks in (22, 400):
         config = EngineConfig(
@@ -231,6 +254,7 @@ def test_steps_in_flight_do_not_change_tokens(setting, alone, depth):
         assert run(engine, order[::-1], first_id=100, stagger=2) == alone
 
 
+@pytest.mark.parametrize("setting", BUT_SLOWEST, indirect=True)
 def test_prompt_logprobs_do_not_depend_on_chunks_or_company(setting):
     prompt = prompts()[4]
 
@@ -301,6 +325,7 @@ def scored(engine: Engine, texts: Mapping[int, list[int]]) -> dict[int, Scores]:
     return {id: scores[-MAX_TOKENS:] for id, scores in found.items()}
 
 
+@pytest.mark.parametrize("setting", BUT_SLOWEST, indirect=True)
 def test_the_logprob_of_a_sampled_token_is_the_one_of_scoring_it_as_a_prompt(setting):
     """Bit by bit: who trains on what was sampled computes the same numbers from the text."""
     common = {**setting, "max_model_len": 320, "max_num_seqs": 8}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import random
@@ -185,6 +186,8 @@ CHOICES: dict[str, Callable[[list[int], int], Drafts]] = {
     "nonsense": nonsense,
     "trees": branching,
 }
+MODELS = ("right", "wrong", "right, then wrong", "random", "trees")
+"""What a model might draft; the others are what none does."""
 
 
 def config(folder: str, options: dict[str, Any], drafts: int, adaptive: bool = False, **more: Any) -> EngineConfig:
@@ -193,33 +196,44 @@ def config(folder: str, options: dict[str, Any], drafts: int, adaptive: bool = F
     return EngineConfig(model=folder, **(defaults | options | more), speculative_config=spec if drafts else None)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def plain(request, tmp_path_factory) -> tuple[str, dict[str, Any], list[Outcome]]:
-    """A checkpoint, options, and what each request gives alone, without drafts."""
-    architecture, dtype, sizes, options = KINDS[request.param]
-    folder = str(tmp_path_factory.mktemp("model"))
-    save_checkpoint(folder, architecture, dtype=dtype, num_hidden_layers=2, **sizes)
-    engine = Engine(config(folder, options, 0, prefix_cache="off"))
-    outcomes = [run(engine, [index])[0] for index in range(16)]
-    assert {outcome[2] for outcome in outcomes} == {"length", "stop"}
-    return folder, options, outcomes
+Plain = tuple[str, dict[str, Any], list[Outcome]]
+"""A checkpoint, options, and what each request gives alone, without drafts."""
+
+
+@pytest.fixture(scope="module")
+def plain_of(tmp_path_factory) -> Callable[[str], Plain]:
+    """By kind, each made once: pytest sets a fixture with parameters up again where tests name them in other orders."""
+
+    @functools.cache
+    def made(kind: str) -> Plain:
+        architecture, dtype, sizes, options = KINDS[kind]
+        folder = str(tmp_path_factory.mktemp("model"))
+        save_checkpoint(folder, architecture, dtype=dtype, num_hidden_layers=2, **sizes)
+        engine = Engine(config(folder, options, 0, prefix_cache="off"))
+        outcomes = [run(engine, [index])[0] for index in range(16)]
+        assert {outcome[2] for outcome in outcomes} == {"length", "stop"}
+        return folder, options, outcomes
+
+    return made
+
+
+@pytest.fixture(params=KINDS)
+def plain(request, plain_of) -> Plain:
+    return plain_of(request.param)
 
 
 @pytest.mark.parametrize(
     ("plain", "choice"),
     [
         *(("bfloat16", choice) for choice in CHOICES),
-        *(
-            pytest.param("float32", choice, marks=() if choice in ("right, then wrong", "trees") else pytest.mark.slow)
-            for choice in CHOICES
-        ),
+        *(pytest.param("float32", choice, marks=pytest.mark.slow) for choice in CHOICES),
     ],
     indirect=["plain"],
 )
 @pytest.mark.parametrize("lengths", [(1, 8), pytest.param((3,), marks=pytest.mark.slow)])
 def test_whatever_is_drafted_the_output_is_the_same(plain, choice, lengths):
     folder, options, outcomes = plain
-    for drafts in lengths:
+    for drafts in lengths if choice in MODELS else lengths[-1:]:
         proposer = Recorded(outcomes, CHOICES[choice])
         engine = Engine(config(folder, options, drafts, max_num_batched_tokens=64), proposer=proposer)
         assert run(engine, range(16)) == outcomes, f"{drafts} drafts"
@@ -229,7 +243,15 @@ def test_whatever_is_drafted_the_output_is_the_same(plain, choice, lengths):
             assert engine.stats.accepted > 150
 
 
-@pytest.mark.parametrize("choice", ["right, then wrong", "trees"])
+@pytest.mark.parametrize(
+    ("plain", "choice"),
+    [
+        pytest.param(kind, choice, marks=() if number % 2 == (choice == "trees") else pytest.mark.slow)
+        for number, kind in enumerate(KINDS)
+        for choice in ("right, then wrong", "trees")
+    ],
+    indirect=["plain"],
+)
 def test_drafts_change_nothing_in_any_kernels_and_formats(plain, choice):
     folder, options, outcomes = plain
     for drafts, overlap, cache in ((2, True, "hash"), (7, False, "radix")):
@@ -243,16 +265,20 @@ def test_drafts_change_nothing_in_any_kernels_and_formats(plain, choice):
 
 
 @pytest.mark.parametrize(
-    ("plain", "choice"),
+    ("plain", "choice", "depth"),
     [
-        ("bfloat16", "trees"),
-        ("sliding window", "right, then wrong"),
-        pytest.param("bfloat16", "right, then wrong", marks=pytest.mark.slow),
-        pytest.param("sliding window", "trees", marks=pytest.mark.slow),
+        pytest.param(
+            kind,
+            choice,
+            depth,
+            marks=() if (choice == "trees") == (kind == "bfloat16") == (depth != 1) else pytest.mark.slow,
+        )
+        for kind in ("bfloat16", "sliding window")
+        for choice in ("trees", "right, then wrong")
+        for depth in (0, 1, 2)
     ],
     indirect=["plain"],
 )
-@pytest.mark.parametrize("depth", [0, 1, 2])
 def test_drafts_change_nothing_while_requests_preempt_each_other(plain, choice, depth):
     folder, options, outcomes = plain
     proposer = Recorded(outcomes, CHOICES[choice])
@@ -278,8 +304,15 @@ def test_a_request_may_switch_it_off(plain):
     assert proposer.num_drafts == engine.stats.drafted == 0
 
 
-@pytest.mark.parametrize("plain", ["bfloat16", "sliding window"], indirect=True)
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("plain", "depth"),
+    [
+        pytest.param(kind, depth, marks=() if (kind == "bfloat16") == (depth != 1) else pytest.mark.slow)
+        for kind in ("bfloat16", "sliding window")
+        for depth in (0, 1, 2)
+    ],
+    indirect=["plain"],
+)
 def test_requests_that_are_let_go_give_the_same_tokens_beside_those_that_are_drafted(plain, depth, monkeypatch):
     folder, options, outcomes = plain
     gone, draw, luck = [], random.Random(depth), random.Random(depth)  # one for each thread: always the same
@@ -336,10 +369,9 @@ def test_self_tuning_drafts_what_pays_and_changes_nothing(plain):
 @pytest.mark.parametrize(
     ("choice", "overlap"),
     [
-        ("right, then wrong", False),
-        ("trees", True),
-        pytest.param("right, then wrong", True, marks=pytest.mark.slow),
-        pytest.param("trees", False, marks=pytest.mark.slow),
+        pytest.param(choice, overlap, marks=() if overlap and choice == "trees" else pytest.mark.slow)
+        for choice in ("right, then wrong", "trees")
+        for overlap in (False, True)
     ],
 )
 def test_a_device_that_works_by_itself_verifies_drafts_too(plain, choice, overlap):

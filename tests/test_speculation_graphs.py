@@ -34,9 +34,11 @@ def taped(folders: dict[str, str], method: str | None, device: TapedDevice, draf
 @pytest.mark.parametrize(
     ("waits", "method"),
     [
-        *((False, method) for method in ("draft_model", "eagle", "eagle3")),
-        *(pytest.param(True, method, marks=pytest.mark.slow) for method in ("draft_model", "eagle")),
-        (True, "eagle3"),
+        pytest.param(
+            waits, method, marks=() if method == "eagle3" or (not waits and method != "eagle") else pytest.mark.slow
+        )
+        for waits in (False, True)
+        for method in ("draft_model", "eagle", "eagle3")
     ],
 )
 def test_a_replay_repeats_what_was_recorded_and_gives_the_same_tokens(folders, plain, method, waits):
@@ -66,7 +68,7 @@ def test_a_head_is_given_what_the_target_computed_whatever_was_replayed_since(fo
         engine = taped(folders, "eagle", device, max_num_batched_tokens=200, prefix_cache="off")
     monkeypatch.setattr(DraftPasses, "rows", rows)
     for turn in range(2):
-        run(engine, (0, 1, 2, 3, 4, 5, 8, 7, 9, 10, 11, 13, 14), first_id=100 * turn, stagger=1)
+        run(engine, (0, 1, 2, 3, 4, 5, 8, 7, 9, 10, 11, 13, 14), first_id=100 * turn, stagger=1, max_tokens=10)
     assert len(given) > 20 and all(given)
 
 
@@ -89,7 +91,7 @@ def followed_in_halves(folders: dict[str, str], graphs: str) -> dict[tuple[int, 
     proposer: Any = engine.speculation.proposer  # type: ignore[union-attr]
     compute, follow = DeviceForward.__call__, proposer.follow
     with mock.patch.object(proposer, "follow", seen), mock.patch.object(DeviceForward, "__call__", few):
-        run(engine, (1, 2, 4, 5, 11, 14))
+        run(engine, (1, 2, 4, 5, 11, 14), max_tokens=12)
     assert engine.executor._runner.num_halved > 5  # type: ignore[attr-defined]
     assert (device.num_replayed > 20) == (graphs == "lazy")
     return given
@@ -108,7 +110,7 @@ def test_with_rejection_sampling_a_replay_gives_what_is_launched_without(folders
         device = TapedDevice()
         more = {"speculative_acceptance": "rejection", "cuda_graphs": graphs, "max_num_batched_tokens": 64}
         engine = taped(folders, "eagle", device, **more)
-        found.append(run(engine, range(16)))
+        found.append(run(engine, range(16), max_tokens=14))
         assert (device.num_replayed > 50) == (graphs == "lazy") and engine.stats.drafted > 100
     assert found[0] == found[1]
 
@@ -120,8 +122,7 @@ def test_a_replay_of_trees_does_so_too(folders, plain, method):
     recorded = device.num_recorded
     assert run(engine, [1, 2])[0] == plain["target"][1]
     assert device.num_recorded <= recorded + 1, "but for the prompts' step"
-    for turn in range(1, 3):
-        assert run(engine, range(16), first_id=100 * turn, stagger=1) == plain["target"]
+    assert run(engine, range(16), first_id=100, stagger=1) == plain["target"]
     graphs = engine.executor._runner._forward.graphs  # type: ignore[attr-defined]
     assert {key[0] for key in graphs._recorded} >= {"step", "rows", "nodes"}
     assert any(key[0] == "step" and key[1].paths for key in graphs._recorded)
@@ -162,7 +163,7 @@ def test_what_drafts_is_recorded_at_start_and_said_so(folders):
         assert shares == sorted(shares) and shares[-1:] == [1.0] * bool(kinds)
 
 
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_where_no_more_graphs_fit_drafts_go_on_without(folders, plain, caplog, waits):
     device = DelayedDevice(most_graphs=25)
     kind = OnHost if waits else methods.DeviceDraftingProposer
@@ -185,7 +186,7 @@ def test_ranks_record_drafts_together_or_not_at_all(folders, plain, caplog, othe
     graphs = engine.executor._runner._forward.graphs  # type: ignore[attr-defined]
     graphs.clear()
     graphs._ranks = TwoRanks(0, 2)
-    assert run(engine, range(16)) == plain["target"]
-    assert engine.stats.drafted > 100
+    assert run(engine, range(8)) == plain["target"][:8]
+    assert engine.stats.drafted > 50
     assert (len(graphs) > 5) == other
     assert len(warnings_in(caplog)) == (not other)

@@ -98,7 +98,9 @@ def test_a_methods_drafts_change_nothing(folders, alone, method, overlap):
     assert engine.stats.drafted > 100 and engine.stats.accepted > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.slow if i % 2 else ()) for i, name in enumerate(METHODS)]
+)
 def test_a_methods_drafts_change_nothing_while_requests_preempt_each_other(folders, alone, method):
     outcomes = alone[target_of(method)]
     engine = engine_of(folders, method, num_kv_blocks=20, max_num_batched_tokens=40, async_scheduling=True)
@@ -150,9 +152,7 @@ class Moving(InlineExecutor):
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(
-            name, marks=() if name in ("draft_model, trees", "eagle", "eagle3, trees", "mtp") else pytest.mark.slow
-        )
+        pytest.param(name, marks=() if name in ("draft_model, trees", "mtp") else pytest.mark.slow)
         for name in METHODS
         if name != "ngram"
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
@@ -67,16 +68,26 @@ def quantized_weight(how: str, outputs: int, inputs: int, seed: int = 0) -> Prod
 
 def launch_all() -> None:
     """Experts of Qwen3-30B-A3B, quantized ones, routers of DeepSeek V2 and V3, and heads of their attention."""
+    _launch((1, 16, 300, 900, 2500), ("int8", "int4/64"))
+
+
+def launch_few() -> None:
+    """Of these, steps of few rows, and one kind of quantized weights that are no floating-point numbers."""
+    _launch((16,), ("int4/64",))
+
+
+def _launch(steps: Sequence[int], quantized: Sequence[str]) -> None:
     arch = triton.runtime.driver.active.get_current_target().arch
     options = {"EARLY": True, "launch_pdl": True} if arch >= 90 else {"EARLY": False}
     with mock.patch.object(experts, "launch_options", lambda device: options):
-        _launch_all()
+        _launch_experts(steps, quantized)
+        _launch_routing()
 
 
-def _launch_all() -> None:
+def _launch_experts(steps: Sequence[int], quantized: Sequence[str]) -> None:
     gate_up, down = torch.empty(1536, 2048, dtype=torch.bfloat16), torch.empty(2048, 768, dtype=torch.bfloat16)
     grouped = GroupedExperts(*([linear.pack([w], None, CPU, DenseProduct)] * 128 for w in (gate_up, down)))
-    for tokens in (1, 16, 300, 900, 2500):
+    for tokens in steps:
         ids, weights = torch.empty(tokens, 8, dtype=torch.int64), torch.empty(tokens, 8)
         grouped(torch.empty(tokens, 2048, dtype=torch.bfloat16), ids, weights)
     without_gate = GroupedExperts(
@@ -84,23 +95,26 @@ def _launch_all() -> None:
         activation="relu2",
     )
     without_gate(torch.empty(16, 2048, dtype=torch.bfloat16), ids[:16], weights[:16])
-    for how in ("int8", "int4/64"):
+    for how in quantized:
         coded = [[quantized_weight(how, *shape)] * 16 for shape in ((1024, 512), (512, 512))]
         ids, weights = torch.empty(256, 8, dtype=torch.int64), torch.empty(256, 8)
         QuantizedExperts(*coded)(torch.empty(256, 512, dtype=torch.bfloat16), ids, weights)
     codes = [torch.zeros(*shape, dtype=torch.uint8) for shape in ((768, 8, 16), (768, 8), (256, 12, 16), (256, 12))]
     both = [Mxfp4Product([Mxfp4Weight(*pair)], None, CPU) for pair in (codes[:2], codes[2:])]
     stored = GroupedExperts([both[0]] * 16, [both[1]] * 16)
-    for tokens in (16, 2500):
+    for tokens in steps[1::3] or steps:
         ids, weights = torch.empty(tokens, 4, dtype=torch.int64), torch.empty(tokens, 4)
         stored(torch.empty(tokens, 256, dtype=torch.bfloat16), ids, weights)
     codes = [torch.zeros(*shape, dtype=torch.uint8) for shape in ((768, 256), (256, 384))]
     in_fp8 = [Fp8Weight(each, torch.zeros(len(each), each.shape[1] // 128), 128) for each in codes]
     both = [TritonKernels("cpu", True).pack_fp8([each], torch.bfloat16) for each in in_fp8]
     kept = GroupedExperts([both[0]] * 16, [both[1]] * 16)
-    for tokens in (16, 2500):
+    for tokens in steps[1::3] or steps:
         ids, weights = torch.empty(tokens, 4, dtype=torch.int64), torch.empty(tokens, 4)
         kept(torch.empty(tokens, 256, dtype=torch.bfloat16), ids, weights)
+
+
+def _launch_routing() -> None:
     v2 = Routing(160, 6, groups=8, top_groups=3, normalize=False, scale=16.0)
     v3 = Routing(256, 8, "sigmoid", 8, 4, "top2", scale=2.5)
     for routing, bias in ((v2, None), (v3, torch.empty(256))):

@@ -29,7 +29,8 @@ KEPT = ("kernel", "registers", "stack", "shared", "warps", "matrix")
 SLACK = 64
 """Bytes a thread that may be spilled where none were: no loop suffers from a few numbers that are kept outside it."""
 QUICK = ("attention", "experts")
-"""Modules whose kernels are compiled in the quick tests, too: what the interpreter runs, the compiler may refuse."""
+"""Modules of which some kernels are compiled in the quick tests, too: what the interpreter runs, the compiler may
+refuse. The others of theirs are compiled where they are compared with the table."""
 ONE_TILE = ("_score",)
 """Kernels whose tile is a matter of the model, never of the step: there is no other whose sums theirs must equal."""
 
@@ -66,16 +67,17 @@ def test_no_kernel_takes_much_more_than_the_table_says(module: str, arch: int) -
 
 
 @pytest.mark.parametrize(
-    "module", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in MODULES]
+    "launches",
+    [*(f"{each}:launch_few" for each in QUICK), *(pytest.param(each, marks=pytest.mark.slow) for each in MODULES)],
 )
-def test_products_of_few_rows_add_up_as_those_of_many_do(module: str) -> None:
+def test_products_of_few_rows_add_up_as_those_of_many_do(launches: str) -> None:
     """On sm_90, where few rows may be computed with mma.sync and many with wgmma, and must have the same bits.
 
     Both add up 16 consecutive numbers an instruction, if Triton lays 16-bit operands out as such: 2 beside each other.
     Of operands that were loaded as bytes and widened it lays out 4. Then the 16 of an instruction of mma.sync are
     others, and so are the sums (as seen on an H200). Sums of whole numbers are exact, in any order.
     """
-    for use in compile_all(f"tests.test_triton_{module}", 90):
+    for use in compile_all(f"tests.test_triton_{launches}", 90):
         assert use["k_widths"] or "mma.sync" not in use["matrix"], use
         if use["kernel"] not in ONE_TILE:
             assert use["k_widths"].get("f32", [2]) == [2], use

@@ -1,6 +1,6 @@
-"""Compiles Triton kernels for GPUs that are not there: `python -m tests.triton_compile MODULE [ARCH ...]`.
+"""Compiles Triton kernels for GPUs that are not there: `python -m tests.triton_compile MODULE[:FUNCTION] [ARCH ...]`.
 
-MODULE has a function `launch_all()` that calls the kernels as the product does, with tensors on the CPU. Each launch
+FUNCTION (`launch_all` unless said) calls the kernels as the product does, with tensors on the CPU. Each launch
 is compiled to the machine code of the given architectures (80, 90 and 100 unless said) and not run. One line of JSON
 a compiled kernel is printed: its name, types, and what it uses. This needs Triton without its interpreter, so it is a
 process of its own.
@@ -77,7 +77,8 @@ def main(module: str, *architectures: str) -> None:
         return kernel
 
     JITFunction.run = compile_only  # type: ignore[method-assign]
-    launch_all = importlib.import_module(module).launch_all
+    name, _, function = module.partition(":")
+    launch_all = getattr(importlib.import_module(name), function or "launch_all")
     for arch in map(int, architectures or ARCHITECTURES):
         found.clear()
         triton.runtime.driver.set_active(NoDevice(arch))  # type: ignore[arg-type]
