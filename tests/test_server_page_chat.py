@@ -268,6 +268,30 @@ def test_what_is_exported_can_be_imported_with_all_versions(browser: Chromium, s
     settle(server, page)
 
 
+def test_text_files_go_with_a_message_and_stay_with_it(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    page.evaluate("""(() => {
+      const data = new DataTransfer();
+      data.items.add(new File(['a = "```"\\r\\n'], 'a.py'));
+      data.items.add(new File([new Uint8Array([255, 254, 0])], 'b.bin'));
+      const field = document.querySelector('.composer input[type=file]');
+      field.files = data.files;
+      field.dispatchEvent(new Event('change'));
+    })()""")
+    page.wait("document.querySelector('.toast')?.textContent.includes('\"b.bin\" is not text')")
+    assert violations(page) == []
+    talk(page, "What is this?")
+    assert sent(server) == ['a.py:\n\n````\na = "```"\n````\n\nWhat is this?']
+    assert page.evaluate("document.querySelector('.attachments').hidden")
+    page.click(".message.user [title=Edit]")
+    page.type(".edit-area", "And this?")
+    press(page, "Send", "document.querySelector('.message.user')")
+    page.wait(f"{IDLE} && document.querySelector('.message.user .versions')")
+    assert sent(server) == ['a.py:\n\n````\na = "```"\n````\n\nAnd this?']
+    assert page.text(".message.user .attached summary") == "a.py 1 line"
+    settle(server, page)
+
+
 def test_conversations_of_the_earlier_form_are_read(browser: Chromium, server: StandIn) -> None:
     page = opened(browser, server)
     answer = {"role": "assistant", "mode": "chat", "content": "Hi", "finish": "stop"}

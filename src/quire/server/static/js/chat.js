@@ -1,6 +1,7 @@
 // The chat: conversations at the side, the thread, and the composer.
 
 import { Announcer } from "./announce.js";
+import { Attachments } from "./attachments.js";
 import { fill, h, icon, iconButton, segments, setText, sign, toast } from "./dom.js";
 import { exportJson } from "./export.js";
 import { count } from "./format.js";
@@ -144,9 +145,11 @@ export class ChatView {
       if (this.generations.has(this.conversation.id)) this.stop();
       else this.submit();
     };
-    return h(
+    this.attachments = new Attachments();
+    const form = h(
       "form",
       { class: "composer", onsubmit: submit },
+      this.attachments.root,
       this.input,
       h(
         "div",
@@ -154,10 +157,14 @@ export class ChatView {
         this.toggles.side,
         this.mode,
         this.toggles.settings,
+        this.attachments.button,
+        this.attachments.field,
         this.hint,
         this.sendButton,
       ),
     );
+    this.attachments.receive(form);
+    return form;
   }
 
   /** Show or hide what stands at a side; in a narrow window it lies over the thread, with a shade around it. */
@@ -359,7 +366,8 @@ export class ChatView {
       },
       sendEdited: (message, text) => {
         const question = turnOf(message)[0];
-        this.ask(text, conversation.messages.find((one) => one.key === question.parent) ?? null);
+        const parent = conversation.messages.find((one) => one.key === question.parent) ?? null;
+        this.ask(text, question.files, parent);
       },
       saveEdited: (message, text) => {
         message.content = text;
@@ -415,18 +423,18 @@ export class ChatView {
 
   submit() {
     const text = this.input.value;
-    if (!text.trim() || !this.server.ready) return;
+    if (!(text.trim() || this.attachments.files.length) || !this.server.ready) return;
     this.input.value = "";
     this.grow();
-    this.ask(text);
+    this.ask(text, this.attachments.take());
   }
 
   /** Ask at the end of the thread, or below `parent`: then it is another version of what follows that. */
-  ask(text, parent = path(this.conversation).at(-1) ?? null) {
+  ask(text, files = [], parent = path(this.conversation).at(-1) ?? null) {
     const { conversation } = this;
     if (this.generations.has(conversation.id)) return;
-    conversation.title ||= text.trim().replace(/\s+/g, " ").slice(0, 60);
-    const question = add(conversation, { role: "user", content: text }, parent);
+    conversation.title ||= (text.trim() || files[0].name).replace(/\s+/g, " ").slice(0, 60);
+    const question = add(conversation, { role: "user", content: text, ...(files.length ? { files } : {}) }, parent);
     if (!this.conversations.includes(conversation)) this.conversations.unshift(conversation);
     this.answer(add(conversation, blank(conversation.mode), question));
   }

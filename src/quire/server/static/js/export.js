@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 import { checkedConversation } from "./store.js";
-import { callsOf, newKey, path } from "./thread.js";
+import { callsOf, fenced, newKey, path, withFiles } from "./thread.js";
 
 const FORMAT = "quire.conversations";
 
@@ -18,13 +18,6 @@ export function exportJson(conversations, title) {
   download(`${fileName(title)}.json`, "application/json", JSON.stringify({ format: FORMAT, conversations }, null, 1));
 }
 
-/** A block of code, behind more backticks than there are in it. */
-function fenced(text, language = "") {
-  const longest = Math.max(2, ...[...text.matchAll(/`+/g)].map(([run]) => run.length));
-  const fence = "`".repeat(longest + 1);
-  return `${fence}${language}\n${text}\n${fence}\n`;
-}
-
 function callAsMarkdown({ name, arguments: text, result }) {
   const call = `Calls \`${name}\`:\n\n${fenced(text, "json")}`;
   return typeof result === "string" ? `${call}\nResult:\n\n${fenced(result)}` : call;
@@ -33,7 +26,8 @@ function callAsMarkdown({ name, arguments: text, result }) {
 /** The thread that is shown, as Markdown. */
 export function asMarkdown(conversation, model) {
   const parts = path(conversation).map((one) => {
-    const said = [one.content.trim() && `${one.content.trim()}\n`, ...callsOf(one).map(callAsMarkdown)].filter(Boolean);
+    const text = withFiles(one).trim();
+    const said = [text && `${text}\n`, ...callsOf(one).map(callAsMarkdown)].filter(Boolean);
     return `## ${one.role === "user" ? "You" : model}\n\n${said.join("\n")}`;
   });
   return `# ${conversation.title || "Untitled"}\n\n${parts.join("\n")}`;

@@ -2,7 +2,7 @@
 
 import { ServerError, stream } from "./api.js";
 import { COMPLETION_TOKENS, schemaOf, stopStrings } from "./settings.js";
-import { callsOf, hasResults, path, turns, turnsInContext } from "./thread.js";
+import { callsOf, hasResults, path, turns, turnsInContext, withFiles } from "./thread.js";
 import { toolFields } from "./tools.js";
 
 const NUMBERS = [
@@ -45,7 +45,8 @@ export function history(conversation, answer, system) {
 
 /** A message as the API has it, and the results of its calls behind it: all of them or, where some are not there, none. */
 function sent(message) {
-  const { role, content, reasoning } = message;
+  const { role, reasoning } = message;
+  const content = withFiles(message);
   const calls = callsOf(message);
   if (!content && !calls.length) return [];
   const one = { role, content: content || null, ...(reasoning ? { reasoning } : {}) };
@@ -83,7 +84,7 @@ function chatRequest(conversation, answer, settings) {
 }
 
 function completionRequest(conversation, answer) {
-  const prompt = path(conversation).at(-2).content;
+  const prompt = withFiles(path(conversation).at(-2));
   return ["/v1/completions", { prompt: prompt + answer.content, max_tokens: COMPLETION_TOKENS }, (choice) => ({ content: choice.text })];
 }
 

@@ -48,7 +48,7 @@ export class MessageElement {
     const { message } = this;
     if (this.shown !== message.content) {
       this.shown = message.content;
-      if (message.role === "user") this.body.textContent = message.content;
+      if (message.role === "user") fill(this.body, ...(message.files ?? []).map(attached), message.content);
       else if (message.mode === "completion") fill(this.body, this.document());
       else renderMarkdown(this.body, message.content);
     }
@@ -227,6 +227,12 @@ export class MessageElement {
     fill(this.foot);
     area.focus();
   }
+}
+
+function attached({ name, text }) {
+  const lines = text.split("\n").length;
+  const about = h("small", {}, ` ${count(lines)} ${lines === 1 ? "line" : "lines"}`);
+  return h("details", { class: "attached" }, h("summary", {}, name, about), h("pre", { tabindex: 0 }, text));
 }
 
 const FIELDS = [ // of the panel, what it is called in a sentence, and the fields of a request that it gives

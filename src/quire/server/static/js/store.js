@@ -116,7 +116,8 @@ export function checkedConversation(found) {
   const isText = (value) => typeof value === "string";
   const isCall = (one) => one === null || (isText(one?.name) && isText(one.arguments));
   const areCalls = (all) => all === undefined || all === null || (Array.isArray(all) && all.every(isCall));
-  const isMessage = (one) => one && isText(one.role) && isText(one.content) && areCalls(one.toolCalls);
+  const areFiles = (all) => all === undefined || (Array.isArray(all) && all.every((one) => isText(one?.name) && isText(one.text)));
+  const isMessage = (one) => one && isText(one.role) && isText(one.content) && areCalls(one.toolCalls) && areFiles(one.files);
   if (!found || !isText(found.id) || !Array.isArray(found.messages) || !found.messages.every(isMessage)) return null;
   asTree(found);
   for (const message of found.messages) message.running = false; // whatever ran has ended with its page

@@ -98,10 +98,22 @@ export function setResults(message, results) {
   });
 }
 
-/** All that a message says, calls and their results included. */
+/** A block of code, behind more backticks than there are in it. */
+export function fenced(text, language = "") {
+  const longest = Math.max(2, ...[...text.matchAll(/`+/g)].map(([run]) => run.length));
+  const fence = "`".repeat(longest + 1);
+  return `${fence}${language}\n${text}\n${fence}\n`;
+}
+
+/** What a message says to the model: the files that are attached to it, and its text. */
+export function withFiles({ content, files }) {
+  return [...(files ?? []).map(({ name, text }) => `${name}:\n\n${fenced(text)}`), content].join("\n");
+}
+
+/** All that a message says, files, calls and their results included. */
 export function textOf(message) {
   const called = (message.toolCalls ?? []).filter(Boolean).flatMap((call) => [call.name, call.arguments, call.result ?? ""]);
-  return [message.content, ...called].join("\n");
+  return [withFiles(message), ...called].join("\n");
 }
 
 /** Whether a turn ended in nothing that the conversation could build on. */
