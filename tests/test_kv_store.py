@@ -268,7 +268,7 @@ def test_a_url_that_is_none_is_one_error(url: str, why: str) -> None:
 
 def test_a_store_without_mooncake_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quire.kv.mooncake_store.importlib, "import_module", _missing)
-    with pytest.raises(ConfigError, match=r"pip install 'quire\[mooncake\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[mooncake\]'"):
         MooncakeStore("mooncake://127.0.0.1:1", "us", "127.0.0.1")
 
 

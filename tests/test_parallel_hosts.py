@@ -581,7 +581,7 @@ def test_ray_starts_ranks_on_its_machines() -> None:
 def test_ray_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     options: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
-    with pytest.raises(ConfigError, match=r"needs Ray: .*; pip install 'quire\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"needs Ray: .*; pip install '\.\[ray\]'"):
         LLM("demo", nnodes=2, **options)
     with pytest.raises(ConfigError, match="ray starts ranks on other machines, but nnodes=1"):
         LLM("demo", **options)

@@ -80,5 +80,5 @@ def test_an_endpoint_that_is_none_is_refused(url: str) -> None:
 
 def test_without_the_library_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_options, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'quire\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[otel\]'"):
         ServerConfig(otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces")
