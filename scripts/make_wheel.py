@@ -79,7 +79,7 @@ def _plain_wheel(folder: Path) -> Path:
     """A wheel without kernels."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
     subprocess.run(command, check=True, env=os.environ | {"QUIRE_KERNELS": "none"})
-    [wheel] = folder.glob("quire-*-py3-none-any.whl")
+    [wheel] = folder.glob("quire_llm-*-py3-none-any.whl")
     return wheel
 
 
