@@ -59,9 +59,10 @@ class TextStream:
         self._continue(prompt)
 
     def _continue(self, prompt: Sequence[int]) -> None:
-        """Begin behind the end of a prompt: decoders strip a space from the first token of a text alone."""
+        """Begin behind the end of a prompt, as far as it is visible within its last `LONGEST_WINDOW` tokens: decoders
+        strip a space from the first token of a text alone."""
         byte_ids = self._tokenizer.byte_ids
-        for token in reversed(prompt):
+        for token in reversed(prompt[-LONGEST_WINDOW:]):
             if self._run == len(self._window) < MAX_BYTE_RUN and token in byte_ids:
                 self._run += 1
             elif len(self._window) >= self._run + TAIL:
