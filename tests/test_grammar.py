@@ -5,6 +5,7 @@ from __future__ import annotations
 import calendar
 import itertools
 import json
+import os
 import random
 import re
 import threading
@@ -25,6 +26,7 @@ from quire.grammar.json_schema import ANNOTATIONS, FORMATS, MAX_DEPTH, RFC_3339,
 from quire.grammar.vocabulary import MAX_FORCED, Vocabulary
 from quire.models.hub import ASSETS
 from quire.text.tokenizer import Tokenizer
+from tests.http_tools import resident_bytes
 from tests.tokenizer_builders import byte_level_json, metaspace_json, unigram_json
 
 PADDED = 40
@@ -526,10 +528,26 @@ def test_grammars_are_kept_as_long_as_there_is_room(tokenizer: Tokenizer) -> Non
     grammars.compile(forms[3])
     grammars.compile(forms[0])
     assert forms[3] in grammars and forms[4] not in grammars
-    large = [StructuredOutputsParams(json={"description": str(i) * 900_000}) for i in range(10)]
-    for form in large:
+
+
+@pytest.mark.scale
+def test_grammars_are_kept_by_what_they_take_and_not_by_their_text(tokenizer: Tokenizer) -> None:
+    """A text of 16 characters may compile to 180 MB, a schema of 60 properties to less than 1."""
+    grammars = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size))
+    nested = {
+        f"p{i}": {"type": "object", "properties": {f"q{i}": {"type": "string"} for i in range(8)}} for i in range(8)
+    }
+    ordinary = [StructuredOutputsParams(json={"properties": nested, "title": str(i)}) for i in range(60)]
+    huge = [StructuredOutputsParams(regex=f"(a{{{400 + i}}}){{1000}}") for i in range(4)]
+    for form in ordinary:
         grammars.compile(form)
-    assert forms[-1] not in grammars and large[0] not in grammars and large[-1] in grammars
+    assert all(form in grammars for form in ordinary) and grammars._kept_bytes < 64 << 20
+    before = resident_bytes(os.getpid())
+    for form in huge:
+        grammars.begin_step()
+        grammars.compile(form)
+    assert huge[-1] in grammars and huge[0] not in grammars and grammars._kept_bytes <= 256 << 20
+    assert resident_bytes(os.getpid()) - before < 400 << 20
 
 
 def test_a_grammar_that_a_request_was_admitted_with_is_there_for_its_first_step(

@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # loaded when the first grammar is compiled
 MAX_GRAMMARS = 256
 """Most compiled grammars that are kept."""
 
-MAX_KEPT_BYTES = 8 << 20
-"""Most bytes of the text that they were compiled from, in total."""
+MAX_KEPT_BYTES = 256 << 20
+"""Most bytes that they take in total, the text that they were compiled from included: one takes 0.4 MB, or 180."""
 
 STEPS_KEPT = 16
 """Steps, the one that is being planned included, in which a grammar that was found for a request is not evicted: the
@@ -273,7 +273,7 @@ class Grammars:
         self._spelling: Spelling | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
-        self._kept: OrderedDict[StructuredOutputsParams, llguidance.LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[StructuredOutputsParams, tuple[llguidance.LLMatcher, int]] = OrderedDict()
         self._kept_bytes = 0
         self._found: deque[set[StructuredOutputsParams]] = deque([set()], STEPS_KEPT)  # of each step
         self._thread: ThreadPoolExecutor | None = None
@@ -375,22 +375,23 @@ class Grammars:
         with self._lock:
             if wanted in self._kept:
                 self._kept.move_to_end(wanted)
-                return self._kept[wanted]
-        from quire.grammar.library import compiled
+                return self._kept[wanted][0]
+        from quire.grammar.library import MOST_BYTES, allocated, compiled
 
         tokenizer = self._library_tokenizer()
-        begin = time.thread_time()
+        begin, before = time.thread_time(), allocated()
         made = compiled(wanted, tokenizer, self._loaded())
-        seconds = time.thread_time() - begin
+        seconds, after = time.thread_time() - begin, allocated()
         if self._most_seconds is not None and seconds > self._most_seconds:
             raise SamplingParamsError(
                 f"structured_outputs.{wanted.kind} takes {seconds:.1f} s to compile; at most {self._most_seconds:g} s "
                 "are allowed: make it smaller"
             )
+        taken = MOST_BYTES if before is None or after is None else min(max(0, after - before), MOST_BYTES)
         with self._lock:
             if wanted not in self._kept:
-                self._kept[wanted] = made
-                self._kept_bytes += wanted.size
+                self._kept[wanted] = made, wanted.size + taken
+                self._kept_bytes += wanted.size + taken
             self._evict()
         return made
 
@@ -400,8 +401,7 @@ class Grammars:
             if len(self._kept) <= MAX_GRAMMARS and self._kept_bytes <= MAX_KEPT_BYTES:
                 break
             if not any(oldest in found for found in self._found):
-                del self._kept[oldest]
-                self._kept_bytes -= oldest.size
+                self._kept_bytes -= self._kept.pop(oldest)[1]
 
     def _library_tokenizer(self) -> llguidance.LLTokenizer:
         vocabulary = self._loaded()
