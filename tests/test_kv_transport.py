@@ -334,7 +334,7 @@ def test_a_transport_that_is_not_there_is_refused_with_what_to_do(
     monkeypatch.setitem(sys.modules, "nixl_cu12", None)
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
     for name in ("nixl", "mooncake"):
-        with pytest.raises(ConfigError, match=rf"the transport {name} needs .*pip install 'quire\[{name}\]'"):
+        with pytest.raises(ConfigError, match=rf"the transport {name} needs .*pip install '\.\[{name}\]'"):
             open_transport(name, region, b"")
 
     def without_verbs(name: str) -> None:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import pytest
 import torch
 import zmq
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, __version__
 from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.curve import read_token
@@ -338,7 +337,7 @@ def test_who_cannot_take_part_is_told_why_and_the_engine_waits_for_others(
         old.send_multipart([msgspec.msgpack.encode({"type": "Hello", "version": "0.0.1", "news": True}), b""])
         assert old.poll(10_000)
         refused = msgspec.msgpack.decode(old.recv_multipart()[0], type=machine_messages.Refused)
-        assert f"has Quire 0.0.1, and the first one {version('quire')}" in refused.message
+        assert f"has Quire 0.0.1, and the first one {__version__}" in refused.message
         context.destroy(linger=0)
         right = Joined(port, token, "--once")
         thread.join(60)

@@ -11,9 +11,9 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
+from quire import __version__
 from quire.errors import CheckpointError, ConfigError, CorruptSafetensorsError, MissingTensorError, TensorShapeError
 from quire.models.checkpoint import Checkpoint, content_hash
 from quire.models.fields import Fields, has_file
@@ -68,7 +68,7 @@ def read_record(folder: Path) -> Record | None:
     found = fields.integer("format_version")
     if found != FORMAT_VERSION:
         raise CheckpointError(
-            f"{folder} was quantized in format version {found}, and Quire {version('quire')} reads version "
+            f"{folder} was quantized in format version {found}, and Quire {__version__} reads version "
             f"{FORMAT_VERSION}. Quantize the model again: quire quantize MODEL --to int4 --output DIR"
         )
     scheme: Scheme = "int4" if fields.choice("scheme", SCHEMES) == "int4" else "int8"
