@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -248,6 +248,7 @@ class Scripted:
     context: int | None = None
     more_context = ""
     refused: tuple[str, ...] = ()
+    suggested: ClassVar[dict[str, float]] = {}
 
     def __init__(self, *answers: list[ReplyEvent]) -> None:
         self.answers = list(answers)

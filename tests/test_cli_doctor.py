@@ -295,7 +295,7 @@ def test_every_package_of_the_metadata_is_looked_at(
     monkeypatch.setattr(self_test, "run_short", lambda kernels: [])
     assert main(["doctor", "--json"]) == 0
     versions = json.loads(capsys.readouterr().out)["versions"]
-    for text in metadata.requires("quire") or ():
+    for text in metadata.requires("quire-llm") or ():
         assert re.match(r"[\w.-]+", text)[0] in versions, text  # type: ignore[index]
 
 

@@ -49,7 +49,7 @@ class Package:
 def named_packages() -> list[Package]:
     """The packages in Quire's metadata, required ones first."""
     found = []
-    for text in metadata.requires("quire") or ():
+    for text in metadata.requires("quire-llm") or ():
         requirement, _, marker = text.partition(";")
         name, oldest = re.match(r"([\w.-]+)[^>]*(?:>=\s*([\d.]+))?", requirement).groups()  # type: ignore[union-attr]
         extra = re.search(r"""extra\s*==\s*["']([\w-]+)""", marker)
