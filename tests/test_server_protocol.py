@@ -304,7 +304,7 @@ def test_tools_and_their_messages_are_read() -> None:
         {"role": "tool", "tool_call_id": "a", "content": "2"},
     ]
     call = chat(messages=said, tools=[CALLED], tool_choice={"type": "function", "function": {"name": "f"}})
-    assert call.messages[1]["tool_calls"] == calls and call.messages[1]["content"] == ""
+    assert call.messages[1]["tool_calls"] == calls and call.messages[1]["content"] is None
     assert call.messages[2] == {"role": "tool", "tool_call_id": "a", "content": "2"}
     for null in ({"reasoning": "hm"}, {}):  # vLLM's answers have no content where all of it was reasoning
         assert chat(messages=[*HELLO, {"role": "assistant", "content": None, **null}]).messages[1]["content"] == ""

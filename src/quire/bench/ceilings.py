@@ -34,6 +34,9 @@ SQUARE = 2048
 INT8_SQUARE = 1024
 """The same for 8-bit integers, whose products are faster."""
 
+MOST_SECONDS = 2.0
+"""After which no more calls of one product are timed."""
+
 GPU_COPY_BYTES, GPU_SQUARE = 4 * 2**30, 8192
 """The same on a GPU, where a copy's reads and writes both count."""
 
@@ -107,10 +110,11 @@ def _int8_rate(
 
 
 def _best(call: Callable[[], object], repeat: int) -> float:
-    """Seconds of the fastest of `repeat` calls, after a warm-up call."""
+    """Seconds of the fastest of `repeat` calls, after a warm-up call; of fewer once they have taken `MOST_SECONDS`, as
+    where torch has no fast kernel for this processor."""
     call()
-    times = []
-    for _ in range(repeat):
+    times: list[float] = []
+    while len(times) < repeat and sum(times) < MOST_SECONDS:
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
