@@ -35,7 +35,7 @@ BAD_BODIES = [
 ]
 BAD_FIELDS = {
     "prompt": ["", [], [[]], [-1], [10**9], [2**70], ["x", 1], {"a": 1}, [True], None, ["x"] * 5000],
-    "max_tokens": [-1, 1.5, "5", True, 2**40],
+    "max_tokens": [-2, 1.5, "5", True, 2**40],
     "temperature": [-1, 1e9, "hot", [], True],
     "top_p": [0, -0.1, 2, "x"],
     "top_k": [-2, 1.5, 2**40],
