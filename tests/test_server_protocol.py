@@ -307,7 +307,7 @@ def test_tools_and_their_messages_are_read() -> None:
     assert call.messages[1]["tool_calls"] == calls and call.messages[1]["content"] is None
     assert call.messages[2] == {"role": "tool", "tool_call_id": "a", "content": "2"}
     for null in ({"reasoning": "hm"}, {}):  # vLLM's answers have no content where all of it was reasoning
-        assert chat(messages=[*HELLO, {"role": "assistant", "content": None, **null}]).messages[1]["content"] == ""
+        assert chat(messages=[*HELLO, {"role": "assistant", "content": None, **null}]).messages[1]["content"] is None
     assert call.reply.callable == [CALLED["function"]]
     assert chat(tools=[CALLED], tool_choice="none").reply.callable == []
     assert chat(reasoning_effort="low", enable_thinking=True).chat_template_kwargs == {
