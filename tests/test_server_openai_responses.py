@@ -512,4 +512,4 @@ def test_the_time_to_read_a_body_grows_with_its_size_alone(role):
     began = time.process_time()
     with pytest.raises(ApiError):
         parse_response(body, find=lambda response_id: b"[]")
-    assert time.process_time() - began < 1.5
+    assert time.process_time() - began < 4.0  # of 0.6 on an old processor; quadratic time would be minutes
