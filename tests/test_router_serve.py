@@ -195,15 +195,27 @@ def test_responses_are_found_on_the_server_that_stored_them(fleet: Fleet) -> Non
         assert len(embedded.data) == 300
 
 
-def test_a_message_whose_server_dies_ends_with_an_error_event(fleet: Fleet) -> None:
-    fleet.fill()
-    body = {"max_tokens": 400, "messages": [{"role": "user", "content": PROMPT}], "ignore_eos": True}
-    with EventStream(fleet.router.port, "/v1/messages", {"stream": True, **body}, _headers()) as stream:
-        events = stream.chunks()
-        next(event for event in events if event["type"] == "content_block_delta")
-        fleet.kill(fleet.busy()[0])
-        last = [*events][-1]
-    assert last["type"] == "error" and last["error"]["type"] == "api_error"
+def test_a_message_and_a_response_go_on_with_the_same_text_although_their_servers_are_killed(fleet: Fleet) -> None:
+    common = {"ignore_eos": True, "seed": 3, "stream": True}
+    message = {"max_tokens": 400, "messages": [{"role": "user", "content": PROMPT}], **common}
+    response = {"max_output_tokens": 400, "input": PROMPT, **common}
+    for path, body, delta in (
+        ("/v1/messages", message, "content_block_delta"),
+        ("/v1/responses", response, "response.output_text.delta"),
+    ):
+        texts = []
+        for kills in (False, True):
+            fleet.fill()
+            with EventStream(fleet.router.port, path, body, _headers()) as stream:
+                events = stream.chunks()
+                found = [next(event for event in events if event["type"] == delta)]
+                if kills:
+                    fleet.kill(fleet.busy()[0])
+                found += events
+            pieces = [event["delta"] for event in found if event["type"] == delta]
+            texts.append("".join(piece if isinstance(piece, str) else piece["text"] for piece in pieces))
+            assert found[-1]["type"] in ("message_stop", "response.incomplete")
+        assert texts[0] == texts[1] and len(texts[0]) > 200
 
 
 @pytest.mark.slow

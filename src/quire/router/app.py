@@ -35,8 +35,6 @@ STATIC = Path(__file__).parent / "static"
 PAGES = {"/": ("index.html", "text/html; charset=utf-8"), "/static/router.js": ("router.js", "text/javascript")}
 TEXT_PATHS = (
     *RESUMABLE_PATHS,
-    "/v1/messages",
-    "/v1/responses",
     "/v1/embeddings",
     "/v1/score",
     "/score",

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.fleet.prompt import Prompt, read_prompt
 from quire.router.resume import EVENT_END, CannotResumeError, Continuation, StreamPosition, payloads
+from quire.router.resume_events import NAMED_PATHS, EventsContinuation, EventsPosition
 from quire.router.servers import Choice, Server
 from quire.router.site import KEPT_NAMES, Sending, Site
 from quire.router.upstream import Answer, UpstreamError
@@ -33,8 +34,8 @@ from quire.server.streaming import CLOSING_SECONDS
 from quire.server.transport import SMALL_BODY_BYTES, drop, read_body
 from quire.typed_json import BAD_JSON
 
-RESUMABLE_PATHS = ("/v1/completions", "/v1/chat/completions")
-"""Endpoints whose stream chunks say how much of a choice they hold; other streams that break off end with an error."""
+RESUMABLE_PATHS = ("/v1/completions", "/v1/chat/completions", *NAMED_PATHS)
+"""Endpoints whose streams go on elsewhere; other streams that break off end with an error."""
 MAX_DEATHS = 3
 """After this many servers have died while handling a request, it ends with an error."""
 WAIT_SECONDS = 15.0
@@ -116,8 +117,9 @@ class Relay:
         self._left = False  # the client has disconnected
         self._begun = False  # the status has been sent
         self._streams = False  # and events follow it
-        self._position = StreamPosition()
-        self._continues: Continuation | None = None
+        self._is_named = scope["path"] in NAMED_PATHS
+        self._position: StreamPosition | EventsPosition = EventsPosition() if self._is_named else StreamPosition()
+        self._continues: Continuation | EventsContinuation | None = None
         self._seed: dict[str, object] = {}
 
     async def run(self, receive: Receive, send: Send) -> None:
@@ -247,7 +249,7 @@ class Relay:
         answer = None
         try:
             answer = await server.upstream.ask(self._request(prompt, choice), self._on_asked)
-            if answer.status in _BUSY or (prompt.follows and answer.status in (400, 404)):
+            if answer.status in _BUSY or (prompt.follows and not self._begun and answer.status in (400, 404)):
                 return await self._refused(answer, server)
             if self._begun and (answer.status != 200 or not _is_stream(answer)):
                 raise CannotResumeError(f"the server died, and another one answered {answer.status}; try again")
@@ -371,7 +373,9 @@ class Relay:
     async def _events(self, data: bytes) -> None:
         """Whole events from a Quire server; in a resumed stream, only the part that is new to the client."""
         lost = None
-        if _ERROR_EVENT in data:
+        if isinstance(self._position, EventsPosition):
+            data, lost = self._position.before_loss(data)
+        elif _ERROR_EVENT in data:
             data, lost = _before_loss(data)
         if self._continues is not None:
             data = self._continues.events(data)
@@ -404,7 +408,7 @@ class Relay:
             drop(self._scope)  # a document that breaks off must not look like a whole one
             return
         data = b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(answer.body())
-        if self._scope["path"] not in RESUMABLE_PATHS:
+        if self._is_named:
             data = b"event: error\ndata: %b\n\n" % msgspec.json.encode(answer.stream_body(self._scope["path"]))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSING_SECONDS):

@@ -27,7 +27,8 @@ class Messages(Generation):
         return NamedEventWriter(send, lambda error: [_encode(error.body(ANTHROPIC))])
 
     def _responder(self, call: Any) -> Responder:
-        return MessagesResponder(call, self._id, self._context.model_names[0])
+        info = self._context.client.info
+        return MessagesResponder(call, self._id, self._context.model_names[0], info.fingerprint if info else "")
 
 
 class CountTokens(Document, Messages):
@@ -40,9 +41,10 @@ class CountTokens(Document, Messages):
 class MessagesResponder(Responder):
     """Builds the response or the events of one call, which has one choice. The event `message_delta` has the usage."""
 
-    def __init__(self, call: ChatCall, response_id: str, model: str) -> None:
+    def __init__(self, call: ChatCall, response_id: str, model: str, fingerprint: str = "") -> None:
         self._params: SamplingParams = call.params
         self._head = {"id": response_id, "type": "message", "role": "assistant", "model": model}
+        self._head["system_fingerprint"] = fingerprint
         self._blocks = Blocks()
         self._begun = False
 
