@@ -76,6 +76,13 @@ def test_once_prompts_that_do_not_come_again_have_filled_the_tier_no_more_of_the
     assert scheduler.kv.sources.num_moved(HOST, "loaded"), "what comes again is saved"
 
 
+def test_without_a_tier_nothing_is_counted_or_remembered():
+    scheduler, runner = make_scheduler(num_blocks=8)
+    for number in range(4):
+        served(scheduler, runner, [100 + number] * 20)
+    assert not scheduler.kv.fetches._gone and not scheduler.kv.fetches.has_moves
+
+
 def test_conversations_that_the_pool_cannot_hold_come_back_from_the_tier():
     scheduler, runner = make_scheduler(num_slots=200, num_blocks=30)
     talks = [[number] * 8 for number in range(8)]  # 8 x 12 blocks at the end, in a pool of 29

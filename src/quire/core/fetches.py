@@ -249,7 +249,8 @@ class Fetches:
             fetch.num_published = min(lost, default=len(fetch.hashes))
             came = [move for place, move in zip(fetch.places, fetch.moves, strict=True) if place < fetch.num_published]
             sources.count(HOST, "loaded", (move.slot for move in came))
-            self._unread = 0 if came else self._unread
+            if came:
+                self._unread = 0
             self._unpin(fetch)
             fetch.new.update(move.hash for move in came if sources.is_new(move))
         return fetches

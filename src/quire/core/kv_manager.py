@@ -74,7 +74,9 @@ class KVManager:
         self.sources = sources or Sources(Tier(), sizes=[1.0] * len(groups))
         self.fetches = Fetches(self.sources)
         self._windowed = [number for number, group in enumerate(groups) if not group.keeps_all]
-        self._whole = [number for number, group in enumerate(groups) if group.keeps_all]
+        self._counted = [
+            number for number, group in enumerate(groups) if group.keeps_all and self.sources.tier.num_slots
+        ]
         self._recurrent = [number for number, group in enumerate(groups) if group.retention.states is not None]
         self.reset()
 
@@ -282,7 +284,7 @@ class KVManager:
             tip = request.tip = self.cache.insert(tip, key, kept, request.hashes[index])
             if tip.blocks != blocks:
                 self._adopt(request, index, tip.blocks)
-            for number in self._whole:
+            for number in self._counted:
                 self.fetches.computed(tip, number)
         return request.hashes[first:full]
 
