@@ -21,14 +21,15 @@ from quire.server.errors import ApiError
 from quire.server.openai_responses import ResponseObject, ResponsesResponder
 from quire.server.openai_responses_protocol import (
     Item,
-    NamedTool,
     ResponseCall,
     ResponsesBody,
     _chat,
     messages_of,
     parse_response,
 )
+from quire.server.openai_responses_tools import NamedTool, chat_tools
 from quire.server.response_store import ResponseStore, Stored
+from quire.text.reply import ToolCallArguments, ToolCallBegin
 from tests.http_tools import wait_until
 from tests.test_server_messages import EVENTS, JSON
 
@@ -290,18 +291,19 @@ def test_tools_are_those_of_a_chat():
         {"type": "function", "name": "g"},
     ]
     asked = msgspec.json.decode(json.dumps({"input": "x", "tools": tools}), type=ResponsesBody)
-    found = json.loads(msgspec.json.encode(_chat(asked)["tools"]))
+    own = chat_tools(asked.tools)
+    found = json.loads(msgspec.json.encode(_chat(asked, own)["tools"]))
     assert [tool["function"] for tool in found] == [
         {"name": "f", "parameters": parameters, "strict": True},
         {"name": "g"},
     ]
     named = msgspec.structs.replace(asked, tool_choice=NamedTool("f"))
     function = {"type": "function", "function": {"name": "f"}}
-    assert _chat(named)["tool_choice"] == function
+    assert _chat(named, own)["tool_choice"] == function
     choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
     some = msgspec.json.decode(json.dumps({"input": "x", "tools": tools, "tool_choice": choice}), type=ResponsesBody)
     allowed = {"mode": "required", "tools": [function]}
-    assert _chat(some)["tool_choice"] == {"type": "allowed_tools", "allowed_tools": allowed}
+    assert _chat(some, own)["tool_choice"] == {"type": "allowed_tools", "allowed_tools": allowed}
     assert msgspec.to_builtins(some.tool_choice) == choice
 
 
@@ -354,7 +356,8 @@ def test_a_bad_field_is_named(fields, param):
         ({"max_output_tokens": 5.5}, "max_output_tokens is 5.5; it must be an integer from -1 to 2147483647"),
         (
             {"tools": [{"type": "file_search"}]},
-            'tools[0].type is "file_search"; it must be "function", "web_search" or "local_shell"',
+            'tools[0].type is "file_search"; it must be "function", "custom", "namespace", '
+            '"web_search", "local_shell", "image_generation" or "tool_search"',
         ),
         ({"tools": [{"type": "function"}]}, "tools[0].name is missing; it must be a string"),
         ({"text": {"verbosity": "loud"}}, 'text.verbosity is "loud"; it must be "high", "low" or "medium"'),
@@ -398,6 +401,83 @@ def test_tools_of_openais_servers_are_left_out_and_named():
     with pytest.raises(ApiError) as refused:
         parse(tools=[{"type": "web_search"}, {**function, "name": "f" * 129}])
     assert refused.value.param == "tools[1].function.name"
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "web_search"},
+    {"type": "custom", "name": "patch", "description": "Edits.", "format": {"type": "text"}},
+    {
+        "type": "namespace",
+        "name": "mcp__git",
+        "description": "Of a repository.",
+        "tools": [{"type": "function", "name": "log", "description": "Lists."}, {"type": "custom", "name": "grep"}],
+    },
+]
+TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+TEXT["additionalProperties"] = False
+
+
+def test_namespaces_and_tools_whose_input_is_text_are_functions_of_the_chat():
+    call = parse(tools=TOOLS, tool_choice={"type": "custom", "name": "patch"})
+    assert [tool["function"] for tool in call.reply.tools] == [
+        {"name": "patch", "description": "Edits.", "parameters": TEXT},
+        {"name": "mcp__git__log", "description": "Of a repository.\n\nLists."},
+        {"name": "mcp__git__grep", "parameters": TEXT},
+    ]
+    assert call.ignored == ("tools[].web_search",) and call.reply.allowed == frozenset({"patch"})
+    named = {"type": "function", "name": "log", "namespace": "mcp__git"}
+    some = parse(tools=TOOLS, tool_choice={"type": "allowed_tools", "mode": "auto", "tools": [named]})
+    assert some.reply.allowed == frozenset({"mcp__git__log"})
+    with pytest.raises(ApiError) as refused:
+        parse(tools=[*TOOLS[:2], {**TOOLS[2], "tools": [TOOLS[2]["tools"][0], {"type": "function", "name": "a b"}]}])
+    assert refused.value.param == "tools[2].tools[1].function.name"
+
+
+def test_a_grammar_of_a_tool_s_text_is_a_keyword_of_its_schema():
+    def text(**form: str) -> dict[str, Any]:
+        tool = {"type": "custom", "name": "f", "format": {"type": "grammar", **form}}
+        return parse(tools=[tool]).reply.tools[0]["function"]["parameters"]["properties"]["input"]
+
+    assert text(syntax="regex", definition="a|b") == {"type": "string", "pattern": "^(?:a|b)$"}
+    assert text(syntax="lark", definition="start: /a/") == {"type": "string", "lark": "start: /a/"}
+
+
+def test_calls_of_namespaces_and_with_text_are_history_like_others():
+    [said, *results] = items(
+        {"type": "function_call", "call_id": "c1", "namespace": "mcp__git__", "name": "log", "arguments": "{}"},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": 'a "b"\n\u00e9'},
+        {"type": "function_call_output", "call_id": "c1", "output": "none"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"},
+    )
+    functions = [call["function"] for call in said["tool_calls"]]
+    assert functions[0] == {"name": "mcp__git__log", "arguments": "{}"}
+    assert json.loads(functions[1]["arguments"]) == {"input": 'a "b"\n\u00e9'}
+    assert [(one["tool_call_id"], one["content"]) for one in results] == [("c1", "none"), ("c2", "done")]
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 100])
+def test_calls_are_answered_by_the_names_that_the_client_knows(step):
+    text = 'a "b"\n\\ \u00e9 \U0001f600'
+    written = '{"input": ' + json.dumps(text) + "}"
+    events: list[Any] = [ToolCallBegin(0, "a1", "patch"), *(ToolCallArguments(0, letter) for letter in written)]
+    events += [ToolCallBegin(1, "a2", "mcp__git__log"), ToolCallArguments(1, "{}")]
+    store, call = ResponseStore(), parse(tools=TOOLS)
+    made = ResponsesResponder(ResponseObject(call, "resp_1", "m", "qr"), store, Stored("resp_1", "", b""))
+    told = []
+    for count in [*range(step, len(events), step), len(events)]:
+        reason = "stop" if count == len(events) else None
+        choice = CompletionOutput(0, token_ids=[1] * count, finish_reason=reason, events=events[:count])
+        told += made.chunks(0, RequestOutput("r", None, [1, 2, 3], [choice], seed=0))
+    parsed = [TypeAdapter(ResponseStreamEvent).validate_json(chunk) for chunk in told]
+    [custom, function] = parsed[-1].response.output
+    assert (custom.type, custom.call_id, custom.name, custom.input) == ("custom_tool_call", "a1", "patch", text)
+    assert (function.type, function.name, function.namespace) == ("function_call", "log", "mcp__git")
+    of_custom = [event for event in parsed if event.type.startswith("response.custom_tool_call_input.")]
+    assert "".join(event.delta for event in of_custom[:-1]) == text == of_custom[-1].input
+    begun = [event.item for event in parsed if event.type == "response.output_item.added"]
+    assert begun[0].input == "" and begun[1].namespace == "mcp__git"
+    ((_, said),) = messages_of(msgspec.json.decode(store.find("resp_1", "").items, type=list[Item]), -1)[1:]
+    assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"input": text}
 
 
 def test_several_http_processes_keep_nothing():

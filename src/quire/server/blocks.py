@@ -4,12 +4,13 @@ Counters here find what is new, so it does not matter how often a stream asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from quire.engine.outputs import CompletionOutput
 from quire.server.chat_reply import news
+from quire.text.partial_json import MemberText
 from quire.text.reply import ContentText, ReasoningText, ReplyEvent, ToolCallArguments, ToolCallBegin, joined
 
 
@@ -20,7 +21,8 @@ class Block:
     Attributes:
         index: its index in the reply.
         id, name: of a tool call.
-        text: the text so far; of a tool call, its arguments.
+        text: the text so far; of a tool call, its arguments, or its input.
+        custom: it calls a tool whose input is text.
     """
 
     index: int
@@ -28,6 +30,7 @@ class Block:
     id: str = ""
     name: str = ""
     text: str = ""
+    custom: bool = False
 
 
 class News(NamedTuple):
@@ -39,10 +42,15 @@ class News(NamedTuple):
 
 
 class Blocks:
-    """The blocks of one choice."""
+    """The blocks of one choice.
 
-    def __init__(self) -> None:
+    Args:
+        custom: names of the tools whose input is text: the only member of their arguments.
+    """
+
+    def __init__(self, custom: Container[str] = ()) -> None:
         self.blocks: list[Block] = []
+        self._custom, self._input = custom, MemberText()
         self._events = self._characters = 0
         self._ended = False
 
@@ -64,9 +72,12 @@ class Blocks:
                 yield from self._more("text", text)
             case ToolCallBegin(_, id, name):
                 yield from self._end_last()
-                yield self._begin(Block(len(self.blocks), "tool", id, name))
+                self._input = MemberText()
+                yield self._begin(Block(len(self.blocks), "tool", id, name, custom=name in self._custom))
             case ToolCallArguments(_, text):
-                yield from self._more("tool", text)
+                text = self._input.take(text) if self.blocks[-1].custom else text
+                if text:
+                    yield from self._more("tool", text)
 
     def _more(self, kind: Literal["reasoning", "text", "tool"], text: str) -> Iterator[News]:
         if not self.blocks or self.blocks[-1].kind != kind:

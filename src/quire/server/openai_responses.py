@@ -152,7 +152,7 @@ class ResponseObject:
 
     def __init__(self, call: ResponseCall, response_id: str, model: str, fingerprint: str) -> None:
         asked = call.asked
-        self.blocks = Blocks()
+        self.blocks = Blocks({name for name, tool in call.called.items() if tool.custom})
         self._call = call
         self._suffix = response_id.removeprefix("resp_")
         self._sequence = 0
@@ -220,12 +220,20 @@ class ResponseObject:
                 head = {"id": self.id_of(block), "type": "reasoning", "status": status}
                 return {**head, "summary": [], "content": content}
             case "tool":
-                call = {"call_id": block.id, "name": block.name, "arguments": text}
-                return {"id": self.id_of(block), "type": "function_call", "status": status, **call}
+                kind, field = _CALLS[block.custom]
+                head = {"id": self.id_of(block), "type": kind, "status": status}
+                return {**head, "call_id": block.id, **self.name_of(block), field: text}
+
+    def name_of(self, block: Block) -> dict[str, Any]:
+        """A call's tool, as its client knows it."""
+        tool = self._call.called.get(block.name)
+        if tool is None or tool.namespace is None:
+            return {"name": block.name}
+        return {"name": tool.name, "namespace": tool.namespace}
 
     def id_of(self, block: Block) -> str:
         """An item's id."""
-        return f"{_PREFIXES[block.kind]}_{self._suffix}_{block.index}"
+        return f"{_PREFIXES['custom' if block.custom else block.kind]}_{self._suffix}_{block.index}"
 
     def count(self, output: RequestOutput, choice: CompletionOutput) -> None:
         """Update the usage."""
@@ -288,7 +296,7 @@ class ResponsesResponder(Responder):
         block, made, event = news.block, self._made, self._made.event
         at = {"item_id": made.id_of(block), "output_index": block.index}
         inner = {**at, "content_index": 0}
-        name = _DELTAS[block.kind]
+        name = _DELTAS["custom" if block.custom else block.kind]
         logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         if news.what == "more":
             return [event(f"{name}.delta", **(at if block.kind == "tool" else inner), delta=news.text, **logprobs)]
@@ -299,7 +307,8 @@ class ResponsesResponder(Responder):
                 told.append(event("response.content_part.added", **inner, part=_part(block, "")))
             return told
         if block.kind == "tool":
-            told = [event(f"{name}.done", **at, name=block.name, arguments=block.text)]
+            named = {} if block.custom else made.name_of(block)
+            told = [event(f"{name}.done", **at, **named, **{_CALLS[block.custom][1]: block.text})]
         else:
             told = [event(f"{name}.done", **inner, text=block.text, **logprobs)]
             told.append(event("response.content_part.done", **inner, part=_part(block, block.text)))
@@ -309,11 +318,15 @@ class ResponsesResponder(Responder):
         ]
 
 
-_PREFIXES = {"text": "msg", "reasoning": "rs", "tool": "fc"}
+_CALLS = {False: ("function_call", "arguments"), True: ("custom_tool_call", "input")}
+"""A call's type of item, and the field of its text, by whether its tool is a custom one."""
+
+_PREFIXES = {"text": "msg", "reasoning": "rs", "tool": "fc", "custom": "ctc"}
 _DELTAS = {
     "text": "response.output_text",
     "reasoning": "response.reasoning_text",
     "tool": "response.function_call_arguments",
+    "custom": "response.custom_tool_call_input",
 }
 
 

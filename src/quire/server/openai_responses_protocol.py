@@ -11,6 +11,16 @@ from msgspec import UNSET, Raw, UnsetType
 
 from quire.server.errors import invalid
 from quire.server.limits import Limits
+from quire.server.openai_responses_tools import (
+    Called,
+    ChatTools,
+    NamedCustomTool,
+    NamedTool,
+    Tool,
+    chat_tools,
+    flat_name,
+    text_arguments,
+)
 from quire.server.protocol import DEFAULT_LIMITS, ChatCall
 from quire.server.translation import check_refused, message_names, parse_translated, read_typed
 
@@ -27,14 +37,17 @@ class Part(msgspec.Struct):
 
 
 class Item(msgspec.Struct, omit_defaults=True):
-    """A message, a call, the result of one, or reasoning: which fields mean something depends on the type."""
+    """A message, a call, the result of one, or reasoning: which fields mean something depends on the type. `input` is
+    that of a custom tool's call."""
 
     type: str | None = None
     role: str | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[Part] | None = None
     summary: list[Part] | None = None
     id: str | None = None
@@ -45,34 +58,11 @@ class Item(msgspec.Struct, omit_defaults=True):
         return self.type or "message"
 
 
-class FunctionTool(msgspec.Struct, omit_defaults=True, tag="function"):
-    """A tool of the client's."""
-
-    name: str
-    parameters: Raw | UnsetType = UNSET
-    description: str | None = None
-    strict: bool | None = None
-
-
-class WebSearch(msgspec.Struct, tag="web_search"):
-    """A tool of OpenAI's servers, which agents (Codex) name in every request: it is left out, and named as ignored."""
-
-
-class LocalShell(msgspec.Struct, tag="local_shell"):
-    """The same."""
-
-
-class NamedTool(msgspec.Struct, tag="function"):
-    """The tool that must be called, or one that may be."""
-
-    name: str
-
-
 class AllowedTools(msgspec.Struct, tag="allowed_tools"):
     """The tools that may be called, of all that the prompt has."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: list[NamedTool | NamedCustomTool]
 
 
 class Format(msgspec.Struct, frozen=True):
@@ -128,8 +118,8 @@ class ResponsesBody(msgspec.Struct):
     stream: bool | None = None
     store: bool | None = None
     background: bool | None = None
-    tools: list[FunctionTool | WebSearch | LocalShell] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | NamedCustomTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -158,12 +148,14 @@ class ResponseCall(ChatCall):
     Attributes:
         input: the items of this request. items: the items before it, and these.
         stores: the response is stored.
+        called: the client's tools by their names in the chat.
     """
 
     asked: ResponsesBody
     input: list[Item]
     items: list[Item]
     stores: bool
+    called: dict[str, Called]
 
 
 Find = Callable[[str], bytes]
@@ -196,20 +188,16 @@ def parse_response(body: bytes, limits: Limits = DEFAULT_LIMITS, *, find: Find, 
     for index, turn in messages_of([*before, *own], first=-len(before)):
         messages.append(turn)
         places.append(f"input[{index}]" if index >= 0 else "previous_response_id")
-    tools = [index for index, tool in enumerate(given.tools or ()) if isinstance(tool, FunctionTool)]
-    left = {f"tools[{at}]": f"tools[{index}]" for at, index in enumerate(tools)}
+    tools = chat_tools(given.tools or ())
+    left = {f"tools[{at}]": place for at, place in enumerate(tools.places)}
     names = message_names(places) | left | NAMES
-    chat = parse_translated(others, {"messages": messages, **_chat(given)}, names, limits)
+    chat = parse_translated(others, {"messages": messages, **_chat(given, tools)}, names, limits)
     if given.text is not None and given.text.verbosity not in (None, "medium"):
         chat.ignore(["text.verbosity"])
-    chat.ignore(
-        f"tools[].{type(tool).__struct_config__.tag}"
-        for tool in given.tools or ()
-        if not isinstance(tool, FunctionTool)
-    )
+    chat.ignore(tools.ignored)
     common = {field.name: getattr(chat, field.name) for field in dataclasses.fields(ChatCall)}
     stores = keeps and given.store is not False
-    return ResponseCall(**common, asked=given, input=own, items=[*before, *own], stores=stores)
+    return ResponseCall(**common, asked=given, input=own, items=[*before, *own], stores=stores, called=tools.called)
 
 
 def _check(given: ResponsesBody, keeps: bool) -> None:
@@ -227,20 +215,19 @@ def _check(given: ResponsesBody, keeps: bool) -> None:
         raise invalid(f"metadata has {len(given.metadata)} entries; at most {MAX_METADATA} are allowed", "metadata")
 
 
-def _chat(given: ResponsesBody) -> dict[str, Any]:
+def _chat(given: ResponsesBody, tools: ChatTools) -> dict[str, Any]:
     """The fields in the words of the chat route."""
     chat: dict[str, Any] = {
         "stream": given.stream,
         "max_completion_tokens": given.max_output_tokens,
         "parallel_tool_calls": given.parallel_tool_calls,
     }
-    functions = [tool for tool in given.tools or () if isinstance(tool, FunctionTool)]
-    if functions:
-        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in functions]
+    if tools.functions:
+        chat["tools"] = tools.functions
     if isinstance(given.tool_choice, AllowedTools):
         allowed = {"mode": given.tool_choice.mode, "tools": [_named(tool) for tool in given.tool_choice.tools]}
         chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
-    elif isinstance(given.tool_choice, NamedTool):
+    elif isinstance(given.tool_choice, NamedTool | NamedCustomTool):
         chat["tool_choice"] = _named(given.tool_choice)
     elif given.tool_choice is not None:
         chat["tool_choice"] = given.tool_choice
@@ -255,13 +242,8 @@ def _chat(given: ResponsesBody) -> dict[str, Any]:
     return {name: value for name, value in chat.items() if value is not None}
 
 
-def _named(tool: NamedTool) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": tool.name}}
-
-
-def _function(tool: FunctionTool) -> dict[str, Any]:
-    fields = msgspec.structs.asdict(tool).items()
-    return {name: value for name, value in fields if value is not None and value is not UNSET}
+def _named(tool: NamedTool | NamedCustomTool) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": flat_name(tool.name, tool.namespace)}}
 
 
 def messages_of(items: Iterable[Item], first: int = 0) -> list[tuple[int, dict[str, Any]]]:
@@ -278,7 +260,7 @@ def messages_of(items: Iterable[Item], first: int = 0) -> list[tuple[int, dict[s
     turn: _Turn | None = None
     for index, item in enumerate(items, first):
         where = f"input[{index}]"
-        if item.kind == "function_call_output":
+        if item.kind in ("function_call_output", "custom_tool_call_output"):
             turn = None
             result = {"role": "tool", "tool_call_id": item.call_id, "content": _text(where, item.output)}
             found.append((index, result))
@@ -307,13 +289,14 @@ class _Turn:
             self._texts.append(_text(where, item.content))
         elif item.kind == "reasoning":
             self._reasoning.append(_text(where, item.content or item.summary))
-        elif item.kind == "function_call":
-            function = {"name": item.name, "arguments": item.arguments}
+        elif item.kind in ("function_call", "custom_tool_call"):
+            arguments = item.arguments if item.kind == "function_call" else text_arguments(item.input)
+            function = {"name": flat_name(item.name, item.namespace), "arguments": arguments}
             self._calls.append({"id": item.call_id, "type": "function", "function": function})
         else:
             message = (
-                f"{where} is of type {item.kind[:64]!r}; supported are message, function_call, function_call_output "
-                "and reasoning"
+                f"{where} is of type {item.kind[:64]!r}; supported are message, function_call, function_call_output, "
+                "custom_tool_call, custom_tool_call_output and reasoning"
             )
             raise invalid(message, "input", "unsupported_content")
 

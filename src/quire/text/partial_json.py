@@ -1,4 +1,4 @@
-"""JSON that was cut: what there is of it, as a whole value."""
+"""JSON of which a part is there: what there is of it, as a whole value, or as a text that grows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,33 @@ _MEMBER = re.compile(
 )
 """The beginning of a member, before there is a value that could be kept."""
 
+_OPENING = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:\s*"', re.DOTALL)
+_LETTERS = re.compile(
+    r'(?:[^"\\]|\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*'
+)
+"""What comes before an object's first text, and whole letters of a text."""
+
 CLOSERS = {"{": "}", "[": "]"}
+
+
+class MemberText:
+    """The text that is the only member of an object, as its JSON is written."""
+
+    def __init__(self) -> None:
+        self._left, self._begun = "", False
+
+    def take(self, piece: str) -> str:
+        """What the next piece of JSON adds to the text."""
+        self._left += piece
+        if not self._begun:
+            opening = _OPENING.match(self._left)
+            if opening is None:
+                return ""
+            self._left, self._begun = self._left[opening.end() :], True
+        letters = _LETTERS.match(self._left)
+        written = "" if letters is None else letters[0]
+        self._left = self._left[len(written) :]
+        return str(json.loads(f'"{written}"', strict=False))
 
 
 def completed(text: str) -> Any:
