@@ -62,7 +62,7 @@ class ScriptedEngine(FakeEngineClient):
     """Writes `replies`, one a request, and keeps the `prompts`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(info=engine_info(vocab_size=tokenizer.vocab_size, max_model_len=1 << 17))
+        super().__init__(info=engine_info(vocab_size=tokenizer.vocab_size, max_model_len=1 << 20))
         self.replies: list[str] = []
         self.prompts: list[str] = []
         self._tokenizer = tokenizer

@@ -13,8 +13,10 @@ import httpx2
 import pytest
 import tokenizers
 
+from quire.core.structured_outputs import MAX_GRAMMAR_BYTES
 from quire.models.hub import ASSETS
 from quire.text.tokenizer import Tokenizer
+from tests.published_templates import tokenizer as published
 from tests.reply_templates import HERMES, QWEN3_CODER
 from tests.scripted import ScriptedEngine, scripted_server
 
@@ -245,3 +247,42 @@ def test_a_session_of_claude_code(site: tuple[str, str, ScriptedEngine]) -> None
     assert stop == "end_turn" and blocks == [{"type": "text", "text": "Done."}]
     for index, (_, name, given) in enumerate(turns):
         assert written(form, name, given) in engine.prompts[-1] and f"result {index}" in engine.prompts[-1]
+
+
+# -- many tools ------------------------------------------------------------------------------------------------------
+
+TYPES: tuple[dict[str, Any], ...] = (
+    *({"type": name} for name in ("string", "integer", "boolean")),
+    *({"type": "array", "items": {"type": "string"}}, {"enum": ["a", "b"]}, {"type": ["string", "null"]}),
+)
+MANY = [
+    {
+        "type": "function",
+        "function": {
+            "name": f"server_{index}_tool",
+            "description": "What it does. " * 5,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    f"of_{index}_{n}": {**TYPES[n % 6], "description": f"Text {n}. " * 9} for n in range(12)
+                },
+                "required": [f"of_{index}_0"],
+            },
+        },
+    }
+    for index in range(128)
+]
+
+
+def test_128_tools_of_12_described_parameters_stand_in_the_form_once_and_without_descriptions() -> None:
+    """With a published template that writes parameters one by one."""
+    given = {"of_77_0": "2024-01-01", "of_77_3": ["x"], "of_77_5": "null and void"}
+    with scripted_server(published("Qwen3-Coder", real=False)) as (url, engine):
+        engine.replies = ["I look.\n" + 2 * ("\n" + written("qwen3_coder", "server_77_tool", given))]
+        body = {"messages": [{"role": "user", "content": "Go on."}], "tools": MANY}
+        answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+    calls = answer["choices"][0]["message"]["tool_calls"]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [given, given]
+    form = engine.prepared[0].params.structured_outputs
+    assert form is not None and str(form.structural_tag).count("of_77_5") == 1
+    assert "Text" not in str(form.structural_tag) and form.size < MAX_GRAMMAR_BYTES / 2

@@ -150,7 +150,20 @@ def test_beside_reasoning_it_means_what_comes_after(grammars: Grammars, tokenize
     assert not is_of(grammars, tokenizer, form, "hm</think>\n\n<f=c>")
 
 
+def test_what_stands_in_several_places_is_written_once(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    a = {"type": "rule", "name": "a"}
+    told = {"format": {"type": "sequence", "elements": [a, text(", "), a]}, "rules": {"a": TRIGGERED["tags"][0]}}
+    form = StructuredOutputsParams(structural_tag=told)
+    assert is_of(grammars, tokenizer, form, f"{A}, {A}") and not is_of(grammars, tokenizer, form, f"{A}, {B}")
+    wanted = ReplyRequest(structured=form)
+    with pytest.raises(SamplingParamsError, match="unknown field 'rules'"):
+        reply_grammar(ReplyForm(KNOWN["hermes"]), wanted)
+
+
 REFUSED: list[tuple[Any, str]] = [
+    ({"format": {"type": "rule", "name": "b"}, "rules": {"a": ANY}}, "the rule 'b', which is not there"),
+    ({"format": {"type": "rule", "name": "a"}, "rules": {"a": {"type": "rule", "name": "a"}}}, "back to itself"),
+    ({"format": ANY, "rules": [ANY]}, "rules must be"),
     ({"type": "other", "format": ANY}, "must be"),
     ({"type": "structural_tag"}, "must be"),
     ({"format": ANY, "triggers": []}, "unknown field 'triggers'"),

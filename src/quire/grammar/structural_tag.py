@@ -20,7 +20,9 @@ The last two may have "at_least_one" and "stop_after_first", true or false: with
 the first tag. `any_text` and `triggered_tags` may have "excludes", texts that do not occur in the free text. The older
 format, `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`, is accepted, too. Other fields and types of
 vLLM and XGrammar are refused by name. Quire adds two fields: `then` of triggered tags is what follows the only tag
-(with `stop_after_first`); `not_first` of text lists markers with which it does not begin, even after white space.
+(with `stop_after_first`); `not_first` of text lists markers with which it does not begin, even after white space. And
+what stands in several places is written once, beside "format": `"rules": {"NAME": F}`, and `{"type": "rule", "name":
+"NAME"}` in each.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     },
     "regex": {"pattern": str},
     "grammar": {"grammar": str},
+    "rule": {"name": str},
     "any_text": {"excludes": list, "not_first": list},
     "sequence": {"elements": list},
     "or": {"elements": list},
@@ -98,8 +101,9 @@ def structural_tag_grammars(
     Raises:
         SamplingParamsError: it is not valid.
     """
-    lark = _Lark(specials, whitespace, grammar)
-    start = lark.format(root_format(text), "", 0)
+    root, named_formats = _root(text)
+    lark = _Lark(specials, whitespace, grammar, named_formats)
+    start = lark.format(root, "", 0)
     rules = "\n".join([f"start: {start or EMPTY}", *lark.rules])
     if not lark.grammars:
         return rules
@@ -108,11 +112,19 @@ def structural_tag_grammars(
 
 
 def root_format(text: str) -> Any:
-    """The format of a structural tag in either spelling; its contents are not checked.
+    """The format of a client's structural tag in either spelling; its contents are not checked.
 
     Raises:
         SamplingParamsError: it is not a structural tag.
     """
+    found, rules = _root(text)
+    if rules:
+        raise SamplingParamsError("a structural tag has the unknown field 'rules'")
+    return found
+
+
+def _root(text: str) -> tuple[Any, dict[str, Any]]:
+    """A structural tag's format, and its rules."""
     try:
         told = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -120,14 +132,17 @@ def root_format(text: str) -> Any:
     fields = next(({name} for name in ("format", "structures") if isinstance(told, dict) and name in told), set())
     if not fields or told.get("type", "structural_tag") != "structural_tag":
         raise SamplingParamsError('a structural tag must be {"type": "structural_tag", "format": {...}}')
-    if unknown := told.keys() - fields - {"type", *(["triggers"] if "structures" in fields else [])}:
+    if unknown := told.keys() - fields - {"type", *(["triggers"] if "structures" in fields else ["rules"])}:
         raise SamplingParamsError(f"a structural tag has the unknown field {sorted(unknown)[0][:80]!r}")
     if "format" in fields:
-        return told["format"]
+        rules = told.get("rules", {})
+        if not isinstance(rules, dict):
+            raise _refused(".rules", "must be an object of formats")
+        return told["format"], rules
     if not isinstance(told["structures"], list):
         raise _refused(".structures", "must be a list")
     tags = [_old_tag(each, f".structures[{index}]") for index, each in enumerate(told["structures"])]
-    return {"type": "triggered_tags", "triggers": told.get("triggers"), "tags": tags}
+    return {"type": "triggered_tags", "triggers": told.get("triggers"), "tags": tags}, {}
 
 
 def _old_tag(given: Any, where: str) -> Format:
@@ -150,13 +165,21 @@ TEXT = "/(?s:.*)/"
 class _Lark:
     """Collects the rules of a grammar in Lark; a format becomes an expression for use in a rule."""
 
-    def __init__(self, specials: Mapping[str, int], whitespace: str, grammar: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        specials: Mapping[str, int],
+        whitespace: str,
+        grammar: Callable[[str], str],
+        named_formats: Mapping[str, Any],
+    ) -> None:
         self.rules: list[str] = []
         self.grammars: dict[str, str] = {}
         self._whitespace, self._grammar, self._specials = whitespace, grammar, specials
         names = sorted(filter(None, specials), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
         self._formats = 0
+        self._named_formats = named_formats
+        self._named: dict[str, str] = {}  # the rules of those that were written
 
     def format(self, given: Any, where: str, depth: int, ends: Sequence[str] = ()) -> str:
         """The expression of a format, including one of the `ends` of the tag whose content it is."""
@@ -192,6 +215,8 @@ class _Lark:
                 name = f"g{len(self.grammars)}"
                 self.grammars[name] = self._grammar(given["grammar"])
                 return f"@{name}"
+            case "rule":
+                return self._rule_named(given["name"], where, depth)
             case "tags_with_separator":
                 return self._separated(given, where, depth)
             case "optional" | "star" | "plus" | "repeat":
@@ -211,6 +236,16 @@ class _Lark:
                 up_to = [begin]
             parts.append(self.format(element, place, depth, up_to))
         return self._join(*(parts or [self._one_of(ends)]))
+
+    def _rule_named(self, name: str, where: str, depth: int) -> str:
+        if name not in self._named:
+            if name not in self._named_formats:
+                raise _refused(where, f"names the rule {name[:80]!r}, which is not there")
+            self._named[name] = ""
+            self._named[name] = self._rule(self.format(self._named_formats[name], f".rules.{name}", depth))
+        if not self._named[name]:
+            raise _refused(where, f"leads from the rule {name[:80]!r} back to itself")
+        return self._named[name]
 
     # -- tags ------------------------------------------------------------------------------------------------------
 

@@ -178,16 +178,16 @@ def reply_grammar(form: ReplyForm, wanted: ReplyRequest) -> ReplyGrammar:
     parallel = wanted.parallel and not syntax.tools.single
     calls = _Calls(syntax.tools, {name: one for name, (one, _) in arguments.items()}, parallel)
     if wanted.tool_choice != "auto":
-        return ReplyGrammar(_structured(_reply(form, None, calls)), form, loosened)
+        return ReplyGrammar(_structured(_reply(form, None, calls), calls.arguments), form, loosened)
     content = {"type": "any_text"} if wanted.structured is None else _content(wanted.structured)
-    return ReplyGrammar(_structured(_reply(form, content, calls)), form, loosened)
+    return ReplyGrammar(_structured(_reply(form, content, calls), calls.arguments), form, loosened)
 
 
 class _Calls:
-    """The formats of calls."""
+    """The formats of calls. A tool's arguments are large and stand in several places, so they are rules by its name."""
 
     def __init__(self, tools: ToolSyntax, arguments: Mapping[str, Format], parallel: bool) -> None:
-        self.tools, self._arguments, self._parallel = tools, arguments, parallel
+        self.tools, self.arguments, self._parallel = tools, arguments, parallel
 
     def first(self) -> list[Format]:
         """The first call, a tag per tool."""
@@ -199,13 +199,13 @@ class _Calls:
         return sequence(*([more] if self._parallel else []), const(self.tools.end))
 
     def _each(self, before: str) -> list[Format]:
-        return [self._call(before + self.tools.before_name, name) for name in self._arguments]
+        return [self._call(before + self.tools.before_name, name) for name in self.arguments]
 
     def _call(self, opening: str, name: str) -> Format:
         tools = self.tools
         begin, *rest = pieces((opening + name + tools.before_arguments).replace(NAME, name))
         after = pieces(tools.after_arguments.replace(NAME, name))
-        written = [*map(_piece, rest), self._arguments[name], *map(_piece, after)]
+        written = [*map(_piece, rest), {"type": "rule", "name": name}, *map(_piece, after)]
         return tag(begin, sequence(*written))
 
 
@@ -362,8 +362,9 @@ def _any_object(tools: ToolSyntax, schema: Mapping[str, Any]) -> tuple[Format, d
 # -- formats -------------------------------------------------------------------------------------------------------
 
 
-def _structured(format: Format) -> StructuredOutputsParams:
-    return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": format})
+def _structured(format: Format, rules: Mapping[str, Format] | None = None) -> StructuredOutputsParams:
+    tag = {"type": "structural_tag", "format": format, **({"rules": dict(rules)} if rules else {})}
+    return StructuredOutputsParams(structural_tag=tag)
 
 
 def _white() -> Format:
