@@ -68,6 +68,7 @@ class FakeServer:
         status: of answers to requests for text. answers: status and content by path, instead of those.
         answer_dies_after: bytes of such content after which it goes away.
         requests: bodies that came, with their headers in "headers".
+        keeps_journal: of streams, for routers. had: how many characters of each stream another server had sent.
         told: of itself, and replicas: of each of its engines; by default it has one, which tells the same.
         cached: what each engine tells of its cache; empty: nothing. lives: of requests.
     """
@@ -94,6 +95,8 @@ class FakeServer:
     fingerprint: str = "fp"
     card: dict[str, Any] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
+    keeps_journal: bool = True
+    had: list[int] = field(default_factory=list)
     port: int = 0
     uds: str | None = None
     connections: int = 0
@@ -148,6 +151,8 @@ class FakeServer:
 
     async def _answer(self, request: tuple[str, dict[str, str], bytes], writer: asyncio.StreamWriter) -> None:
         path, headers, data = request
+        size = int(headers.get("x-quire-journal", 0))
+        data, journal = (data[:-size], json.loads(data[-size:])) if size else (data, [])
         while self.stalled:
             await asyncio.sleep(0.01)
         if self.key and headers.get("authorization") != f"Bearer {self.key}":
@@ -159,7 +164,9 @@ class FakeServer:
             return _json(writer, status, content)
         if path == "/load":
             engines = self.replicas or [{"engine": "1.1", "up": True, **self.told}]
-            return _json(writer, 200, {"checkpoint": "c", **self.told, "engines": engines})
+            return _json(
+                writer, 200, {"checkpoint": "c", "fingerprint": self.fingerprint, **self.told, "engines": engines}
+            )
         if path.startswith("/load/prompts?since="):
             since = [int(number) for number in path.partition("=")[2].split(",")]
             told = [each.told(number) for each, number in zip(self.cached, since, strict=True)] if self.cached else None
@@ -179,7 +186,9 @@ class FakeServer:
             return _json(writer, self.status, {"error": {"message": "not now", "code": self.error_code}})
         await asyncio.sleep(self.pause)
         if body.get("stream"):
-            await self._stream(body, headers, writer)
+            if journal and journal[0]["fingerprint"] != self.fingerprint:
+                return _json(writer, 409, {"error": {"message": "other kernels", "code": "other_kernels"}})
+            await self._stream(body, headers, writer, journal)
         elif self._dies(1):
             self._vanish()
         else:
@@ -205,33 +214,42 @@ class FakeServer:
             self.die_after = None
         return dies
 
-    async def _stream(self, body: dict[str, Any], headers: dict[str, str], writer: asyncio.StreamWriter) -> None:
-        head = b"HTTP/1.1 200 OK\r\n%bcontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n" % OWN
+    async def _stream(
+        self, body: dict[str, Any], headers: dict[str, str], writer: asyncio.StreamWriter, journal: list[Any]
+    ) -> None:
+        keeps = self.quire and self.keeps_journal and "x-quire-journal" in headers
+        own = OWN + b"x-quire-journal: 1\r\n" if keeps else OWN
+        head = b"HTTP/1.1 200 OK\r\n%bcontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n" % own
         writer.write(head)
-        text = answer_text(body)
-        pieces = [text[start : start + self.chunk] for start in range(0, len(text), self.chunk)]
+        text, had = answer_text(body), sum(entry["characters"] for entry in journal)
+        self.had.append(had)
+        created = journal[0]["created"] if journal else self.port
+        pieces = [text[start : start + self.chunk] for start in range(had, len(text), self.chunk)]
         for number, piece in enumerate(pieces, 1):
             ends = "length" if number == len(pieces) else None
-            event = self._event(headers, {"index": 0, "text": piece, "finish_reason": ends})
+            event = self._event(headers, created, {"index": 0, "text": piece, "finish_reason": ends})
             if self._dies(number):
                 if self.last_words is None:
                     writer.write(b"%x\r\n%b" % (len(event), event[:20]))  # it goes in the middle of an event
                     await writer.drain()
                     return self._vanish()
                 words = {"error": {"message": "bye", "code": self.last_words}}
+                if keeps:
+                    return _chunks(writer, event, b": quire-lost bye\n\n", b"")
                 return _chunks(writer, f"data: {json.dumps(words)}\n\n".encode(), b"data: [DONE]\n\n", b"")
-            _chunks(writer, event)
+            entry = {"characters": len(piece), "created": created, "fingerprint": self.fingerprint}
+            _chunks(writer, event + b": quire-entry %b\n\n" % json.dumps(entry).encode() if keeps else event)
             await writer.drain()
             self.stalled = self.stalled or number == self.stalls_after
             while self.stalled:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(self.pause)
-        _chunks(writer, b"data: [DONE]\n\n", b"")
+        _chunks(writer, b"data: [DONE]\n\n" + (b": quire-end\n\n" if keeps else b""), b"")
 
-    def _event(self, headers: dict[str, str], choice: dict[str, Any]) -> bytes:
+    def _event(self, headers: dict[str, str], created: int, choice: dict[str, Any]) -> bytes:
         event = {
             "id": headers.get("x-request-id"),
-            "created": self.port,
+            "created": created,
             "system_fingerprint": self.fingerprint,
             "choices": [choice],
         }

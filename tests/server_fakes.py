@@ -22,6 +22,7 @@ import uvicorn.server
 import uvloop
 from starlette.types import ASGIApp
 
+from quire.core.request import RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.engine.frontend import Prepared
 from quire.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -140,6 +141,8 @@ class Call:
     prepared: Prepared
     output: RequestOutput
     tokenize_seconds: float = 0.0
+    queue: str = ""
+    earlier: int = 0  # tokens that another server had generated
     ended: bool = False  # it came to its end
     aborted: bool = False  # its reader closed it before, or somebody aborted it by name
 
@@ -230,16 +233,27 @@ class FakeEngineClient:
         *,
         name: str,
         owner: str = "",
+        queue: str = "",
         arrived: float,
         tokenize_seconds: float = 0.0,
         prompt_names: bytes = b"",
         replica: int | None = None,
+        earlier: Sequence[RequestUpdate] = (),
+        replayed: Callable[[RequestOutput], None] = lambda output: None,
+        leaves: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         self._check_ready()
         script = self.script(prepared.token_ids) if callable(self.script) else self.script
         output = _empty_output(name, prepared, script.cached)
-        call = Call(name, owner, prepared, output, tokenize_seconds)
+        call = Call(name, owner, prepared, output, tokenize_seconds, queue=queue)
         self.calls.append(call)
+        for update in earlier:
+            call.earlier += len(update.tokens)
+            for token in update.tokens:
+                self._append(output.outputs[update.request], token, prepared.params)
+            output.outputs[update.request].finish_reason = update.finish_reason
+        if earlier:
+            replayed(output.hand_out())
         begun = time.monotonic()
         try:
             if script.raises is not None:

@@ -16,10 +16,11 @@ import zmq
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.engine.outputs import RequestOutput
+from quire.errors import EngineClosedError
 from quire.ipc import client as client_module
 from quire.ipc import link as link_module
 from quire.ipc import wire
-from quire.ipc.board import NUM_OPEN, Board
+from quire.ipc.board import NUM_OPEN, PATIENCE, PULSE, Board
 from quire.ipc.client import EngineClient
 from quire.ipc.link import EngineLink
 from quire.ipc.placement import Placement
@@ -183,6 +184,58 @@ async def test_who_may_have_crashed_an_engine_is_tried_there_again_and_nowhere_e
     await fleet.die(0, [poison], culprit=poison)
     await asyncio.gather(fleet.tasks["a"])
     assert "twice" in (fleet.outputs["a"].outputs[0].error or "") and fleet.adds(1).keys() == {innocent}
+
+
+async def stall(fleet: Fleet, replica: int) -> None:
+    """The engine shows no sign of life for long enough, and the other one does."""
+    boards = [link.board for link in fleet.links if link.replica != replica and link.board]
+    fleet.links[replica].board.fields[PATIENCE] = 0  # type: ignore[union-attr]
+    for _ in range(int(link_module.STALL_SECONDS / link_module.LOOK_SECONDS) + 1):
+        for board in boards:
+            board.fields[PULSE] += 1
+        for link in fleet.links:
+            link.look()
+    assert fleet.links[replica].stalled
+    fleet.client._leave(fleet.links[replica])
+    await asyncio.sleep(0)
+
+
+async def test_requests_of_an_engine_that_hangs_go_on_at_the_other_with_what_they_have(fleet: Fleet) -> None:
+    first, second = await fleet.submit("a"), await fleet.submit("b")
+    await fleet.ready(1)
+    await fleet.answer(first, [5, 6])
+    await stall(fleet, 0)
+    assert fleet.where(first) == fleet.where(second) == [1]
+    assert fleet.adds(1)[first].output_token_ids == [5, 6]
+    assert {each.number for each in fleet.said(0) if isinstance(each, wire.Abort)} == {first, second}
+    link = fleet.links[0]
+    link._hear_updates(link, wire.Updates([RequestUpdate(first, [9])]))  # it wakes up
+    await fleet.answer(first, [7], "stop")
+    await asyncio.gather(fleet.tasks["a"])
+    assert fleet.outputs["a"].outputs[0].token_ids == [5, 6, 7]
+
+
+async def test_a_request_under_which_a_second_engine_hangs_stays_and_others_do_not(fleet: Fleet) -> None:
+    poison, innocent = await fleet.submit("a"), await fleet.submit("b")
+    await fleet.ready(1)
+    await stall(fleet, 0)
+    await fleet.answer(innocent, [5])
+    fleet.links[0].board.fields[PULSE] += 1  # type: ignore[union-attr]
+    fleet.links[0].look()
+    await stall(fleet, 1)
+    assert fleet.where(poison) == [1] and fleet.where(innocent) == [0]
+
+
+async def test_a_request_that_another_server_can_take_over_does_not_wait_for_an_engine_that_hangs(fleet: Fleet) -> None:
+    prepared = fleet.client.prepare(None, [1, 2], LONG)
+    staying = await fleet.submit("a")
+    leaving = fleet.client.generate(prepared, name="b", arrived=time.monotonic(), leaves=True)
+    task = asyncio.create_task(anext(leaving))
+    await asyncio.sleep(0)
+    await stall(fleet, 0)
+    with pytest.raises(EngineClosedError, match="no sign of life"):
+        await task
+    assert not fleet.tasks["a"].done() and fleet.where(staying) == [0]
 
 
 async def test_who_waits_for_a_replica_that_is_given_up_goes_elsewhere(fleet: Fleet) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import json
 import random
@@ -23,15 +22,10 @@ from quire.fleet.choice import POLICIES, Cost, PolicyName
 from quire.fleet.prompt import CHUNK_BYTES, read_prompt
 from quire.router.app import RouterApp, counted_as
 from quire.router.config import RouterConfig
-from quire.router.membership import DnsSource, FileSource, RedisSource, begin, read_servers_file
+from quire.router.membership import DnsSource, FileSource, begin, read_servers_file
 from quire.router.metrics import ROUTES
-from quire.router.resume import StreamPosition
 from quire.router.run import leave, make_site
 from quire.router.servers import Engine, Servers
-from quire.server.chat_reply import deltas
-from quire.server.service_registry import ServiceRegistry
-from quire.text.reply import ContentText, ReasoningText, ReplyEvent, ToolCallArguments, ToolCallBegin
-from tests.redis_server import RedisServer, needs_redis
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
 from tests.server_fakes import wait_until
 
@@ -82,7 +76,7 @@ def test_the_body_reaches_the_server_as_it_was_sent_but_for_a_seed_where_a_strea
 
 
 def test_ids_and_keys_go_with_the_request_and_the_servers_own_headers_stay_behind(pair: list[FakeServer]) -> None:
-    with RouterThread(pair, api_key=["k1", "k2"]) as router:
+    with RouterThread(pair, api_key=["k1", "k2"], admin=True) as router:
         answer = router.http.post(
             "/v1/completions",
             json={"prompt": "p"},
@@ -362,10 +356,14 @@ def test_a_stream_goes_on_elsewhere_when_its_server_is_there_but_says_nothing_mo
     second.stop()
 
 
-def test_a_stream_does_not_go_on_where_other_kernels_compute(loop: Loop) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_a_stream_does_not_go_on_where_other_kernels_compute(
+    loop: Loop, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.router.relay.WAIT_SECONDS", 0.2)
     first = FakeServer(loop, told=FAST, die_after=5)
-    second = FakeServer(loop, told=SLOW, fingerprint="other")
-    with RouterThread([first, second]) as router:
+    second = FakeServer(loop, told=SLOW if known else SLOW | {"fingerprint": "fp"}, fingerprint="other")
+    with RouterThread([first, second], mixed=True) as router:
         events = router.stream()
         assert [error["code"] for error in errors_of(events)] == ["server_lost"]
         assert answer_text(first.requests[0]).startswith(text_of(events))
@@ -600,6 +598,37 @@ def test_another_model_behind_the_same_name_is_refused(loop: Loop) -> None:
             one.stop()
 
 
+def test_servers_that_compute_in_another_way_stand_aside(loop: Loop) -> None:
+    ours, theirs = ([FakeServer(loop, fingerprint=name) for _ in range(2)] for name in ("bf16", "int8"))
+    with RouterThread([ours[0], theirs[0]], wait=False) as router:
+        assert wait_until(lambda: sorted(router.states.values()) == ["aside", "up"])
+        [up] = [one for one in (ours[0], theirs[0]) if router.states[one.address] == "up"]
+        mine, other = (ours, theirs) if up is ours[0] else (theirs, ours)
+        assert mine[0].fingerprint in router.reason(other[0]) and "--mixed" in router.reason(other[0])
+        shown = router.http.get("/router/status").json()["servers"]
+        assert {one["state"] for one in shown} == {"up", "aside"} and {one["fingerprint"] for one in shown}
+        assert all(router.complete(prompt=f"{number}").status_code == 200 for number in range(6))
+        assert not other[0].requests
+        router.thread.call(_add(router, other[1]))  # they are more now
+        assert wait_until(lambda: [router.states[one.address] for one in (mine[0], *other)] == ["aside", "up", "up"])
+        router.thread.call(_add(router, mine[1]))
+        assert wait_until(lambda: router.states.get(mine[1].address) == "aside"), "as many: who serves goes on"
+        for one in other:
+            one.stop()
+        assert wait_until(lambda: [router.states[one.address] for one in mine] == ["up", "up"])
+        assert router.complete().status_code == 200
+    for one in mine:
+        one.stop()
+
+
+def test_a_mixed_router_has_servers_that_compute_in_another_way(loop: Loop) -> None:
+    servers = [FakeServer(loop, fingerprint=name) for name in ("bf16", "int8")]
+    with RouterThread(servers, mixed=True) as router:
+        assert [*router.states.values()] == ["up", "up"]
+    for one in servers:
+        one.stop()
+
+
 async def _add(router: RouterThread, server: FakeServer) -> None:
     router.site.servers.add(server.url)
 
@@ -617,8 +646,8 @@ async def _add(router: RouterThread, server: FakeServer) -> None:
         ({"server": ["http://x"], "policy": "best"}, "allowed"),
         ({"server": ["dns+https://x"]}, r"use dns\+http://"),
         ({"server": ["dns+x"]}, "http://127.0.0.1:8000"),
-        ({"server": ["redis://u:secret@x"]}, r"redis://u:\*\*\*@x, a Redis, needs an api_key"),
-        ({"prefill_server": ["redis://x"], "api_key": ["k"]}, "register with their role"),
+        ({"server": ["redis://x"]}, "http://127.0.0.1:8000"),
+        ({"server": ["http://x"], "admin": True}, "admin needs api_key"),
         ({"server": ["http://x"], "metrics_key": ["k"]}, "api_key"),
         ({"server": ["http://x"], "port": 70_000}, "65535"),
         ({"servers": ["http://x"]}, "server"),
@@ -746,49 +775,6 @@ def test_a_server_that_left_its_port_to_another_program_is_forgotten(
         assert wait_until(lambda: router.states == {pair[0].address: "up"})
 
 
-@needs_redis
-def test_servers_meet_routers_in_a_redis_whatever_becomes_of_it(
-    loop: Loop, pair: list[FakeServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("quire.router.membership.WATCH_SECONDS", 0.05)
-    monkeypatch.setattr("quire.router.servers.FORGET_SECONDS", 0.3)
-    with RedisServer() as redis:
-        with RouterThread(server=[redis.url], api_key=["k"]) as router:
-            for one in pair:
-                one.key = "k"
-            first, stranger = ServiceRegistry(redis.url, "--join", "k"), ServiceRegistry(redis.url, "--join", "other")
-            first.join(pair[0].url, "serve")
-            [watching] = router.thread.call(begin([RedisSource(redis.url, "k")], router.site.servers))
-            assert wait_until(lambda: router.up == 1)
-            first.join(pair[1].url, "prefill")
-            stranger.join("http://127.0.0.1:9", "serve")
-            assert wait_until(lambda: router.up == 2)
-            assert router.site.servers.by_name[pair[1].address].role == "prefill"
-            assert wait_until(lambda: "has not this router's key" in caplog.text)
-            redis.stop()
-            assert wait_until(lambda: "cannot be reached" in caplog.text)
-            assert router.up == len(router.states) == 2
-            redis.start()  # and is empty
-            first.join(pair[0].url, "serve")
-            pair[1].stop()
-            assert wait_until(lambda: router.states == {pair[0].address: "up"})
-            first.leave(pair[0].url)
-            assert first.found() == []
-            router.thread.loop.call_soon_threadsafe(watching.cancel)
-        for one in (first, stranger):
-            one.close()
-
-
-@needs_redis
-def test_a_redis_that_does_not_let_a_router_in_ends_its_start(loop: Loop) -> None:
-    with (
-        RedisServer("--requirepass", "sesame") as redis,
-        RouterThread(server=[redis.url], api_key=["k"]) as router,
-        pytest.raises(ConfigError, match="does not accept this user and password"),
-    ):
-        router.thread.call(begin([RedisSource(redis.url, "k")], router.site.servers))
-
-
 @pytest.mark.parametrize("line", ["http://", "serve http://x", "prefill http://x y", "x"])
 def test_a_line_of_the_file_that_is_no_server_is_refused_by_its_number(line: str, tmp_path: Path) -> None:
     path = tmp_path / "servers"
@@ -818,7 +804,11 @@ def test_servers_join_and_leave_with_the_operators_key(loop: Loop) -> None:
 
 def test_a_server_that_is_drained_ends_what_it_has_and_gets_nothing_more(loop: Loop, pair: list[FakeServer]) -> None:
     pair[0].pause = pair[1].pause = 0.02
-    with RouterThread(pair) as router:
+    with RouterThread(pair) as router:  # without a key nobody may drain
+        refused = router.http.post(f"/admin/drain/{pair[0].address}")
+        assert refused.status_code == 404 and "--admin" in refused.text
+    with RouterThread(pair, admin=True, api_key=["k"]) as router:
+        assert router.http.post(f"/admin/drain/{pair[0].address}", headers={"authorization": ""}).status_code == 401
         streams = [threading.Thread(target=lambda: texts.append(text_of(router.stream(seed=1)))) for _ in range(4)]
         texts: list[str] = []
         for one in streams:
@@ -885,7 +875,7 @@ def test_a_long_prompt_gets_a_pair_and_a_short_one_the_decode_server_alone(loop:
     prefill.stop()
 
 
-# -- what is read of bodies, and cut from streams --------------------------------------------------------------
+# -- what is read of bodies ------------------------------------------------------------------------------------
 
 
 def test_prompts_that_begin_alike_have_hashes_that_begin_alike() -> None:
@@ -910,135 +900,6 @@ def test_a_body_that_is_not_valid_is_passed_on_for_a_server_to_judge(body: bytes
 @pytest.mark.parametrize("body", [b"{}", b" { } ", b'{"a":1}', b'{"a":1, "seed": null}\n'])
 def test_fields_are_added_behind_those_of_the_client(body: bytes) -> None:
     assert json.loads(read_prompt(body).with_fields({"seed": 7})) == {**json.loads(body), "seed": 7}
-
-
-def _event(chat: bool, index: int, text: str, start: int, finish: str | None, first: bool) -> bytes:
-    """A chunk as a Quire server makes it, a token a character."""
-    tokens = list(range(start, start + len(text)))
-    if chat:
-        delta = {"role": "assistant", "content": ""} if first else {"content": text} if text else {}
-        choice = {"delta": delta, "logprobs": {"content": [{"token": token} for token in tokens]}}
-    else:
-        choice = {"text": text, "logprobs": {"tokens": list(text), "token_logprobs": tokens, "top_logprobs": None}}
-    choice |= {"index": index, "finish_reason": finish, "token_ids": tokens}
-    body = json.dumps({"id": "i", "created": 1, "system_fingerprint": "f", "choices": [choice]})
-    return f"data: {body}\n\n".encode()
-
-
-def _cut(chat: bool, texts: list[str], chance: random.Random) -> list[bytes]:
-    """A stream of several choices, cut at random places, as time may have it."""
-    places, events = [0] * len(texts), []
-    if chat:
-        events = [_event(True, index, "", 0, None, True) for index in range(len(texts))]
-    while any(place < len(text) for place, text in zip(places, texts, strict=True)):
-        index = chance.randrange(len(texts))
-        if places[index] == len(texts[index]):
-            continue
-        start, end = places[index], min(len(texts[index]), places[index] + chance.randint(1, 5))
-        finish = "length" if end == len(texts[index]) else None
-        events.append(_event(chat, index, texts[index][start:end], start, finish, False))
-        places[index] = end
-    return [*events, b"data: [DONE]\n\n"]
-
-
-@pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize("seed", range(30))
-def test_two_halves_of_a_stream_make_one_however_either_was_cut(chat: bool, seed: int) -> None:
-    chance = random.Random(seed)
-    texts = [
-        "".join(chance.choice("abcä😀") for _ in range(chance.randint(1, 40))) for _ in range(chance.randint(1, 3))
-    ]
-    sent: list[bytes] = []
-    position = StreamPosition()
-    stream = _cut(chat, texts, chance)
-    for _ in range(chance.randint(1, 3)):  # it is lost so many times
-        for event in stream[: chance.randrange(len(stream))]:
-            if position.has_finished or event == b"":
-                break
-            sent.append(event)
-            position.sent(event)
-        continued = position.follow()
-        again = _cut(chat, texts, chance)
-        stream = [new for event in again if (new := continued.events(event))]
-    sent += stream
-    found = [json.loads(event[6:]) for event in sent if event != b"data: [DONE]\n\n"]
-    for index, text in enumerate(texts):
-        choices = [choice for event in found for choice in event["choices"] if choice["index"] == index]
-        assert (
-            "".join(choice.get("text") or (choice.get("delta") or {}).get("content") or "" for choice in choices)
-            == text
-        )
-        assert [token for choice in choices for token in choice["token_ids"]] == list(range(len(text)))
-        names = ("content",) if chat else ("tokens", "token_logprobs")
-        for name in names:
-            assert sum(len(choice["logprobs"][name]) for choice in choices) == len(text)
-        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
-        assert sum("role" in choice.get("delta", {}) for choice in choices) == chat
-    assert sent.count(b"data: [DONE]\n\n") == 1
-
-
-def _told(events: list[ReplyEvent], chance: random.Random) -> list[bytes]:
-    """A chat's reply as a Quire server streams it, cut at random places, as time may have it."""
-    pieces: list[ReplyEvent] = []
-    for event in events:
-        text = "" if isinstance(event, ToolCallBegin) else event.text
-        while len(text) > 1 and chance.random() < 0.7:
-            cut = chance.randint(1, len(text) - 1)
-            pieces.append(dataclasses.replace(event, text=text[:cut]))
-            text = text[cut:]
-        pieces.append(dataclasses.replace(event, text=text) if text else event)
-    parts: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    while pieces:
-        count = chance.randint(1, 3)
-        parts += deltas(pieces[:count])
-        pieces = pieces[count:]
-    choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} for delta in [*parts, {}]]
-    choices[-1]["finish_reason"] = "tool_calls"
-    return [_data({"id": "i", "created": 1, "system_fingerprint": "f", "choices": [one]}) for one in choices]
-
-
-def _data(event: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(event)}\n\n".encode()
-
-
-def _read(events: list[bytes]) -> list[Any]:
-    """The message that a client puts together, with the roles and finish reasons that it got."""
-    found: dict[str, str] = {}
-    calls: dict[int, dict[str, Any]] = {}
-    roles, reasons = [], []
-    for event in events:
-        [choice] = json.loads(event[6:])["choices"]
-        delta = choice["delta"]
-        roles += [delta["role"]] if "role" in delta else []
-        reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
-        for name in ("content", "reasoning", "reasoning_content"):
-            found[name] = found.get(name, "") + (delta.get(name) or "")
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                assert call["index"] == len(calls)
-                calls[call["index"]] = {**call, "function": {**call["function"]}}
-            else:
-                assert call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"}
-                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-    return [found, calls, roles, reasons]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_reasoning_and_tool_calls_go_on_too_in_the_second_half_of_a_stream(seed: int) -> None:
-    chance = random.Random(seed)
-    reply: list[ReplyEvent] = [ReasoningText("think äb" * chance.randint(1, 4))]
-    if chance.random() < 0.7:
-        reply.append(ContentText("said" * chance.randint(1, 4)))
-    for index in range(chance.randint(0, 3)):
-        reply += [ToolCallBegin(index, f"call{index}", "f"), ToolCallArguments(index, '{"a": "b c d"}')]
-    stream, sent, position = _told(reply, chance), list[bytes](), StreamPosition()
-    for _ in range(chance.randint(1, 3)):  # it is lost so many times
-        for event in stream[: chance.randrange(len(stream))]:
-            sent.append(event)
-            position.sent(event)
-        continued = position.follow()
-        stream = [new for event in _told(reply, chance) if (new := continued.events(event))]
-    assert _read([*sent, *stream]) == _read(_told(reply, chance))
 
 
 # -- many ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import httpx2
 import pytest
 
 from quire.router.address import Address
-from quire.router.resume import StreamPosition
 from quire.router.servers import Server
 from quire.router.upstream import Answer, Connections, Upstream
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
@@ -209,17 +208,3 @@ def test_an_answer_that_the_router_cannot_read_is_passed_on(loop: Loop, answer: 
         assert router.complete().status_code == 200
         assert wait_until(lambda: router.thread.num_tasks == 0)
     server.stop()
-
-
-def test_the_usage_of_a_stream_comes_once_although_the_server_dies_right_after_it() -> None:
-    def event(choices: list[dict[str, object]], **more: object) -> bytes:
-        return b"data: " + json.dumps({"id": "a", "choices": choices, **more}).encode() + b"\n\n"
-
-    text = event([{"index": 0, "text": "x", "finish_reason": "stop"}])
-    usage, done = event([], usage={"total_tokens": 3}), b"data: [DONE]\n\n"
-    position = StreamPosition()
-    position.sent(text)
-    again = position.follow().events(text + usage + done)
-    assert again.count(b"usage") == 1 and again.endswith(done)
-    position.sent(usage)
-    assert position.follow().events(text + usage + done) == done

@@ -15,7 +15,6 @@ import pytest
 
 from quire import LLM, SamplingParams
 from tests.http_tools import EventStream, ServeProcess, wait_until
-from tests.redis_server import RedisServer, needs_redis
 
 KEY = "sk-of-the-fleet"
 PROMPT = "class Tree:\n    def insert(self, key):\n"
@@ -233,18 +232,6 @@ def test_a_server_that_ends_leaves_the_router_and_its_streams_go_on(fleet: Fleet
     assert text == expected
     server.wait()
     wait_until(lambda: address not in {one["server"] for one in fleet.router.json("/router/status")["servers"]})
-
-
-@needs_redis
-def test_a_server_and_a_router_that_know_nothing_but_a_redis_find_each_other() -> None:
-    with (
-        RedisServer() as redis,
-        RouteProcess("--server", redis.url, "--api-key", KEY, key=KEY) as router,
-        ServeProcess("--api-key", KEY, "--join", redis.url, key=KEY) as server,
-    ):
-        wait_until(lambda: router.up() == {f"127.0.0.1:{server.port}"})
-        assert router.json("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})["choices"]
-        assert f"joined {redis.url} as {server.url}" in server.stderr
 
 
 @pytest.mark.slow

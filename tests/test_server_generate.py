@@ -501,6 +501,23 @@ async def test_a_key_that_floods_the_queue_does_not_keep_another_ones_request_ou
         assert served.waiting() == (0, 0)
 
 
+async def test_without_keys_an_address_that_floods_the_queue_does_not_keep_anothers_request_out():
+    """Neither does it take its turns in the engine; of what is cached, all are one tenant."""
+    transport = httpx2.AsyncHTTPTransport(local_address="127.0.0.2")
+    async with serving() as served, httpx2.AsyncClient(timeout=SECONDS, transport=transport) as other:
+        gate = asyncio.Event()
+        served.client.script = Script(gate=gate, gate_at=0)
+        flood = [asyncio.create_task(served.complete(n=128)) for _ in range(8)]
+        await until(lambda: served.waiting()[0] == 1024)
+        assert (await served.complete(n=128)).status_code == 429
+        task = asyncio.create_task(other.post(f"{served.url}/v1/completions", json={"prompt": "abc", "max_tokens": 1}))
+        await until(lambda: len(served.client.calls) == 9)
+        assert {(call.owner, call.queue) for call in served.client.calls} == {("", "127.0.0.1"), ("", "127.0.0.2")}
+        gate.set()
+        assert (await task).status_code == 200
+        assert {(await answer).status_code for answer in flood} == {200}
+
+
 # -- what ends a call early ----------------------------------------------------------------------------------
 
 

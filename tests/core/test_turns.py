@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.core.turns import Turns, first_to_yield, outranked
+from quire.core.turns import MOST_OWNERS, Turns, first_to_yield, outranked
 from tests.core.fake_runner import make_request
 
 
@@ -63,3 +63,12 @@ def test_turns_of_an_owner_follow_one_another_and_one_who_comes_later_begins_amo
     assert turns.deal("d", 9) == 0, "nobody begins before all others, however many owners' first ones run"
     turns.reset()
     assert [turns.deal(owner, 0) for owner in "cab"] == [0, 0, 0]
+
+
+def test_owners_that_have_nothing_in_line_are_forgotten_and_begin_where_they_would_have():
+    turns = Turns()
+    for number in range(10 * MOST_OWNERS):
+        turn = turns.deal(f"{number}", 1)
+        turns.admitted(turn)
+        assert turns.deal("flood", 1) == number, "who has many in line keeps its place"
+    assert len(turns._last) <= MOST_OWNERS + 1

@@ -12,7 +12,6 @@ import dataclasses
 import logging
 
 from quire.cli.options import add_fields, option_names, read_config, read_environment, unknown_variables
-from quire.kv.directory import masked
 from quire.router.config import RouterConfig, is_server
 from quire.server.http_options import HttpOptions
 
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             logger.warning(text)
         given = [*config.server, *config.prefill_server]
         count = sum(map(is_server, given))
-        more = "".join(f" and those of {masked(one)}" for one in given if not is_server(one))
+        more = "".join(f" and those of {one}" for one in given if not is_server(one))
         url = url_of(listener, config)
         note(f"listening on {url}, in front of {count} server{'s' * (count != 1)}{more} (Ctrl-C to stop)")
         if not config.api_key and not is_loopback(listener):

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 
 from quire.core.request import Request
 
+MOST_OWNERS = 1024
+"""Beyond so many, owners that have nothing in line are forgotten."""
+
 
 class Turns:
     """Deals turns."""
@@ -19,11 +22,16 @@ class Turns:
     def __init__(self) -> None:
         self._last: dict[str, int] = {}  # the last turn dealt, by owner
         self._newest = -1  # the latest turn of a request that has been admitted
+        self._most = MOST_OWNERS
 
     def deal(self, owner: str, num_running: int) -> int:
         """The turn of an owner's next request, given the number of running ones."""
-        turn = max(self._last.get(owner, -1) + 1, self._newest - num_running + 1)
+        first = self._newest - num_running + 1
+        turn = max(self._last.get(owner, -1) + 1, first)
         self._last[owner] = turn
+        if len(self._last) > self._most:  # forget those that are not ahead of a new one
+            self._last = {one: last for one, last in self._last.items() if last > first}
+            self._most = max(MOST_OWNERS, 2 * len(self._last))
         return turn
 
     def admitted(self, turn: int) -> None:

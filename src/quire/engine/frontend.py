@@ -301,10 +301,21 @@ class Frontend:
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         return self.tokenizer.bad_word_ids(params.bad_words or ()) if self.tokenizer else []
 
-    def submit(self, prepared: Prepared, request_id: str | None = None, tenant: str = "") -> RequestOutput:
+    def submit(
+        self,
+        prepared: Prepared,
+        request_id: str | None = None,
+        tenant: str = "",
+        queue: str = "",
+        earlier: Sequence[RequestUpdate] = (),
+    ) -> RequestOutput:
         """Queue a prepared prompt's choices; the output grows from now on.
 
-        Requests of different tenants never share cached prefixes; in the engine, the tenant is their `owner`.
+        Requests of different tenants never share cached prefixes.
+
+        Args:
+            queue: who takes turns with others, the `owner` in the engine; by default the tenant.
+            earlier: what another server has generated of choices, by index; they go on from there.
 
         Raises:
             RequestError: the id is in use or no short string, or the request could never fit.
@@ -321,19 +332,30 @@ class Frontend:
         )
         if prepared.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]  # nothing predicts the first token
-        live = _Live(output, prepared, f"{tenant}/{prepared.params.cache_salt or ''}" if tenant else "", tenant)
-        now = time.monotonic()
+        live = _Live(
+            output, prepared, f"{tenant}/{prepared.params.cache_salt or ''}" if tenant else "", queue or tenant
+        )
+        now, before = time.monotonic(), {update.request: update for update in earlier}
         for index, number in enumerate(numbers):
             completion = CompletionOutput(index)
             if prepared.params.logprobs is not None:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
             choice = self._choice(number, completion, prepared)
             live.choices.append(choice)
-            self._add(self._request(live, choice, now))  # if all are refused, the first one is
+            if index in before:
+                self._replay(live, choice, before[index])
+            if not completion.finished:
+                self._add(self._request(live, choice, now))  # if all are refused, the first one is
+                self._by_request[number] = (live, choice)
             output.outputs.append(choice.output)
-            self._by_request[number] = (live, choice)
         self._live[request_id] = live
         return output
+
+    def _replay(self, live: _Live, choice: _Choice, update: RequestUpdate) -> None:
+        """Apply what another server has generated of a choice that is not in the engine yet."""
+        self._apply(live, choice, update)
+        if choice.stopped_by is not None and not choice.output.finished:
+            self._finish(live, choice, RequestUpdate(choice.request, finish_reason="stop"))
 
     def _request(self, live: _Live, choice: _Choice, now: float) -> Request:
         """The engine's request, with what the choice has so far."""
@@ -531,7 +553,7 @@ class Frontend:
                 update.stop_reason,
                 update.error,
             )
-        del self._by_request[choice.request]
+        self._by_request.pop(choice.request, None)
         if update.stats is not None:
             live.stats[output.index] = update.stats
 

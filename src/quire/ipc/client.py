@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
@@ -30,14 +31,13 @@ from quire.errors import EngineClosedError
 from quire.ipc import wire
 from quire.ipc.board import Board
 from quire.ipc.channel import Channel
-from quire.ipc.link import ANSWER_SECONDS, EngineLink, State
+from quire.ipc.link import ANSWER_SECONDS, LOOK_SECONDS, STALL_SECONDS, EngineLink, State
 from quire.ipc.placement import Place, Placement
 from quire.text.reply_syntax import ReplyForm
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-PULSE_INTERVAL = 1.0
 AGAIN_SECONDS = 1.0
 """After this long a message of the supervisor is handled again, if that failed for lack of files or memory."""
 Document = Literal["live", "requests", "steps", "stats", "prompts"]
@@ -49,6 +49,7 @@ class _Origin:
 
     Attributes:
         link: the replica that has the request, or had it last.
+        moved: it left a replica that hung, and has had no token since.
     """
 
     name: str
@@ -58,6 +59,7 @@ class _Origin:
     suspect: bool = False
     link: EngineLink | None = None
     prompt_names: bytes = b""
+    moved: bool = False
 
 
 class EngineClient:
@@ -192,26 +194,39 @@ class EngineClient:
         *,
         name: str,
         owner: str = "",
+        queue: str = "",
         arrived: float,
         tokenize_seconds: float = 0.0,
         prompt_names: bytes = b"",
         replica: int | None = None,
+        earlier: Sequence[RequestUpdate] = (),
+        replayed: Callable[[RequestOutput], None] | None = None,
+        leaves: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a prepared prompt; yields its output whenever it has grown. Closing this early aborts it.
 
         Args:
             name: the id that the client sees.
             owner: the tenant. Tenants share no cached prefixes.
+            queue: who takes turns with others.
             arrived: when the call arrived, on the monotonic clock.
             prompt_names: see `wire.Add`.
             replica: number of the replica to run it on, if that is healthy; None: the one where it costs least.
+            earlier: what another server has generated, see `Frontend.submit`. replayed: called with the output when
+                it has that and nothing more.
+            leaves: another server can take the request over, so that it does not wait for an engine that hangs.
 
         Raises:
-            EngineClosedError: there is no engine to run it.
+            EngineClosedError: there is no engine to run it, or it `leaves` one that hangs.
         """
         frontend = self._ready()
-        output = frontend.submit(prepared, tenant=owner)
+        output = frontend.submit(prepared, tenant=owner, queue=queue, earlier=earlier)
         requests, self._outbox = self._outbox, []
+        if earlier and replayed is not None:
+            replayed(output)
+        if not requests:
+            yield frontend.hand_out(output)
+            return
         for request in requests:
             self._origins[request.id] = _Origin(name, owner, arrived, tokenize_seconds)
         self._origins[requests[0].id].prompt_names = prompt_names
@@ -219,7 +234,8 @@ class EngineClient:
         named = self.links[replica] if replica is not None and self.links[replica].healthy else None
         self._place(requests, self._chosen(requests[0], named))  # the choices share the prompt's blocks
         try:
-            async with contextlib.aclosing(self._streams.follow(output, frontend, lambda: None)) as stream:
+            check = functools.partial(self._check_stalled, [request.id for request in requests] if leaves else [])
+            async with contextlib.aclosing(self._streams.follow(output, frontend, check)) as stream:
                 async for grown in stream:
                     yield grown
         finally:
@@ -227,6 +243,11 @@ class EngineClient:
                 link = self._origins.pop(number).link
                 if link is not None:
                     link.send(wire.Told(number, output.metrics.detokenize_seconds))
+
+    def _check_stalled(self, numbers: Iterable[int]) -> None:
+        """Raises EngineClosedError if one of these requests is at an engine that hangs."""
+        if any((link := self._origins[number].link) is not None and link.stalled for number in numbers):
+            raise EngineClosedError(f"the engine has shown no sign of life for {STALL_SECONDS:g} s")
 
     def end_all(self) -> None:
         """The server shuts down: open requests end with what they have (finish reason "abort"), new ones are refused.
@@ -250,6 +271,7 @@ class EngineClient:
     def _chosen(self, request: Request, among: EngineLink | None = None) -> Place | None:
         """Choose a replica for a request; None if no engine is ready. `among`: the only one allowed."""
         able = [link for link in ([among] if among else self.links) if link.state == "ready"]
+        able = [link for link in able if not link.stalled] or able
         return self._placement.choose(request, able) if able else None
 
     def _place(self, requests: Iterable[Request], place: Place | None) -> None:
@@ -340,14 +362,15 @@ class EngineClient:
     def _hear(self, link: EngineLink, message: wire.Updates) -> None:
         if self._frontend is None:
             return
-        for update in message.updates:
+        updates = [update for update in message.updates if update.request in link.requests]  # others have left it
+        for update in updates:
             origin = self._origins.get(update.request)
             if origin is not None and update.tokens:
-                origin.suspect = False
+                origin.suspect = origin.moved = False
             if update.finish_reason is not None:
                 link.requests.discard(update.request)
             self._placement.heard(update)
-        self._streams.wake(self._frontend.absorb(message.updates))
+        self._streams.wake(self._frontend.absorb(updates))
 
     async def _follow_supervisor(self, orders: asyncio.Queue[bytes], on_drain: Callable[[float], None]) -> None:
         while True:
@@ -455,7 +478,27 @@ class EngineClient:
         while True:
             for link in self.links:
                 link.look()
-            await asyncio.sleep(PULSE_INTERVAL)
+                if link.stalled and link.requests:
+                    self._leave(link)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _leave(self, link: EngineLink) -> None:
+        """An engine hangs: its requests go on at other replicas at once. It is restarted later.
+
+        A request may be why it hangs. So one that has come here like that, and has had no token since, stays, and is
+        tried alone by the next engine. Requests that other servers can take over end here; see `generate`.
+        """
+        moved = {number for number in link.requests & self._origins.keys() if not self._origins[number].moved}
+        if moved and any(other.state == "ready" and other.healthy for other in self.links):
+            logger.warning("replica %d hangs; requests that go on elsewhere: %d", link.replica, len(moved))
+            for number in moved:
+                link.send(wire.Abort(number, "abort"))
+                link.requests.discard(number)
+                self._origins[number].moved = True
+            self._placement.left(link, moved)
+            self._waiting |= dict.fromkeys(moved)
+            self._resume()
+        self._streams.wake_all()
 
 
 def _message(request: Request, origin: _Origin) -> wire.Add:
@@ -463,6 +506,7 @@ def _message(request: Request, origin: _Origin) -> wire.Add:
         number=request.id,
         name=origin.name,
         owner=origin.owner,
+        queue=request.owner,
         prompt_token_ids=request.tokens[: request.num_prompt],
         params=request.params,
         max_tokens=request.max_tokens,

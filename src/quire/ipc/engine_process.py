@@ -475,7 +475,7 @@ def _wanted(number: int, want: Want) -> wire.Add:
     return wire.Add(
         number=PREFILL_WORKER << wire.WORKER_SHIFT | number,
         name=f"prefill-{number}",
-        owner=want.owner,
+        queue=want.owner,
         prompt_token_ids=want.tokens,
         params=SamplingParams(seed=0, priority=want.priority, kv_transfer_params={"do_remote_decode": True}),
         max_tokens=0,
@@ -494,7 +494,7 @@ def _request(number: int, add: wire.Add) -> Request:
         stop_token_ids=frozenset(add.stop_token_ids),
         bad_words=add.bad_words,
         scope=add.scope,
-        owner=add.owner,
+        owner=add.queue,
         arrived=add.arrived,
         output_token_ids=add.output_token_ids,
         num_scored=add.num_scored,

@@ -19,6 +19,9 @@ from quire.ipc.channel import Channel
 STALL_SECONDS = 8.0
 """An engine whose pulse has not changed for this long is not healthy."""
 
+LOOK_SECONDS = 0.25
+"""How often the pulse is checked."""
+
 ANSWER_SECONDS = 30.0
 """Timeout of a question to the engine, which answers between steps."""
 
@@ -60,6 +63,7 @@ class EngineLink:
         self._tickets = itertools.count()
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._pulse = (-1, time.monotonic())
+        self._quiet = 0.0  # seconds of checks without a change, since this process may have been stopped, too
 
     @property
     def name(self) -> str:
@@ -77,21 +81,28 @@ class EngineLink:
         return self.state == "ready" and time.monotonic() - self._pulse[1] < STALL_SECONDS
 
     @property
+    def stalled(self) -> bool:
+        """Whether the engine is ready but hangs: its pulse has stopped for longer than a slow step may take."""
+        patience = 0 if self.board is None else self.board.patience
+        return self.state == "ready" and self._quiet >= max(STALL_SECONDS, patience)
+
+    @property
     def num_open(self) -> int:
         """Number of requests that the engine has from all HTTP processes, as it reported last."""
         return 0 if self.board is None else self.board.fields[NUM_OPEN]
 
     def look(self) -> None:
-        """Check the pulse; to be called about every second."""
+        """Check the pulse; to be called every `LOOK_SECONDS`."""
         pulse = -1 if self.board is None else self.board.pulse
+        self._quiet += LOOK_SECONDS
         if pulse != self._pulse[0]:
-            self._pulse = (pulse, time.monotonic())
+            self._pulse, self._quiet = (pulse, time.monotonic()), 0.0
 
     def begin(self, boot: int) -> None:
         """An engine with this number is there, or will be. Raises OSError if its board cannot be opened now."""
         if boot != self.boot:
             self.board = Board(wire.board_path(self._directory, self.replica, boot))
-            self.boot, self._pulse = boot, (-1, time.monotonic())
+            self.boot, self._pulse, self._quiet = boot, (-1, time.monotonic()), 0.0
 
     def open(self, info: wire.EngineInfo) -> None:
         """The engine is ready. Raises ZMQError if no socket can be made now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from quire.core.block_hash import BlockHasher
@@ -119,6 +119,12 @@ class Placement:
         self.lost_cache(link)
         self._loads[link.replica] = Load()
         self._sent = {number: sent for number, sent in self._sent.items() if sent.place.link is not link}
+
+    def left(self, link: EngineLink, numbers: Collection[int]) -> None:
+        """These requests have left the engine, which hangs."""
+        for number in self._sent.keys() & numbers:
+            sent = self._sent.pop(number)
+            self._loads[link.replica].ended(sent.place.tokens, sent.begun)
 
     def lost_cache(self, link: EngineLink) -> None:
         """The engine's prefix cache was cleared."""

@@ -81,7 +81,7 @@ class Add(msgspec.Struct, tag="add", kw_only=True):
     Attributes:
         number: this choice's number, unique for the lifetime of the server.
         name: the id that the client sees; the choices of a response share it.
-        owner: the tenant it belongs to; "" if there is only one.
+        owner: the tenant it belongs to; "" if there is only one. queue: who takes turns, the owner in the engine.
         params: with a seed and with all defaults filled in.
         output_token_ids: tokens generated so far, if it resumes on another engine.
         num_scored: number of prompt log-probabilities that were delivered already.
@@ -94,6 +94,7 @@ class Add(msgspec.Struct, tag="add", kw_only=True):
     number: int
     name: str
     owner: str = ""
+    queue: str = ""
     prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int

@@ -123,7 +123,8 @@ class RouterApp:
             return self._response
         if method != "POST":
             return None
-        for prefix, handler in ((DRAIN, self._drain), (UNDRAIN, self._undrain), (ABORT, self._abort)):
+        admin = ((DRAIN, self._drain), (UNDRAIN, self._undrain)) if self._site.config.admin else ()
+        for prefix, handler in (*admin, (ABORT, self._abort)):
             if path.startswith(prefix):
                 return handler
         return None
@@ -134,6 +135,8 @@ class RouterApp:
             headers = {"allow": ", ".join(allowed)}
             message = f"this path does not take {method[:16]}; allowed: {headers['allow']}"
             return ApiError(405, message, code="method_not_allowed", headers=headers)
+        if path.startswith((DRAIN, UNDRAIN)):
+            return ApiError(404, "this needs a router with --admin, and its --api-key", code="unknown_url")
         paths = ", ".join(sorted({known for _, known in self._routes}))
         return ApiError(404, f"there is nothing at this path; a router has {paths}", code="unknown_url")
 
@@ -150,7 +153,7 @@ class RouterApp:
         site = self._site
         request = Request(scope, receive)
         check_media_type(request.headers)
-        with site.bodies.holding(tenant_of(scope).owner) as fits:
+        with site.bodies.holding(tenant_of(scope).queue) as fits:
             body = await read_body(request, site.config.max_body_bytes, fits)
         prompt, servers = await parsed(body), site.servers
         while not (able := servers.able(prompt.model)):
@@ -273,6 +276,7 @@ class RouterApp:
             known = ", ".join(self._site.servers.by_name) or "none"
             raise ApiError(404, f"there is no server of that name; there are: {known}", code="unknown_server")
         server.draining = draining
+        self._site.servers.regroup()
         found = {"server": name, "draining": draining, "waiting": server.waiting, "running": server.running}
         await send_json(send, found)
 

@@ -8,10 +8,8 @@ from typing import Any, Literal, Self
 
 from quire.config import option
 from quire.errors import ConfigError
-from quire.kv.directory import masked
 from quire.router.address import Address
 from quire.server.http_options import HttpOptions, read_keys
-from quire.server.service_registry import SCHEMES
 
 MAX_SERVERS = 1024
 DNS = "dns+"
@@ -19,8 +17,8 @@ DNS = "dns+"
 
 
 def is_server(url: str) -> bool:
-    """Whether a URL is that of a single server, as opposed to a DNS name or a Redis that lists servers."""
-    return not url.startswith((DNS, *SCHEMES))
+    """Whether a URL is that of a single server, as opposed to a DNS name that lists servers."""
+    return not url.startswith(DNS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +28,7 @@ class RouterConfig(HttpOptions):
     server: tuple[str, ...] = option(
         (),
         "URL of a server, such as http://127.0.0.1:8000 or unix:/PATH for a Unix socket; dns+http://NAME:PORT for all "
-        "addresses of a name; redis://... for a Redis where servers register (quire serve --join)",
+        "addresses of a name",
     )
     prefill_server: tuple[str, ...] = option(
         (), "URL of a server that computes prompts for the others, or dns+http://NAME:PORT"
@@ -42,10 +40,18 @@ class RouterConfig(HttpOptions):
     policy: Literal["cost", "round-robin", "least-loaded", "prefix-hash"] = option(
         "cost", "how servers are chosen; all but cost are for comparison"
     )
+    admin: bool = option(False, "offer /admin/drain/SERVER and /admin/undrain/SERVER; needs an api_key")
+    mixed: bool = option(
+        False,
+        "let servers whose tokens differ (other kernels or precision) serve one model; no stream goes on from one to "
+        "the other",
+    )
     port: int = option(8080, "port to listen on; 0: any free one", low=0, high=65535)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.admin and not self.api_key:
+            raise ConfigError("admin needs api_key, since without one all could drain servers; set --api-key, too")
         urls = [*self.server, *self.prefill_server]
         for url in urls:
             self._check_url(url)
@@ -61,19 +67,7 @@ class RouterConfig(HttpOptions):
             )
 
     def _check_url(self, url: str) -> None:
-        """Check the URL of a server, a DNS name or a Redis."""
-        if url.startswith(SCHEMES):
-            if url in self.prefill_server:
-                raise ConfigError(
-                    f"prefill_server {masked(url)}: servers in a Redis register with their role; give it as --server"
-                )
-            if not self.api_key:
-                other = " (a server's own Unix socket is unix:/PATH)" if url.startswith("unix:") else ""
-                raise ConfigError(
-                    f"server {masked(url)}, a Redis{other}, needs an api_key, which proves that servers "
-                    "belong here; give the router and all servers the same first one"
-                )
-            return
+        """Check the URL of a server or a DNS name."""
         try:
             Address(url.removeprefix(DNS))
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Service discovery: where a router finds its servers while it runs, which is a file, a DNS name or a Redis."""
+"""Service discovery: where a router finds its servers while it runs, which is a file or a DNS name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from quire.log import event
 from quire.router.address import Address
 from quire.router.config import DNS, MAX_SERVERS, RouterConfig
 from quire.router.servers import Role, Servers
-from quire.server.service_registry import SCHEMES, ServiceRegistry
 
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
-"""How often a file or a Redis is checked."""
+"""How often a file is checked."""
 
 DNS_SECONDS = 5.0
 """How often a DNS name is resolved, and the timeout of a lookup."""
@@ -56,7 +55,6 @@ def sources_of(config: RouterConfig) -> list[Source]:
     given: list[tuple[Role, tuple[str, ...]]] = [("serve", config.server), ("prefill", config.prefill_server)]
     for role, urls in given:
         found += [DnsSource(url, role) for url in urls if url.startswith(DNS)]
-    found += [RedisSource(url, config.api_key[0]) for url in config.server if url.startswith(SCHEMES)]
     return found
 
 
@@ -183,40 +181,3 @@ class DnsSource:
             raise DirectoryError(f"{self._url} has {len(addresses)} addresses; at most {MAX_SERVERS} are allowed")
         hosts = [f"[{each}]" if ":" in each else each for each in addresses]
         servers.set_listed({f"http://{host}:{port}{self._parts.path}": self._role for host in hosts}, self._url)
-
-
-class RedisSource:
-    """A Redis in which servers register (`quire serve --join redis://...`).
-
-    A server that has not renewed its registration for a while and is down has left, as with `/admin/join`. Emptying the
-    Redis removes no server.
-
-    Args:
-        key: the router's first API key.
-    """
-
-    def __init__(self, url: str, key: str) -> None:
-        self._registry, self.pause = ServiceRegistry(url, "--server", key), WATCH_SECONDS
-        self._strangers: set[str] = set()
-        self._checked = False
-
-    async def look(self, servers: Servers) -> None:
-        """See `Source`."""
-        if not self._checked:
-            await asyncio.to_thread(self._registry.check)
-            self._checked = True
-        for one in await asyncio.to_thread(self._registry.found):
-            if not one.is_ours:
-                self._refuse(one.url)
-                continue
-            try:
-                servers.add(one.url, "prefill" if one.role == "prefill" else "serve", "joined")
-            except ValueError as error:
-                raise ConfigError(f"{self._registry.where}: {error}") from None
-
-    def _refuse(self, url: str) -> None:
-        if url not in self._strangers and len(self._strangers) < MAX_SERVERS:
-            self._strangers.add(url)
-            where, advice = self._registry.where, "give both the same first --api-key"
-            text = f"{where} names {url[:200]!r}, which has not this router's key: {advice}"
-            event(logger, "servers_source", text, level=logging.WARNING)

@@ -1,7 +1,7 @@
 """A request's path through the router: read it, choose a server, forward it, relay the response, and fail over.
 
 Until anything has been sent to the client, any other server can take over from one that fails. After that only a Quire
-server can: it generates the same tokens again, and the part that the client already has is cut off (`resume.py`). If
+server can: it gets the tokens so far, and continues after them (`resume.py`). If
 several servers die while they handle one request, it is not sent to yet another, since it may be the cause.
 """
 
@@ -19,8 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from quire.fleet.prompt import Prompt, read_prompt
-from quire.router.resume import EVENT_END, CannotResumeError, Continuation, StreamPosition, payloads
-from quire.router.resume_events import NAMED_PATHS, EventsContinuation, EventsPosition
+from quire.router.resume import CannotResumeError, Journal
 from quire.router.servers import Choice, Server
 from quire.router.site import KEPT_NAMES, Sending, Site
 from quire.router.upstream import Answer, UpstreamError
@@ -29,11 +28,14 @@ from quire.server.body import check_media_type
 from quire.server.context import RETRY_RESTARTING, stop_error
 from quire.server.errors import NOT_STORED, ApiError
 from quire.server.generation import ASK_NAMES, PROMPT_TOKENS, REPLICA
+from quire.server.journal import JOURNAL
 from quire.server.request_log import note_call, summary_of
 from quire.server.streaming import CLOSING_SECONDS
 from quire.server.transport import SMALL_BODY_BYTES, drop, read_body
 from quire.typed_json import BAD_JSON
 
+NAMED_PATHS = ("/v1/messages", "/v1/responses")
+"""Endpoints whose streams have named events."""
 RESUMABLE_PATHS = ("/v1/completions", "/v1/chat/completions", *NAMED_PATHS)
 """Endpoints whose streams go on elsewhere; other streams that break off end with an error."""
 MAX_DEATHS = 3
@@ -53,8 +55,8 @@ MOST_EVENT_BYTES = 4 << 20
 
 _BUSY = frozenset({429, 502, 503, 504})
 """Statuses after which another server is tried."""
-_GONE = frozenset({"shutting_down", "engine_failed", "engine_unavailable", "engine_restarting"})
-"""How a Quire server ends a stream that another server can resume."""
+_OTHER_KERNELS = 409
+"""How a Quire server refuses the journal of one that computes in another way."""
 _HOP = frozenset(
     {
         b"connection",
@@ -67,13 +69,14 @@ _HOP = frozenset(
         b"server",
         b"x-content-type-options",
         PROMPT_TOKENS.encode(),
+        JOURNAL.encode(),
     }
 )
 """Response headers that are not forwarded: they concern only the server and the router, or the router sets its own."""
 _ASK_NAMES = (ASK_NAMES.encode(), b"1")
 _REPLICA = REPLICA.encode()
 _PROMPT_TOKENS = PROMPT_TOKENS.encode()
-_ERROR_EVENT = b'data: {"error"'
+_JOURNAL = JOURNAL.encode()
 
 
 class _PromptDetails(msgspec.Struct):
@@ -117,9 +120,9 @@ class Relay:
         self._left = False  # the client has disconnected
         self._begun = False  # the status has been sent
         self._streams = False  # and events follow it
-        self._is_named = scope["path"] in NAMED_PATHS
-        self._position: StreamPosition | EventsPosition = EventsPosition() if self._is_named else StreamPosition()
-        self._continues: Continuation | EventsContinuation | None = None
+        self._journal = Journal()
+        self._has_journal = False  # the server keeps one
+        self._fingerprint: str | None = None  # of the server that began the stream
         self._seed: dict[str, object] = {}
 
     async def run(self, receive: Receive, send: Send) -> None:
@@ -145,7 +148,7 @@ class Relay:
 
     async def _read(self) -> Prompt:
         scope, config = self._scope, self._site.config
-        with self._site.bodies.holding(tenant_of(scope).owner) as fits:
+        with self._site.bodies.holding(tenant_of(scope).queue) as fits:
             request = Request(scope, self._receive)
             check_media_type(request.headers)
             body = await read_body(request, config.max_body_bytes, fits)
@@ -191,7 +194,7 @@ class Relay:
         """Choose a server; None if there is none left, in which case the last refusal has been sent to the client."""
         servers = self._site.servers
         while True:
-            choice = servers.choose(prompt, self._tried, goes_on=self._begun)
+            choice = servers.choose(prompt, self._tried, self._fingerprint)
             if choice is not None:
                 return choice
             if self._refusal is not None and not self._begun:
@@ -202,6 +205,8 @@ class Relay:
                 if not servers.has_model(prompt.model):
                     raise unknown_model(servers.by_name.values())
                 if not self._patience_end or time.monotonic() >= self._patience_end:
+                    if servers.able(prompt.model):
+                        raise CannotResumeError("the server died, and no other one computes in its way; try again")
                     raise no_server()
             self._tried.clear()  # servers that died may be back, and busy ones may have room
             await servers.wait_for_change(0.25 if self._refusal is None else BUSY_SECONDS)
@@ -219,13 +224,11 @@ class Relay:
         if not self._patience_end:
             self._patience_end = time.monotonic() + WAIT_SECONDS
         self._deaths += error.reached
-        if self._begun and not self._resumes(server):
+        if self._begun and not (self._has_journal and self._journal.is_kept):
             raise ApiError(502, "the server went away while it answered; try again", code="server_lost")
         if self._deaths >= MAX_DEATHS:
             message = f"{self._deaths} servers went away while they worked on this request; it is not sent to others"
             raise ApiError(502, message, code="server_lost")
-        if self._begun:
-            self._continues = self._position.follow()
 
     async def _attempt(self, prompt: Prompt, choice: Choice) -> bool:
         """Send the request to a server. False if another one is to be asked: see `_refused`.
@@ -237,7 +240,7 @@ class Relay:
         sending = Sending(
             self._summary.request_id,
             choice,
-            self._position.has_sent,
+            bool(self._journal.body()),
             prompt.hashes[:KEPT_NAMES],
             self._arrived,
             servers.clock(),
@@ -252,7 +255,7 @@ class Relay:
             if answer.status in _BUSY or (prompt.follows and not self._begun and answer.status in (400, 404)):
                 return await self._refused(answer, server)
             if self._begun and (answer.status != 200 or not _is_stream(answer)):
-                raise CannotResumeError(f"the server died, and another one answered {answer.status}; try again")
+                raise CannotResumeError(_not_resumed(answer.status))
             if _is_stream(answer):
                 self._learn_from_headers(prompt, answer.headers)
                 await self._stream(answer, sending)
@@ -280,12 +283,9 @@ class Relay:
             self._refusal = (answer.status, answer.headers, body)
         return False
 
-    def _resumes(self, server: Server) -> bool:
-        """Whether another server can resume this server's stream."""
-        return server.is_quire and self._scope["path"] in RESUMABLE_PATHS and (self._streams or not self._begun)
-
     def _request(self, prompt: Prompt, choice: Choice) -> bytes:
-        """The request to forward: the client's, plus fields that make the response reproducible on another server."""
+        """The request to forward: the client's, plus fields that make the response reproducible on another server, and
+        the journal of a stream that another one has begun."""
         server, fields = choice.server, {}
         if server.is_quire and prompt.streams:
             fields = self._seed
@@ -299,9 +299,13 @@ class Relay:
             headers.append(_ASK_NAMES)
             if choice.engine.number is not None:
                 headers.append((_REPLICA, b"%d" % choice.engine.number))
+        journal = b""
+        if server.is_quire and prompt.streams and self._scope["path"] in RESUMABLE_PATHS:
+            journal = self._journal.body()
+            headers.append((_JOURNAL, b"%d" % len(journal)))
         if self._site.traces is not None:
             headers += self._site.traces.onward(self._scope)
-        return server.address.request("POST", self._scope["path"], headers, prompt.with_fields(fields))
+        return server.address.request("POST", self._scope["path"], headers, prompt.with_fields(fields) + journal)
 
     # -- answering -----------------------------------------------------------------------------------------
 
@@ -353,37 +357,29 @@ class Relay:
 
     async def _stream(self, answer: Answer, sending: Sending) -> None:
         """Pass on events as they come. Only whole events are sent, so that an error event can still follow."""
-        server = sending.choice.server
         self._streams = True
+        self._has_journal = any(name == _JOURNAL for name, _ in answer.headers)
         if not self._begun:
+            self._fingerprint = sending.choice.server.fingerprint
             await self._start(200, [header for header in answer.headers if header[0] not in _HOP])
+        elif not self._has_journal:
+            raise CannotResumeError("the server died, and the others cannot continue what it began; try again")
+        self._journal.begin()
         rest = b""
         while data := await answer.piece():
             if not sending.begun:
                 self._first_token(sending)
-            data, rest = _whole_events(rest + data if rest else data)
-            if data and self._resumes(server):
-                await self._events(data)
-            elif data:
+            if self._has_journal:
+                data = self._journal.events(data)
+            else:
+                data, rest = _whole_events(rest + data if rest else data)
+            if data:
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        if self._resumes(server) and not self._position.has_finished:
+            if self._journal.lost:
+                raise UpstreamError(self._journal.lost, reached=True)
+        if self._has_journal and not self._journal.has_ended:
             raise UpstreamError("its stream ended without its end", reached=True)
-        await self._send({"type": "http.response.body", "body": b"" if self._resumes(server) else rest})
-
-    async def _events(self, data: bytes) -> None:
-        """Whole events from a Quire server; in a resumed stream, only the part that is new to the client."""
-        lost = None
-        if isinstance(self._position, EventsPosition):
-            data, lost = self._position.before_loss(data)
-        elif _ERROR_EVENT in data:
-            data, lost = _before_loss(data)
-        if self._continues is not None:
-            data = self._continues.events(data)
-        if data:
-            self._position.sent(data)
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        if lost is not None:
-            raise UpstreamError(lost, reached=True)
+        await self._send({"type": "http.response.body", "body": rest})
 
     def _first_token(self, sending: Sending) -> None:
         now = sending.first = self._site.servers.clock()
@@ -402,14 +398,14 @@ class Relay:
         if not self._begun:
             raise answer
         self._summary.reason, self._summary.error = "error", answer.message
-        if self._position.has_finished:
+        if self._journal.has_ended:
             return
         if not self._streams:
             drop(self._scope)  # a document that breaks off must not look like a whole one
             return
-        data = b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(answer.body())
-        if self._is_named:
-            data = b"event: error\ndata: %b\n\n" % msgspec.json.encode(answer.stream_body(self._scope["path"]))
+        path, data = self._scope["path"], b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(answer.body())
+        if path in NAMED_PATHS:
+            data = b"event: error\ndata: %b\n\n" % msgspec.json.encode(answer.stream_body(path))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSING_SECONDS):
                 await self._send({"type": "http.response.body", "body": data})
@@ -428,7 +424,7 @@ def _is_stream(answer: Answer) -> bool:
 
 def _whole_events(data: bytes) -> tuple[bytes, bytes]:
     """Split after the last whole event: what to pass on, and the rest. Without an event's end for long, pass on all."""
-    cut = max(data.rfind(EVENT_END) + 2, data.rfind(b"\r\n\r\n") + 4)
+    cut = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4)
     if cut < 4:
         return (data, b"") if len(data) > MOST_EVENT_BYTES else (b"", data)
     return data[:cut], data[cut:]
@@ -451,14 +447,10 @@ def _is_not_stored(status: int, body: bytes, is_quire: bool) -> bool:
     return status == 404 and not is_quire
 
 
-def _before_loss(data: bytes) -> tuple[bytes, str | None]:
-    """Events before the one that announces the server's shutdown, and its message; or all of them, and None."""
-    at = data.index(_ERROR_EVENT)
-    with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError, IndexError):
-        error = msgspec.json.decode(payloads(data[at:])[0])["error"]
-        if error["code"] in _GONE:
-            return data[:at], str(error["message"])
-    return data, None
+def _not_resumed(status: int) -> str:
+    """Why a stream cannot go on at a server that answered this."""
+    why = "the others compute in another way" if status == _OTHER_KERNELS else f"another one answered {status}"
+    return f"the server died, and {why}; try again"
 
 
 def no_server() -> ApiError:

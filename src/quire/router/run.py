@@ -29,7 +29,8 @@ for down."""
 def make_site(config: RouterConfig) -> Site:
     """Make a router's shared state, with the servers that were configured."""
     key = config.server_key or (config.api_key[0] if config.api_key else "")
-    servers = Servers(config.policy, key, cacert=config.cacert, max_connections=max_connections() // FILES)
+    most = max_connections() // FILES
+    servers = Servers(config.policy, key, cacert=config.cacert, max_connections=most, mixed=config.mixed)
     for url in filter(is_server, config.server):
         servers.add(url)
     for url in filter(is_server, config.prefill_server):

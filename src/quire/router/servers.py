@@ -2,7 +2,8 @@
 
 Each server is checked every second, with exponential backoff after failures. Before it gets requests, and again when it
 was down, it must show that it has an OpenAI-compatible API, accepts the router's key, and serves the same model as
-other servers under the same name.
+other servers under the same name. Of Quire servers whose tokens would differ, since they have other kernels or another
+precision, one group serves a model, and the others stand aside.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
@@ -50,7 +52,7 @@ ON_DECODE = 4.0
 """With prefill servers, a second of prefill on another server is weighted by this factor: it delays all streams there,
 which prefill servers are meant to prevent."""
 
-State = Literal["new", "up", "down", "loading", "refused"]
+State = Literal["new", "up", "down", "loading", "refused", "aside"]
 Role = Literal["serve", "prefill"]
 Origin = str
 """How the router learned of a server: "given" (an option), "joined" (by itself), "file", or a source's URL."""
@@ -95,7 +97,8 @@ class Server:
 
     Attributes:
         name: host and port.
-        state: "refused" means that it answers but must not be used; `reason` says why.
+        state: "refused" means that it answers but must not be used, and "aside" that servers which compute in another
+            way serve its model; `reason` says why.
         draining: it gets no new requests.
         failures: recent consecutive failures; reset after `WELL_SECONDS`.
         engines: at least one.
@@ -132,6 +135,11 @@ class Server:
         return self.state == "up" and not self.draining
 
     @property
+    def fingerprint(self) -> str:
+        """What its tokens depend on; "" if it is not known."""
+        return str(self.told.get("fingerprint") or "")
+
+    @property
     def waiting(self) -> int:
         """Requests that this router has sent there and that wait for their first token."""
         return sum(one.load.waiting for one in self.engines)
@@ -161,6 +169,7 @@ class Server:
             "reason": self.reason,
             "retry_in_s": round(max(0.0, self.retry_at - now), 1) if self.state == "down" else None,
             "quire": self.is_quire,
+            "fingerprint": self.fingerprint,
             "models": sorted(self.models),
             "waiting": self.waiting,
             "running": self.running,
@@ -182,6 +191,7 @@ class Servers:
         key: the API key that the router itself sends to the servers; "" for none.
         cacert: see `quire.tls.client_context`.
         max_connections: most connections to all of them, as far as requests do not need more.
+        mixed: servers whose tokens differ may serve one model.
     """
 
     def __init__(
@@ -191,7 +201,9 @@ class Servers:
         clock: Callable[[], float] = time.monotonic,
         cacert: str | None = None,
         max_connections: int = 1 << 20,
+        mixed: bool = False,
     ) -> None:
+        self._mixed, self._serving = mixed, dict[str, str]()  # by model: the fingerprint of those that serve it
         self._cacert, self._connections = cacert, Connections(max_connections)
         self.by_name: dict[str, Server] = {}
         self.knowledge = Knowledge()
@@ -232,6 +244,7 @@ class Servers:
         self._looking.pop(name).cancel()
         self._forget(server)
         server.state, server.reason = "down", "it was removed"
+        self.regroup()
         event(logger, "server_removed", f"server {name} was removed", server=name)
 
     def _forget(self, server: Server) -> None:
@@ -264,14 +277,14 @@ class Servers:
 
     # -- choosing ------------------------------------------------------------------------------------------
 
-    def choose(self, prompt: Prompt, avoid: Collection[str] = (), goes_on: bool = False) -> Choice | None:
+    def choose(self, prompt: Prompt, avoid: Collection[str] = (), goes_on: str | None = None) -> Choice | None:
         """Choose a server for a request; None if none can take it now.
 
         Args:
             avoid: servers that have been tried.
-            goes_on: its stream has begun on another server, so only a Quire server can resume it.
+            goes_on: its stream has begun on another server with this fingerprint, so only such a one can resume it.
         """
-        able = [one for one in self.able(prompt.model) if one.name not in avoid and (one.is_quire or not goes_on)]
+        able = [one for one in self.able(prompt.model, goes_on) if one.name not in avoid]
         plain = [one for one in able if one.role == "serve"] or able  # a prefill server can serve if no other is left
         prefill = [] if prompt.moved or plain is able else [one for one in able if one.role == "prefill"]
         tokens = self.tokens_of(prompt.size)
@@ -293,7 +306,7 @@ class Servers:
     ) -> list[Candidate]:
         """The engines of some servers as candidates for a prompt. `source`: a prefill server that could compute it."""
         now, common, found = self.clock(), common_rate(engine.load for _, engine in places), []
-        for server, engine in places:
+        for _, engine in places:
             load, fetch = engine.load, 0.0
             held = self.tokens_of(self.knowledge.held(engine.name, prompt.hashes) * CHUNK_BYTES)
             if source is not None:
@@ -301,7 +314,7 @@ class Servers:
             candidate = Candidate(
                 name=engine.name,
                 rate=load.rate(common),
-                is_up=server.is_up and engine.is_up,
+                is_up=engine.is_up,
                 held=held,
                 queued=load.queued,
                 waiting=load.waiting,
@@ -323,9 +336,13 @@ class Servers:
         if tokens >= 8:
             self.bytes_per_token += 0.05 * (min(64.0, max(0.25, size / tokens)) - self.bytes_per_token)
 
-    def able(self, model: str | None) -> list[Server]:
-        """The servers that accept requests for this model; None: for any."""
-        return [one for one in self.by_name.values() if one.is_up and (model is None or model in one.models)]
+    def able(self, model: str | None, goes_on: str | None = None) -> list[Server]:
+        """The servers that accept requests for this model; None: for any. `goes_on`: see `choose`."""
+        found = [one for one in self.by_name.values() if model is None or model in one.models]
+        if goes_on is None:
+            return [one for one in found if one.is_up]
+        alike = [one for one in found if one.is_quire and one.fingerprint == goes_on]
+        return [one for one in alike if one.is_up or (one.state == "aside" and not one.draining)]
 
     def has_model(self, model: str | None) -> bool:
         """Whether any server, even one that is down, serves this model; True while no server's models are known."""
@@ -355,12 +372,15 @@ class Servers:
             server.failures = 0
         if server.state != "down":
             server.num_failures += 1
+        was_there = server.state in ("up", "aside")
         wait = min(MAX_BACKOFF, FIRST_BACKOFF * 2.0**server.failures)
         server.failures, server.failed_at, server.retry_at = min(server.failures + 1, 16), now, now + wait
         if not server.is_quire:  # its cache may be lost; a Quire server reports that itself
             self._forget(server)
         self._set_state(server, "down", reason)
         server.wake.set()
+        if was_there:
+            self.regroup()
 
     def _set_state(self, server: Server, state: State, reason: str) -> None:
         if server.state != state or (state == "refused" and server.reason != reason):
@@ -369,6 +389,30 @@ class Servers:
             event(logger, "server_state", text, level=level, server=server.name, state=state, reason=reason)
             self._changed.set()
         server.state, server.reason = state, reason
+
+    def regroup(self) -> None:
+        """Of the servers of a model, let those with one fingerprint serve it, and the others stand aside: most of them,
+        and among equally many those that serve it now. Servers that only compute prompts do not count.
+        """
+        there = [one for one in self.by_name.values() if one.state in ("up", "aside")]
+        for model in {name for one in there for name in one.models} if not self._mixed else ():
+            voters = [one for one in there if model in one.models and one.fingerprint and not one.draining]
+            counts = Counter({one.fingerprint: 0 for one in voters})
+            counts.update(one.fingerprint for one in voters if one.role == "serve")
+            if counts:
+                now = self._serving.get(model)
+                self._serving[model] = max(counts, key=lambda each: (counts[each], each == now))
+        for one in there:
+            own, serving = one.fingerprint, {self._serving.get(model, "") for model in one.models} - {""}
+            if self._mixed or not own or serving <= {own}:
+                self._set_state(one, "up", "")
+            else:
+                reason = (
+                    f"its tokens would be others: it computes as {own}, and the servers of its model as "
+                    f"{', '.join(sorted(serving - {own}))}; give all the same precision and --cpu-kernels, or the "
+                    "router --mixed"
+                )
+                self._set_state(one, "aside", reason)
 
     async def _look_after(self, server: Server) -> None:
         """Check a server periodically."""
@@ -401,7 +445,7 @@ class Servers:
             await _wait(server.wake, left)
 
     async def _look_at(self, server: Server) -> None:
-        fetch = server.upstream.fetch
+        fetch, before = server.upstream.fetch, server.fingerprint
         status, body = await fetch("GET", "/v1/models", self._headers, seconds=PATIENCE_SECONDS)
         if status in (401, 403):
             self._set_state(server, "refused", _wrong_key(status, bool(self._headers)))
@@ -429,8 +473,11 @@ class Servers:
         if conflict is not None:
             self._set_state(server, "refused", conflict)
             return
+        is_new = server.state not in ("up", "aside") or server.models.keys() != models.keys()
         server.models = models
-        self._set_state(server, "up", "")
+        if is_new or server.fingerprint != before:
+            server.state = server.state if server.state in ("up", "aside") else "aside"
+            self.regroup()
 
     def _take_load(self, server: Server, told: dict[str, Any]) -> None:
         """Take in a Quire server's report about itself."""

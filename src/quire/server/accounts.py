@@ -60,15 +60,21 @@ class Account:
             before = counts[choice.index]
             if count == before:
                 continue
-            if before == 0:
+            if not times[choice.index]:
                 self._began(index, now)
-                self._metrics.token_gap(0.0, count - 1)
+                self._metrics.token_gap(0.0, count - before - 1)
             else:
                 self._metrics.token_gap(now - times[choice.index], count - before)
             counts[choice.index], times[choice.index] = count, now
         if output.finished:
             self._ticket.begun(index)  # one that only scores its prompt has no token
             self._close(index, output, now)
+
+    def replay(self, index: int, output: RequestOutput) -> None:
+        """Take over what another server generated of a prompt's output, and measured."""
+        self._outputs[index] = output
+        for choice in output.outputs:
+            self._counts[index][choice.index] = len(choice.token_ids)
 
     def _began(self, index: int, now: float) -> None:
         """A choice of this prompt has its first token."""

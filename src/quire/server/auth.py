@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,12 +38,19 @@ class Tenant:
         is_operator: may use the administrative routes, the live view and the metrics.
         is_scraper: may only read the metrics.
         label: the key's name in the log; "" if there is none.
+        address: without keys, the network address that takes a turn of its own; "" if there is none.
     """
 
     owner: str = ""
     is_operator: bool = True
     is_scraper: bool = False
     label: str = ""
+    address: str = ""
+
+    @property
+    def queue(self) -> str:
+        """Who takes turns with others: the key, or without keys the address. It separates nothing else."""
+        return self.owner or self.address
 
 
 class Tenants:
@@ -75,10 +83,14 @@ class Tenants:
             tenant = Tenant(is_operator=False, is_scraper=True, label=f"metrics key {index}")
             self._tenants.append((self._digest(key.encode()), tenant))
 
-    def find(self, authorization: Sequence[bytes]) -> Tenant | None:
-        """The tenant whose key is in the `Authorization` headers, or None. Takes the same time for every wrong key."""
+    def find(self, authorization: Sequence[bytes], address: str = "") -> Tenant | None:
+        """The tenant whose key is in the `Authorization` headers, or None. Takes the same time for every wrong key.
+
+        Args:
+            address: the client's.
+        """
         if not self._tenants:
-            return Tenant()
+            return Tenant(address=_network(address))
         if len(authorization) != 1:
             return None
         scheme, _, key = authorization[0].partition(b" ")
@@ -96,6 +108,15 @@ class Tenants:
 
 def _named(key: str, secret: bytes) -> str:
     return hashlib.blake2b(key.encode(), key=secret, digest_size=TENANT_BYTES, person=b"quire tenant").hexdigest()
+
+
+def _network(address: str) -> str:
+    """An address; of IPv6, whose hosts have as many as they like, the network."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return ""
+    return address if found.version == 4 else str(ipaddress.ip_network((found, 64), strict=False))
 
 
 def is_open(path: str) -> bool:
@@ -119,7 +140,8 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            tenant = scope["quire.tenant"] = self.tenants.find(authorization_of(scope))
+            address = (scope.get("client") or ("",))[0]
+            tenant = scope["quire.tenant"] = self.tenants.find(authorization_of(scope), address)
             if tenant is not None:
                 summary_of(scope).key = tenant.label
             refusal = None if is_open(scope["path"]) else self._refusal(scope, tenant)

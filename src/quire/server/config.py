@@ -18,7 +18,6 @@ from quire.errors import ConfigError
 from quire.kv.directory import masked
 from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
 from quire.server.http_options import HttpOptions, check_each
-from quire.server.service_registry import SCHEMES, ServiceRegistry
 
 MIN_STALL_SECONDS = 5.0
 
@@ -55,8 +54,7 @@ class ServerConfig(HttpOptions):
     )
     join: str | None = option(
         None,
-        "URL of a router (quire route) that should send requests here, or of a Redis where routers look for servers; "
-        "router and server need the same first --api-key",
+        "URL of a router (quire route) that should send requests here; router and server need the same first --api-key",
     )
     admin: bool = option(False, "offer /reset_prefix_cache, /debug/requests and /debug/steps")
 
@@ -69,17 +67,14 @@ class ServerConfig(HttpOptions):
             )
         if self.join is not None and self.uds is not None:
             raise ConfigError("join needs a port that the router can reach, but uds is set; leave one of them out")
-        if self.join is not None and not self.join.startswith(("http://", "https://", *SCHEMES)):
+        if self.join is not None and not self.join.startswith(("http://", "https://")):
             raise ConfigError(
-                f"join={masked(self.join)!r} is not a router's URL; give one such as http://127.0.0.1:8080, or "
-                "redis://HOST:PORT, where routers find servers (quire route --server redis://...)"
+                f"join={masked(self.join)!r} is not a router's URL; give one such as http://127.0.0.1:8080"
             )
         if self.join is not None and not self.api_key:
             raise ConfigError(
                 "join needs api_key, since a router accepts servers that have its key; give both the same one"
             )
-        if self.join is not None and self.join.startswith(SCHEMES):
-            ServiceRegistry(self.join, "join", self.api_key[0]).close()  # whether it could be used
         check_each("served_model_name", self.served_model_name, _NAME, "1 to 256 printable characters")
 
     def model_names(self, model: str) -> tuple[str, ...]:

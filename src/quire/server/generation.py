@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -22,10 +23,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quire.core.request import RequestUpdate
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.frontend import Prepared
 from quire.engine.outputs import RequestOutput
 from quire.errors import (
+    EngineClosedError,
     PromptTooLongError,
     RequestError,
     SamplingParamsError,
@@ -41,9 +44,18 @@ from quire.server.auth import tenant_of
 from quire.server.body import check_media_type
 from quire.server.context import AppContext, stop_error
 from quire.server.errors import ApiError, api_error, generation_error, invalid
+from quire.server.journal import (
+    JOURNAL,
+    MAX_JOURNAL_BYTES,
+    Journal,
+    Opening,
+    earlier_updates,
+    other_kernels,
+    split_body,
+)
 from quire.server.limits import Limits
 from quire.server.protocol import ChatCall, CompletionCall, DetokenizeCall, GenerationCall, TokenizeCall
-from quire.server.request_log import note_call, summary_of
+from quire.server.request_log import REQUEST_ID, note_call, summary_of
 from quire.server.responses import ChatResponder, CompletionResponder, Responder
 from quire.server.streaming import AnswerWriter, CutOffError, merged, supervised, unless
 from quire.server.transport import SMALL_BODY_BYTES, Bodies, drop, read_body
@@ -67,6 +79,9 @@ PROMPT_TOKENS = "x-quire-prompt-tokens"
 
 PROMPT_NAMES = "quire.prompt_names"
 """The scope's key for the names."""
+
+ENTRIES = "quire.journal_entries"
+"""The scope's key for the entries of the journal that another server began; there if a router asks for one."""
 
 LARGE_BODIES = 16
 """How many bodies of the largest size, or more smaller ones, may be held at once before they are parsed."""
@@ -126,10 +141,14 @@ async def read_call(shared: Shared, request: Request, parse: Callable[[bytes, Li
     if (number := request.headers.get(REPLICA)) is not None:
         request.scope[REPLICA] = _replica(number, len(shared.context.client.links))
     limits = Limits(max_model_len=info.max_model_len if info is not None else None)
-    with shared.bodies.holding(tenant_of(request.scope).owner) as fits:
-        body = await read_body(request, server.max_body_bytes, fits, server.request_timeout)
+    with shared.bodies.holding(tenant_of(request.scope).queue) as fits:
+        extra = _journal_bytes(request)
+        body = await read_body(request, server.max_body_bytes + (extra or 0), fits, server.request_timeout)
         # A large body is parsed in a thread, so that it does not delay the tokens of other requests.
         large = len(body) > SMALL_BODY_BYTES
+        if extra is not None:
+            split = await asyncio.to_thread(split_body, body, extra) if large else split_body(body, extra)
+            body, request.scope[ENTRIES] = split
         call = await asyncio.to_thread(parse, body, limits) if large else parse(body, limits)
         if request.headers.get(ASK_NAMES) is not None:  # a router's request
             named = body, request.headers.get("authorization", "").encode("latin-1")
@@ -154,6 +173,20 @@ async def render(pool: TokenizerPool, call: ChatCall | TokenizeCall, max_tokens:
     )
     call.ignore([call.hints.get(name, f"chat_template_kwargs.{name}") for name in chat.unused])
     return chat
+
+
+def _journal_bytes(request: Request) -> int | None:
+    """How many bytes of a journal follow the body; None if no router asks for a journal.
+
+    Raises:
+        ApiError: no number, or too many.
+    """
+    told = request.headers.get(JOURNAL)
+    if told is None:
+        return None
+    if not (told.isascii() and told.isdigit() and len(told) < 9 and int(told) <= MAX_JOURNAL_BYTES):
+        raise invalid(f"{JOURNAL} is {told[:16]!r}; it is a number of bytes, at most {MAX_JOURNAL_BYTES}", JOURNAL)
+    return int(told)
 
 
 def _replica(named: str, count: int) -> int:
@@ -196,6 +229,7 @@ class Generation:
         self._scope = scope
         self._summary = summary_of(scope)
         self._id = self._summary.request_id
+        self._created = int(time.time())
         self._arrived = time.monotonic()
         self._tokenize_seconds = 0.0
         self._account: Account | None = None  # once it runs
@@ -212,6 +246,7 @@ class Generation:
         writer = self._writer(send)
         try:
             call = await read_call(self._shared, Request(self._scope, receive), self._parse)
+            self._resume()
             await self._supervised(self._answer(call, writer), writer, receive)
             self._reason = self._account.finish_reason if self._account else "stop"
         except ClientDisconnect:
@@ -224,6 +259,26 @@ class Generation:
             await self._fail(error, writer)
         finally:
             self._end()
+
+    def _resume(self) -> None:
+        """If another server has begun this stream, its events are to be one stream's.
+
+        Raises:
+            ApiError: the tokens would be others.
+        """
+        opening = next((entry.opening for entry in self._scope.get(ENTRIES, ()) if entry.opening), None)
+        if opening is None:
+            return
+        if opening.fingerprint != self._fingerprint:
+            raise other_kernels()
+        if not REQUEST_ID.fullmatch(opening.id):
+            raise invalid(f"the journal has the id {opening.id[:64]!r}, which is no response's", JOURNAL)
+        self._id, self._created = opening.id, opening.created
+
+    @property
+    def _fingerprint(self) -> str:
+        info = self._context.client.info
+        return info.fingerprint if info is not None else ""
 
     def _writer(self, send: Send) -> AnswerWriter:
         return AnswerWriter(send)
@@ -250,7 +305,7 @@ class Generation:
 
     async def _answer(self, call: Call, writer: AnswerWriter) -> None:
         """Everything from admission to the last byte. It may be cancelled at any point."""
-        ticket = self._shared.admission.enter(call.num_choices, call.price(), tenant_of(self._scope).owner)
+        ticket = self._shared.admission.enter(call.num_choices, call.price(), tenant_of(self._scope).queue)
         try:
             began = time.monotonic()
             prepared = await unless(self._context.stopping, self._prepare(call))
@@ -345,20 +400,19 @@ class Generation:
         headers = _headers(call, prepared)
         if PROMPT_NAMES in self._scope:
             headers[PROMPT_TOKENS] = str(sum(len(prompt.token_ids) for prompt in prepared))
+        streams = self._streams(call, prepared, account, responder, writer)
         outputs: dict[int, RequestOutput] = {}
         chunks: list[bytes] = []
         if call.stream:
-            await writer.start(headers)
-        # A router knows names, and chooses a replica, only for bodies with a single prompt.
-        told = (self._scope.get(PROMPT_NAMES, b""), self._scope.get(REPLICA)) if len(prepared) == 1 else (b"", None)
-        async with contextlib.aclosing(merged([self._stream(prompt, *told) for prompt in prepared])) as news:
+            await writer.start(headers | ({} if writer.journal is None else {JOURNAL: "1"}))
+        async with contextlib.aclosing(merged(streams)) as news:
             async for batch in news:
                 now = time.monotonic()
                 for index, output in batch:
                     outputs[index] = output
                     account.take(index, output, now)
                 if call.stream:
-                    chunks = [chunk for index, output in batch for chunk in responder.chunks(index, output)]
+                    chunks = self._chunks(batch, responder, writer)
                 if not account.num_open and account.failure is None:
                     break
                 if call.stream:
@@ -375,23 +429,73 @@ class Generation:
             return
         await writer.end([*chunks, *responder.closing(ordered)])
 
-    def _stream(self, prompt: Prepared, names: bytes, replica: int | None) -> AsyncGenerator[RequestOutput, None]:
-        return self._context.client.generate(
-            prompt,
-            name=self._id,
-            owner=tenant_of(self._scope).owner,
-            arrived=self._arrived,
-            tokenize_seconds=self._tokenize_seconds,
-            prompt_names=names,
-            replica=replica,
-        )
+    def _chunks(
+        self, batch: Sequence[tuple[int, RequestOutput]], responder: Responder, writer: AnswerWriter
+    ) -> list[bytes]:
+        """What is new for the client, noted in the journal if there is one.
+
+        Raises:
+            ApiError: another server can generate the rest, which this one cannot.
+        """
+        if writer.journal is None:
+            return [chunk for index, output in batch for chunk in responder.chunks(index, output)]
+        if self._context.stopping.is_set():
+            raise stop_error()
+        if self._context.client.state == "failed":
+            raise EngineClosedError("the engine is gone")
+        chunks = []
+        for index, output in batch:
+            chunks += responder.chunks(index, output)
+            writer.journal.note(index, output)
+        writer.journal.events = responder.num_events
+        return chunks
+
+    def _streams(
+        self, call: Call, prepared: list[Prepared], account: Account, responder: Responder, writer: AnswerWriter
+    ) -> list[AsyncGenerator[RequestOutput, None]]:
+        """The outputs of all prompts as they grow. What another server has sent of them is replayed.
+
+        Raises:
+            ApiError: what it has sent cannot be of this request.
+        """
+        client, entries = self._context.client, self._scope.get(ENTRIES)
+        earlier: dict[int, list[RequestUpdate]] = {}
+        if call.stream and entries is not None and client.info is not None:
+            earlier = earlier_updates(entries, prepared, client.info.vocab_size)
+            opening = None if entries else Opening(self._id, self._created, self._fingerprint)
+            writer.journal = Journal(call.params.n, opening)
+
+        def replay(index: int, output: RequestOutput) -> None:
+            responder.chunks(index, output)
+            account.replay(index, output)
+            if writer.journal is not None and entries:
+                writer.journal.replayed(index, output)
+                responder.num_events = entries[-1].events
+
+        # A router knows names, and chooses a replica, only for bodies with a single prompt.
+        told = (self._scope.get(PROMPT_NAMES, b""), self._scope.get(REPLICA)) if len(prepared) == 1 else (b"", None)
+        return [
+            client.generate(
+                prompt,
+                name=self._id,
+                owner=tenant_of(self._scope).owner,
+                queue=tenant_of(self._scope).queue,
+                arrived=self._arrived,
+                tokenize_seconds=self._tokenize_seconds,
+                prompt_names=told[0],
+                replica=told[1],
+                earlier=earlier.get(index, ()),
+                replayed=functools.partial(replay, index),
+                leaves=PROMPT_NAMES in self._scope,
+            )
+            for index, prompt in enumerate(prepared)
+        ]
 
     def _responder(self, call: Call) -> Responder:
         info, tokenizer = self._context.client.info, self._context.client.tokenizer
-        fingerprint = info.fingerprint if info is not None else ""
         texts = (tokenizer.token_text, tokenizer.token_bytes) if tokenizer is not None else (_no_text, _no_bytes)
-        created, model = int(time.time()), self._context.model_names[0]
-        of_server = model, fingerprint, *texts, info.kv_transfer if info is not None else {}
+        created, model = self._created, self._context.model_names[0]
+        of_server = model, self._fingerprint, *texts, info.kv_transfer if info is not None else {}
         if isinstance(call, ChatCall):
             return ChatResponder(call, self._id, created, *of_server)
         return CompletionResponder(call, self._id, created, *of_server)
@@ -426,7 +530,7 @@ class Document(Generation, ABC):
     """A call that runs no request: `_document` makes its response, while the call has a place in the queue."""
 
     async def _answer(self, call: Any, writer: AnswerWriter) -> None:
-        ticket = self._shared.admission.enter(1, call.price(), tenant_of(self._scope).owner)
+        ticket = self._shared.admission.enter(1, call.price(), tenant_of(self._scope).queue)
         try:
             document = await unless(self._context.stopping, self._document(call))
         finally:

@@ -1,4 +1,4 @@
-"""Registers a server with a router, or in a Redis that routers read, and renews that until the server stops."""
+"""Registers a server with a router, and renews that until the server stops."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from typing import Protocol
 from urllib.parse import urlsplit
 
-from quire.errors import QuireError
-from quire.kv.directory import masked
 from quire.log import event
 from quire.server.http_options import HttpOptions
 from quire.server.processes import host_and_port, scheme_of, url_of
-from quire.server.service_registry import SCHEMES, ServiceRegistry
 from quire.tls import client_context, why_untrusted
 
 logger = logging.getLogger(__name__)
@@ -43,18 +39,8 @@ def url_for(router: str, listener: socket.socket, place: HttpOptions) -> str:
     return f"{scheme_of(place)}://{host_and_port(host, port)}"
 
 
-class Host(Protocol):
-    """Where a server registers."""
-
-    async def say(self, leaves: bool) -> str:
-        """Register, renew, or with `leaves` deregister; returns "joined", or what is wrong."""
-
-    async def close(self) -> None:
-        """Close the connection."""
-
-
-class RouterHost:
-    """A router, by its `/admin/join`."""
+class Registration:
+    """A server at a router, by its `/admin/join`."""
 
     def __init__(self, router: str, key: str, url: str, role: str, cacert: str | None) -> None:
         import httpx2
@@ -70,7 +56,7 @@ class RouterHost:
         )
 
     async def say(self, leaves: bool) -> str:
-        """See `Host`."""
+        """Register, renew, or with `leaves` deregister; returns "joined", or what is wrong."""
         router = self._router
         try:
             answer = await self._client.post("/admin/join", json={**self._said, "leaves": leaves})
@@ -87,30 +73,8 @@ class RouterHost:
         return f"the router {router} sends nothing here: {found.get('reason')}" if refused else JOINED
 
     async def close(self) -> None:
-        """See `Host`."""
+        """Close the connection."""
         await self._client.aclose()
-
-
-class RedisHost:
-    """A Redis that routers read."""
-
-    def __init__(self, redis: str, key: str, url: str, role: str) -> None:
-        self._registry, self._url, self._role = ServiceRegistry(redis, "--join", key), url, role
-
-    async def say(self, leaves: bool) -> str:
-        """See `Host`."""
-        registry = self._registry
-        try:
-            await asyncio.to_thread(
-                lambda: registry.leave(self._url) if leaves else registry.join(self._url, self._role)
-            )
-        except QuireError as error:
-            return str(error)
-        return JOINED
-
-    async def close(self) -> None:
-        """See `Host`."""
-        self._registry.close()
 
 
 async def keep_joined(
@@ -119,20 +83,18 @@ async def keep_joined(
     """Register and keep renewing, in case the router was restarted, until `leaving` returns true. Never raises.
 
     Args:
-        router: its URL, or that of a Redis; both have been checked.
+        router: its URL, which has been checked.
         cacert: see `quire.tls.client_context`.
     """
-    redis = router.startswith(SCHEMES)
-    host: Host = RedisHost(router, key, url, role) if redis else RouterHost(router, key, url, role, cacert)
-    what, told = masked(router) if redis else f"the router {router}", ""
+    host, told = Registration(router, key, url, role, cacert), ""
     try:
         while not leaving():
             now = await host.say(leaves=False)
             if now != told:
                 told = now
-                text = f"joined {what} as {url}" if now == JOINED else now
+                text = f"joined the router {router} as {url}" if now == JOINED else now
                 level = logging.INFO if now == JOINED else logging.WARNING
-                event(logger, "join", text, level=level, router=masked(router))
+                event(logger, "join", text, level=level, router=router)
             for _ in range(int(JOIN_SECONDS / POLL_SECONDS)):
                 if leaving():
                     break

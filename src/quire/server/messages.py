@@ -27,8 +27,7 @@ class Messages(Generation):
         return NamedEventWriter(send, lambda error: [_encode(error.body(ANTHROPIC))])
 
     def _responder(self, call: Any) -> Responder:
-        info = self._context.client.info
-        return MessagesResponder(call, self._id, self._context.model_names[0], info.fingerprint if info else "")
+        return MessagesResponder(call, self._id, self._context.model_names[0], self._fingerprint)
 
 
 class CountTokens(Document, Messages):

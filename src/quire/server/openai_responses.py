@@ -62,8 +62,8 @@ class Responses(Generation):
         await writer.whole(self._made.body("queued"), {})
 
     def _begin(self, call: ResponseCall) -> None:
-        info = self._context.client.info
-        self._made = ResponseObject(call, self._id, self._context.model_names[0], info.fingerprint if info else "")
+        head = self._id, self._context.model_names[0], self._fingerprint, self._created
+        self._made = ResponseObject(call, *head)
         if call.stores:
             owner = tenant_of(self._scope).owner
             self._stored = Stored(self._id, owner, self._made.body("in_progress"), _encode(call.input))
@@ -148,19 +148,25 @@ class ResponseObject:
 
     Args:
         call: its request. model: the model's name. fingerprint: `system_fingerprint`, as in the chat route.
+        created: Unix time in whole seconds.
+
+    Attributes:
+        sequence: the next event's number.
     """
 
-    def __init__(self, call: ResponseCall, response_id: str, model: str, fingerprint: str) -> None:
+    def __init__(
+        self, call: ResponseCall, response_id: str, model: str, fingerprint: str, created: int | None = None
+    ) -> None:
         asked = call.asked
         self.blocks = Blocks({name for name, tool in call.called.items() if tool.custom})
         self._call = call
         self._suffix = response_id.removeprefix("resp_")
-        self._sequence = 0
+        self.sequence = 0
         self._usage: dict[str, Any] | None = None
         self._head = {
             "id": response_id,
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": int(time.time()) if created is None else created,
             "model": model,
             "background": bool(asked.background),
             "instructions": asked.instructions,
@@ -248,8 +254,8 @@ class ResponseObject:
 
     def event(self, kind: str, **fields: Any) -> bytes:
         """The next event of its stream."""
-        made = _encode({"type": kind, "sequence_number": self._sequence, **fields})
-        self._sequence += 1
+        made = _encode({"type": kind, "sequence_number": self.sequence, **fields})
+        self.sequence += 1
         return made
 
 
@@ -259,6 +265,15 @@ class ResponsesResponder(Responder):
     def __init__(self, made: ResponseObject, store: ResponseStore, stored: Stored | None) -> None:
         self._made, self._store, self._stored = made, store, stored
         self._begun = False
+
+    @property
+    def num_events(self) -> int:  # type: ignore[override]
+        """See `Responder`."""
+        return self._made.sequence
+
+    @num_events.setter
+    def num_events(self, number: int) -> None:
+        self._made.sequence = number
 
     def full(self, outputs: list[RequestOutput]) -> bytes:
         [choice] = outputs[0].outputs

@@ -40,9 +40,11 @@ class Responder(ABC):
 
     Attributes:
         takes_long: building the document may take long, so that it is built in a thread.
+        num_events: events so far, where they are numbered.
     """
 
     takes_long = False
+    num_events = 0
 
     @abstractmethod
     def full(self, outputs: list[RequestOutput]) -> bytes:

@@ -18,6 +18,7 @@ from starlette.types import Receive, Send
 
 from quire.engine.outputs import RequestOutput
 from quire.server.errors import ApiError
+from quire.server.journal import GONE, Journal, lost
 
 SILENCE_SECONDS = 15.0
 """After this long without events a stream sends a comment, since proxies and clients close silent ones."""
@@ -51,11 +52,13 @@ class AnswerWriter:
     Attributes:
         begun: the status has been sent and cannot be changed.
         ended: nothing more can be written.
+        journal: of the stream, if a router asked for one.
     """
 
     def __init__(self, send: Send) -> None:
         self.begun = False
         self.ended = False
+        self.journal: Journal | None = None
         self._send = send
         self._lock = asyncio.Lock()  # so that a comment never interrupts another write
         self._streams = False
@@ -75,11 +78,12 @@ class AnswerWriter:
     async def events(self, bodies: Sequence[bytes]) -> None:
         """Send events with these JSON bodies, in one write."""
         if bodies:
-            await self._write(self._framed(bodies))
+            await self._write(self._framed(bodies) + self._mark())
 
     async def end(self, bodies: Sequence[bytes] = ()) -> None:
         """Send the last events, and the one event that ends every stream."""
-        await self._write(self._framed([*bodies, *self._last]), more=False)
+        mark = b"" if self.journal is None else self.journal.end()
+        await self._write(self._framed([*bodies, *self._last]) + mark, more=False)
 
     async def fail(self, error: ApiError) -> bool:
         """End a stream with an error; False if it is too late for that."""
@@ -87,7 +91,10 @@ class AnswerWriter:
             return False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSING_SECONDS):
-                await self.end(self._failed(error))
+                if self.journal is not None and error.code in GONE:
+                    await self._write(lost(error.message), more=False)
+                else:
+                    await self.end(self._failed(error))
         return self.ended
 
     _last: Sequence[bytes] = (b"[DONE]",)
@@ -114,7 +121,11 @@ class AnswerWriter:
     async def comment(self) -> None:
         """Send a comment, unless something else is being sent."""
         if self.is_silent():
-            await self._write(b": waiting\n\n")
+            await self._write(b": waiting\n\n" + self._mark())
+
+    def _mark(self) -> bytes:
+        """What ends a write that has a journal."""
+        return b"" if self.journal is None else self.journal.comment()
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.begun = True
