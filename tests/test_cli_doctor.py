@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -40,6 +41,26 @@ physical id\t: 1
 core id\t\t: 0
 flags\t\t: fpu avx2 avx512f avx512_bf16
 """
+
+
+def test_a_fleet_is_told_which_kernels_all_of_its_machines_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def report(name: str, *usable: str) -> str:
+        path = tmp_path / name
+        path.write_text(json.dumps({"kernels": {"usable": usable}}))
+        return str(path)
+
+    new, old = report("new", "amx", "avx512", "avx2", "sse2"), report("old", "avx2", "sse2")
+    assert main(["doctor", "--fleet", new, old]) == 0
+    assert (
+        "All of them have avx2, sse2; for equal tokens give all servers --cpu-kernels avx2" in capsys.readouterr().out
+    )
+    assert main(["doctor", "--json", "--fleet", new, report("arm", "neon")]) == 1
+    assert json.loads(capsys.readouterr().out)["common"] == []
+    (tmp_path / "text").write_text("Machine")
+    assert main(["doctor", "--fleet", str(tmp_path / "text")]) != 0
+    assert "run that on each machine" in capsys.readouterr().err
 
 
 def test_the_report_says_all_that_was_promised(capsys: pytest.CaptureFixture[str]) -> None:

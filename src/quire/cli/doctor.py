@@ -19,6 +19,8 @@ import msgspec
 
 from quire import __version__
 from quire.devices import find_device
+from quire.errors import ConfigError
+from quire.typed_json import BAD_JSON
 
 INSTRUCTION_SETS = (
     "avx2",
@@ -67,7 +69,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `quire doctor`."""
-    parser.usage = "quire doctor [--full] [--json] [--device DEVICE] [--cpu-kernels NAME]"
+    parser.usage = "quire doctor [--full] [--json] [--device DEVICE] [--cpu-kernels NAME] [--fleet FILE ...]"
     parser.add_argument("--full", action="store_true", help="try every kernel, not just the products of matrices")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -76,10 +78,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpu-kernels", default="auto", metavar="NAME", help="test these kernels: an instruction set, torch, or auto"
     )
+    parser.add_argument(
+        "--fleet",
+        nargs="+",
+        metavar="FILE",
+        help="reports of several machines (quire doctor --json > FILE): say which kernels all of them have",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print each finding as soon as it is known; returns 1 if any problem is fatal."""
+    if args.fleet:
+        return _compare(args.fleet, args.json)
     show: Show = (lambda name, value: None) if args.json else _show
     report: dict[str, Any] = _machine(show)
     packages = named_packages()
@@ -97,6 +107,37 @@ def run(args: argparse.Namespace) -> int:
     else:
         _close(problems, report["ok"], args.full)
     return 0 if report["ok"] else 1
+
+
+def _compare(paths: Sequence[str], as_json: bool) -> int:
+    """Print the kernels that each of these machines can use, and those that all can; returns 1 if there are none.
+
+    Raises:
+        ConfigError: a file is no report.
+    """
+    usable = {path: _usable_in(path) for path in paths}
+    common = [name for name in next(iter(usable.values())) if all(name in names for names in usable.values())]
+    if as_json:
+        print(msgspec.json.encode({"machines": usable, "common": common}).decode())
+        return 0 if common else 1
+    for path, names in usable.items():
+        _show(path, ", ".join(names) or "none")
+    if common:
+        print(f"\nAll of them have {', '.join(common)}; for equal tokens give all servers --cpu-kernels {common[0]}")
+    else:
+        print("\nThey have no kernels in common; give all servers --cpu-kernels torch, and compare system_fingerprint")
+    return 0 if common else 1
+
+
+def _usable_in(path: str) -> list[str]:
+    """The kernels that a report says its machine can use, the fastest first."""
+    try:
+        found = msgspec.json.decode(Path(path).read_bytes())["kernels"]["usable"]
+        return [str(name) for name in found]
+    except (OSError, *BAD_JSON, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path} is not a report of 'quire doctor --json' ({type(error).__name__}); run that on each machine"
+        ) from None
 
 
 Show = Callable[[str, str], None]
