@@ -26,6 +26,7 @@ from quire.grammar.json_schema import ANNOTATIONS, FORMATS, MAX_DEPTH, RFC_3339,
 from quire.grammar.vocabulary import MAX_FORCED, Vocabulary
 from quire.models.hub import ASSETS
 from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_worker import COMPILED_BYTES
 from tests.http_tools import resident_bytes
 from tests.tokenizer_builders import byte_level_json, metaspace_json, unigram_json
 
@@ -394,6 +395,18 @@ def test_what_takes_long_to_compile_is_refused_where_that_is_bounded(tokenizer: 
     with pytest.raises(SamplingParamsError, match=r"structured_outputs.json takes .* s to compile; at most 0 s"):
         hurried.compile(form)
     assert form not in hurried
+
+
+def test_what_takes_much_memory_is_refused_where_that_is_bounded_and_not_kept(tokenizer: Tokenizer) -> None:
+    """Each of the running requests may have its own."""
+    tight = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size), most_bytes=COMPILED_BYTES)
+    huge, nested = StructuredOutputsParams(regex="(a{400}){1000}"), dict[str, Any](properties={})
+    for number in range(60):
+        nested["properties"][f"name{number}"] = {"type": "array", "items": {"enum": [f"{number}", "x"]}}
+    with pytest.raises(SamplingParamsError, match=r"structured_outputs.regex takes \d+ MiB .* at most 32 MiB"):
+        tight.compile(huge)
+    tight.compile(StructuredOutputsParams(json=nested))
+    assert huge not in tight and tight._kept_bytes < COMPILED_BYTES
 
 
 @pytest.mark.scale

@@ -262,12 +262,18 @@ class Grammars:
 
     Args:
         vocabulary: makes the tokenizer's vocabulary when it is first needed; returns None if there is no tokenizer.
-        most_seconds: most processor time to compile a grammar, beyond which it is refused; None: no limit.
+        most_seconds, most_bytes: most processor time that compiling a grammar may take, and memory that it may keep,
+            beyond which it is refused; None: no limit.
     """
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary | None], most_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary | None],
+        most_seconds: float | None = None,
+        most_bytes: int | None = None,
+    ) -> None:
         self._make_vocabulary = vocabulary
-        self._most_seconds = most_seconds
+        self._most_seconds, self._most_bytes = most_seconds, most_bytes
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._vocabulary: Vocabulary | None = None
         self._spelling: Spelling | None = None
@@ -388,6 +394,11 @@ class Grammars:
                 "are allowed: make it smaller"
             )
         taken = MOST_BYTES if before is None or after is None else min(max(0, after - before), MOST_BYTES)
+        if self._most_bytes is not None and after is not None and taken > self._most_bytes:
+            raise SamplingParamsError(
+                f"structured_outputs.{wanted.kind} takes {taken >> 20} MiB when it is compiled; at most "
+                f"{self._most_bytes >> 20} MiB are allowed: make it smaller"
+            )
         with self._lock:
             if wanted not in self._kept:
                 self._kept[wanted] = made, wanted.size + taken

@@ -123,7 +123,9 @@ class RouterApp:
             return self._response
         if method != "POST":
             return None
-        admin = ((DRAIN, self._drain), (UNDRAIN, self._undrain)) if self._site.config.admin else ()
+        admin: tuple[tuple[str, Handler], ...] = ()
+        if self._site.config.admin:
+            admin = ((DRAIN, self._drain), (UNDRAIN, self._undrain))
         for prefix, handler in (*admin, (ABORT, self._abort)):
             if path.startswith(prefix):
                 return handler

@@ -267,7 +267,7 @@ class ResponsesResponder(Responder):
         self._begun = False
 
     @property
-    def num_events(self) -> int:  # type: ignore[override]
+    def num_events(self) -> int:
         """See `Responder`."""
         return self._made.sequence
 

@@ -43,6 +43,10 @@ MAX_ID = (1 << 32) - 1
 COMPILE_SECONDS = 3.0
 """Maximum CPU time for compiling a grammar. The engine compiles accepted ones again, while other grammars wait."""
 
+COMPILED_BYTES = 32 << 20
+"""Maximum memory of a compiled grammar, of which every running request may have its own: ordinary schemas take less
+than 1 MiB."""
+
 
 class WorkerStart(msgspec.Struct):
     """A worker's arguments, read from its standard input.
@@ -151,7 +155,9 @@ def main() -> None:
         _limit_memory(start.memory_bytes)
         _send(connection, _done(syntax))
         grammars = Grammars(
-            lambda: None if tokenizer is None else tokenizer.vocabulary(tokenizer.vocab_size), COMPILE_SECONDS
+            lambda: None if tokenizer is None else tokenizer.vocabulary(tokenizer.vocab_size),
+            COMPILE_SECONDS,
+            COMPILED_BYTES,
         )
         while (body := _receive(connection)) is not None:
             _send(connection, Begun())
