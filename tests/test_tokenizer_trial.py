@@ -40,9 +40,9 @@ def in_its_place(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return put
 
 
-def check(folder: Path, **options: Any) -> None:
+def check(folder: Path, **options: Any) -> str:
     with TokenizerTrial(folder, **options) as trial:
-        trial.check()
+        return trial.check()
 
 
 def test_a_tokenizer_that_loads_passes_and_leaves_no_process(folder: Path) -> None:
@@ -51,6 +51,19 @@ def test_a_tokenizer_that_loads_passes_and_leaves_no_process(folder: Path) -> No
         assert len(children_of(os.getpid())) == len(before) + 1
         trial.check()
     assert children_of(os.getpid()) == before
+
+
+def test_a_chat_template_that_takes_long_is_to_blame_and_costs_only_the_chats(folder: Path, in_its_place: Any) -> None:
+    slow = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(CHATML_CONFIG | {"chat_template": slow}))
+    in_its_place(
+        "from quire.text import tokenizer_worker; tokenizer_worker.TEMPLATE_SECONDS = 0.3; tokenizer_worker.main()"
+    )
+    why = check(folder)
+    assert why.startswith("chats are refused: the chat template takes more than 0.3 s")
+    tokenizer = Tokenizer.load(folder)
+    tokenizer.refuse_chats(why)
+    assert tokenizer.no_chats == why and tokenizer.encode("a")
 
 
 def test_its_process_leaves_by_itself_and_its_answer_stays(folder: Path) -> None:

@@ -186,8 +186,11 @@ def _load_engine(config: EngineConfig, on_load: OnLoad | None) -> tuple[Engine, 
     with TokenizerTrial(folder) as trial:
         engine = Engine(dataclasses.replace(config, model=str(folder), revision=None), on_load)
         try:
-            trial.check()
-            return engine, Tokenizer.load_if_present(engine.path, config.tool_format)
+            no_chats = trial.check()
+            tokenizer = Tokenizer.load_if_present(engine.path, config.tool_format)
+            if tokenizer is not None and no_chats:
+                tokenizer.refuse_chats(no_chats)
+            return engine, tokenizer
         except BaseException:
             engine.close()
             raise

@@ -57,6 +57,7 @@ NO_TOKENIZER = (
     "the checkpoint has no tokenizer.json: prompts are token ids, and outputs have no text; chats are refused"
 )
 PRIVATE_USE = range(0xE000, 0xF900)
+NO_CHATS = "chats are refused: "
 PLAIN_TEXTS = ("a", "A", "0", ".")
 """Nearly every vocabulary contains one of these."""
 
@@ -167,7 +168,11 @@ class Tokenizer:
     @property
     def no_chats(self) -> str:
         """Why chats are refused although there is a template; "" if they are not."""
-        return "" if self.template_error is None else f"chats are refused: {self.template_error}"
+        return "" if self.template_error is None else f"{NO_CHATS}{self.template_error}"
+
+    def refuse_chats(self, why: str) -> None:
+        """Do not use the template, since it was found to be unusable elsewhere; `why` may be a `no_chats`."""
+        self.template_error = self.template_error or ChatTemplateError(why.removeprefix(NO_CHATS))
 
     @property
     def reply_syntax(self) -> ReplySyntax:

@@ -23,8 +23,9 @@ from quire import child, errors
 from quire.errors import TokenizerError, TokenizerFailedError
 from quire.models.fields import has_file
 from quire.models.hub import ASSETS
+from quire.text.reply_syntax import ReplySyntax
 from quire.text.tokenizer import TOKENIZER_FILE
-from quire.text.tokenizer_worker import LENGTH, Answer, Failed, WorkerStart
+from quire.text.tokenizer_worker import LENGTH, Answer, Done, Failed, WorkerStart
 
 MEMORY_BYTES = 2 << 30
 """Maximum growth of the process. A tokenizer of 200,000 tokens, a file of 18 MB, takes a tenth of it."""
@@ -84,14 +85,14 @@ class TokenizerTrial:
             self._process.wait()
             self._process = None
 
-    def check(self) -> None:
-        """Wait for its end.
+    def check(self) -> str:
+        """Wait for its end; returns why chats are refused, "" if they are not.
 
         Raises:
             TokenizerError, ChatTemplateError: the checkpoint's files are not valid; the message names the file.
         """
         if self._process is None:
-            return
+            return ""
         self._socket.settimeout(max(0.1, self._end - time.monotonic()))  # an answer already there is read even then
         try:
             answer = self._read_answer()
@@ -101,6 +102,7 @@ class TokenizerTrial:
             raise TokenizerError(f"{self._file} cannot be loaded: {self._how_it_ended()}; {DO}") from None
         if isinstance(answer, Failed):
             raise getattr(errors, answer.kind, TokenizerError)(answer.message)
+        return msgspec.msgpack.decode(answer.value, type=ReplySyntax).no_chats if isinstance(answer, Done) else ""
 
     def _read_answer(self) -> Answer:
         """The answer. Raises OSError or EOFError if there is none."""

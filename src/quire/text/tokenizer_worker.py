@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import signal
 import socket
 import struct
 import sys
@@ -42,6 +43,10 @@ MAX_ID = (1 << 32) - 1
 
 COMPILE_SECONDS = 3.0
 """Maximum CPU time for compiling a grammar. The engine compiles accepted ones again, while other grammars wait."""
+
+TEMPLATE_SECONDS = 10.0
+"""Maximum CPU time for finding out how a chat template writes replies, some dozen short chats: known ones take a
+hundredth of it."""
 
 COMPILED_BYTES = 32 << 20
 """Maximum memory of a compiled grammar, of which every running request may have its own: ordinary schemas take less
@@ -148,7 +153,7 @@ def main() -> None:
         _limit_memory(start.memory_bytes)
         try:
             tokenizer = _load(Path(start.folder), start.tool_format)
-            syntax = ReplySyntax(no_chats=NO_TOKENIZER) if tokenizer is None else tokenizer.reply_syntax
+            syntax = ReplySyntax(no_chats=NO_TOKENIZER) if tokenizer is None else _reply_syntax(tokenizer)
         except QuireError as error:
             _send(connection, _refusal(error))
             return
@@ -185,6 +190,29 @@ def _load(folder: Path, tool_format: str) -> Tokenizer | None:
             "download them again, or save them anew with transformers' save_pretrained"
         ) from error
     return tokenizer
+
+
+class _TooSlow(BaseException):  # no handler of errors is meant
+    """A chat template took its time."""
+
+
+def _reply_syntax(tokenizer: Tokenizer) -> ReplySyntax:
+    """See `Tokenizer.reply_syntax`; chats are refused if the template takes too long for it."""
+
+    def stop(number: int, frame: object) -> None:
+        raise _TooSlow
+
+    signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS)
+    try:
+        return tokenizer.reply_syntax
+    except _TooSlow:
+        tokenizer.refuse_chats(
+            f"the chat template takes more than {TEMPLATE_SECONDS:g} s for a few short messages; correct or remove it"
+        )
+        return tokenizer.reply_syntax
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
 
 
 def _limit_memory(growth: int) -> None:
