@@ -26,6 +26,7 @@ from quire.router.membership import DnsSource, FileSource, begin, read_servers_f
 from quire.router.metrics import ROUTES
 from quire.router.run import leave, make_site
 from quire.router.servers import Engine, Servers
+from quire.router.site import KEPT_SENDINGS
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
 from tests.server_fakes import wait_until
 
@@ -314,6 +315,15 @@ def test_the_page_and_the_metrics_tell_of_each_server(pair: list[FakeServer]) ->
         for one in pair:
             assert f'quire:server_up{{server="{one.address}"}} 1.0' in metrics
         assert "quire:router_sent_total" in metrics
+
+
+def test_the_page_keeps_only_the_last_requests(pair: list[FakeServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.router.relay.KEPT_NAMES", 3)
+    with RouterThread(pair) as router:
+        for number in range(KEPT_SENDINGS + 5):
+            router.complete(prompt=f"{number} " * 500)
+        sendings = router.site.sendings
+        assert len(sendings) == KEPT_SENDINGS and {len(one.names) for one in sendings} == {3}
 
 
 # -- failing ---------------------------------------------------------------------------------------------------

@@ -275,3 +275,12 @@ def test_what_has_no_entry_behind_it_is_not_passed_on() -> None:
     passed.begin()
     assert passed.events(b": waiting\n\n: quire-entry \n\n") == b": waiting\n\n" and not passed.lost
     assert passed.body() == b"[[1]]"
+
+
+def test_a_journal_that_grows_too_large_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.router.resume.MAX_JOURNAL_BYTES", 100)
+    passed = Passed()
+    for number in range(100):
+        assert passed.events(b"data: x\n\n: quire-entry [%d]\n\n" % number) == b"data: x\n\n"
+        assert len(passed.body()) <= 100
+    assert not passed.is_kept and passed.body() == b""
