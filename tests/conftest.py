@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ import pytest
 
 from tests.costs import Costs
 from tests.http_tools import CHECKED, ServeProcess
+
+CASES = pytest.StashKey[Counter[str]]()
+"""How many cases of each test were collected so far."""
 
 gc.disable()  # until tests are collected: it is a third of what that takes
 os.environ["TRITON_INTERPRET"] = "1"
@@ -40,6 +44,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs(config.getoption("--costs")))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Of a test's cases, those that its mark `quick` does not choose are slow."""
+    mark = item.get_closest_marker("quick")
+    if mark is None or not isinstance(item, pytest.Function):
+        return
+    if every := mark.kwargs.get("every"):
+        before = item.config.stash.setdefault(CASES, Counter())
+        test = item.nodeid.partition("[")[0]
+        chosen = before[test] % every == 0
+        before[test] += 1
+    else:
+        chosen = item.callspec.id in mark.args
+    if not chosen:
+        item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

@@ -349,6 +349,7 @@ def test_a_named_folder_keeps_the_checkpoint_and_a_temporary_one_does_not(tmp_pa
     assert not temporary.parent.exists()
 
 
+@pytest.mark.quick("qwen3-moe-tiny-how1", "deepseek-v2-tiny-how0", "gemma3-tiny-how1", "qwen3.5-tiny-how0")
 @pytest.mark.parametrize("how", [Quantization("int8"), Quantization("int4", 32)])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.endswith("-tiny")])
 def test_a_random_checkpoint_may_be_quantized_and_has_the_size_that_was_reckoned(

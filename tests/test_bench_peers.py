@@ -128,6 +128,7 @@ def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
         Worker(recipe, "bf16", tmp_path / "python", tmp_path, 1, 512, tmp_path)
 
 
+@pytest.mark.slow
 def test_quire_is_measured_and_a_peer_that_cannot_be_installed_is_reported(
     tmp_path: Path, quick_ceilings: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +240,7 @@ def test_why_an_engine_is_not_available_is_written_without_places_of_this_machin
     assert driver._unavailable(QUIRE, "bf16", error)["reason"] == "it would not"
 
 
+@pytest.mark.slow
 def test_structured_output_is_measured_and_checked_beside_a_peer_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,7 @@ def test_chunks_bound_how_much_of_a_prompt_is_in_one_step(options: Options) -> N
     assert aimed["gaps_s"]
 
 
+@pytest.mark.slow
 def test_radix_finds_what_hash_does_and_partial_blocks_too(options: Options) -> None:
     cached = {(row["cache"], row["block_size"]): row["cached_tokens"] for row in prefix_cache.run(options).raw}
     assert cached["off", 16] == 0
@@ -46,6 +47,7 @@ def test_radix_finds_what_hash_does_and_partial_blocks_too(options: Options) -> 
     assert cached["radix", 64] == cached["radix", 16]
 
 
+@pytest.mark.slow
 def test_tiers_serve_a_prefix_from_everywhere_and_bring_back_who_gave_way(options: Options) -> None:
     rows = [row["what"] for row in kv.run(options).raw]  # which sees to it that tokens are the same
     # One more row, where a step had nothing beside it: on a busy machine there may be none.
@@ -62,6 +64,7 @@ def test_paged_kv_wastes_less_the_smaller_its_blocks(options: Options) -> None:
     assert waste[-1] > 0.5
 
 
+@pytest.mark.slow
 def test_what_quantization_changes_grows_as_bits_get_fewer(options: Options) -> None:
     rows = {row["numbers"]: row for row in quality.run(options).raw if row["model"] == "embedded"}
     int8, int4 = rows["int8 weights"], rows["int4 weights in groups of 64, head int8"]
@@ -77,6 +80,7 @@ def test_scheduler_figures_have_their_goals_beside_them(options: Options, monkey
     assert all(0 < row["median_s"] <= row["worst_s"] for row in result.raw)
 
 
+@pytest.mark.slow
 def test_a_profile_divides_a_step_into_its_parts(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_step, "RUNS", ((3, False), (3, True)))
     result = profile_step.run(options)

@@ -226,6 +226,7 @@ def test_the_doctor_tells_of_kernels_that_fail_the_self_test_at_start(
     )
 
 
+@pytest.mark.slow
 def test_the_self_test_notices_kernels_that_err(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(Kernels):
         def pack(

@@ -320,6 +320,7 @@ def is_ready(port: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirection", [pytest.param("2>&-", marks=pytest.mark.slow), "<&- 2>&-"])
 def test_a_server_without_standard_error_serves(redirection: str) -> None:
     """Nor was anything imported for it by others, as for those of `tests/warm.py`."""

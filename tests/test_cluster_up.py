@@ -124,6 +124,7 @@ def test_one_door_answers_as_one_engine_does(cluster: Cluster, expected: dict[st
     }
 
 
+@pytest.mark.slow
 def test_whoever_is_killed_under_load_no_token_is_wrong(cluster: Cluster, expected: dict[str, str]) -> None:
     members = ["decode-0", "prefill-0", "decode-1", "router", *(["redis"] if cluster.redis else [])]
     over = threading.Event()

@@ -210,6 +210,7 @@ def test_128_rows_take_the_fewest_tile_products_and_a_load_each(tiles: InTiles, 
     assert counts.stores == {"bf16": 1 / 32, "int8": 1 / 4, "int4": 1 / 2}[form] * counts.products
 
 
+@pytest.mark.quick("bf16-1024", "int8-2048")
 @pytest.mark.parametrize("form, inputs", [("bf16", 1024), ("bf16", 5120), ("int8", 2048), ("int4", 2048)])
 def test_many_rows_do_not_come_from_beyond_the_second_level_cache_for_each_panel(
     tiles: InTiles, form: str, inputs: int
@@ -260,6 +261,7 @@ def test_nothing_behind_the_block_tables_is_read(tiles: CpuKernels, rows: int) -
     plain.test_nothing_behind_the_block_tables_is_read(tiles, rows)
 
 
+@pytest.mark.quick("shape0-auto-150", "shape1-int8-70", "shape1-fp8-None")
 @pytest.mark.parametrize("stored, window", [("auto", None), ("auto", 150), ("int8", 70), ("fp8", None)])
 @pytest.mark.parametrize("shape", [(4, 2, 64), (7, 1, 24)])
 def test_bits_of_attention_depend_on_the_request_alone(
@@ -273,18 +275,21 @@ def test_attention_to_what_follows(tiles: CpuKernels, window: int | None) -> Non
     plain.test_whole_prompts_see_what_follows_and_not_their_company(tiles, torch.bfloat16, window)
 
 
+@pytest.mark.quick("int8")
 @pytest.mark.parametrize("stored", ["auto", "int8", "fp8"])
 def test_trees(tiles: CpuKernels, stored: KVCacheDtype) -> None:
     trees.test_a_row_of_a_tree_has_the_bits_of_its_path_alone(tiles, torch.bfloat16, stored)
     trees.test_a_row_of_a_tree_has_the_bits_of_its_path_alone_in_latent_attention(tiles, stored)
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("stored", ["auto", "int8", "fp8"])
 def test_latent_attention_equals_sums_in_fp64(tiles: CpuKernels, stored: KVCacheDtype) -> None:
     for seed in range(3):
         absorbed.test_attention_equals_sums_in_fp64(tiles, torch.bfloat16, stored, seed)
 
 
+@pytest.mark.quick("shape0-fp8")
 @pytest.mark.parametrize("stored", ["auto", pytest.param("int8", marks=pytest.mark.slow), "fp8"])
 @pytest.mark.parametrize("shape", [(3, 24, 8), pytest.param((16, 64, 16), marks=pytest.mark.slow)])
 def test_bits_of_latent_attention_depend_on_the_request_alone(

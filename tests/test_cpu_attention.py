@@ -134,6 +134,7 @@ def in_chunks(
     return torch.cat(out)
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize("stored, window", [("auto", None), ("auto", 150), ("int8", 70), ("fp8", None)])
 @pytest.mark.parametrize("shape", [(4, 2, 64), (7, 1, 24), (4, 1, 80), (3, 3, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

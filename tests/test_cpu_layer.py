@@ -51,6 +51,7 @@ class OneByOne(CpuKernels):
         return None
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("isa", library.usable())
 @pytest.mark.parametrize("case", CASES)
 def test_a_whole_layer_has_the_bits_of_its_kernels(case: str, isa: str, tmp_path: Path) -> None:
@@ -60,6 +61,7 @@ def test_a_whole_layer_has_the_bits_of_its_kernels(case: str, isa: str, tmp_path
         compare(folder, isa, None)
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("isa", library.usable())
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v2"])
 @pytest.mark.parametrize("scheme", ["int8", "int4"])

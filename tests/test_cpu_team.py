@@ -47,6 +47,20 @@ def program(sanitizer: str, sources: tuple[Path, ...] = SOURCES) -> tuple[str, .
     pytest.skip(f"what g++ makes with -fsanitize={sanitizer} does not run here")
 
 
+@pytest.mark.quick(
+    "loops_in_disorder-plain",
+    "several_callers-plain",
+    "one_processor-plain",
+    "one_processor-thread",
+    "forks-plain",
+    "exit_in_the_middle-plain",
+    "exit_in_the_middle-thread",
+    "interrupted-plain",
+    "numbers_of_threads-plain",
+    "nobody_has_a_share-plain",
+    "shares_are_taken_over-plain",
+    "gives_way-plain",
+)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("sanitizer", ["plain", "thread"])
 @pytest.mark.parametrize("name", TESTS)
@@ -61,6 +75,7 @@ def test_the_tests_are_found() -> None:
     assert len(TESTS) >= 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "isa", [pytest.param(isa, marks=[pytest.mark.slow] * bool(i)) for i, isa in enumerate(library.usable())]
 )

@@ -204,6 +204,7 @@ class Stated:
         return made
 
 
+@pytest.mark.quick("draft_model")
 @pytest.mark.parametrize("method", ["eagle", "draft_model"])
 def test_by_default_they_bring_nearly_what_the_better_of_none_and_always_four_brings(method: str) -> None:
     four, tuned = Stated({"method": method, "adaptive": False}), Stated({"method": method})

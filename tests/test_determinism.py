@@ -211,6 +211,9 @@ EVERY_PAIR = [
 pool and in a large one. `make test-slow` adds the rest."""
 
 
+@pytest.mark.quick(
+    "bfloat16-64-hash-0", "float32-32-hash-1", "sliding window-64-off-0", "windows in some layers-16-radix-1"
+)
 @pytest.mark.parametrize(("setting", "block_size", "cache", "half"), EVERY_PAIR, indirect=["setting"])
 def test_nothing_around_a_request_changes_its_tokens(setting, alone, block_size, cache, half):
     small = [bool((half + BLOCK_SIZES.index(block_size) + place) % 2) for place in range(len(CHUNKS))]
@@ -219,6 +222,7 @@ def test_nothing_around_a_request_changes_its_tokens(setting, alone, block_size,
     assert_switches_change_nothing(setting, alone, product)
 
 
+@pytest.mark.quick("int4 weights-part1", "fp8 cache-part3", "experts-part6", "latent attention-part7")
 @pytest.mark.parametrize(
     ("setting", "part"),
     [
@@ -233,6 +237,7 @@ def test_nothing_around_a_request_changes_its_tokens_in_any_kernels_and_formats(
     assert_switches_change_nothing(setting, alone, part)
 
 
+@pytest.mark.quick("bfloat16-2", "float32-1")
 @pytest.mark.parametrize(
     ("setting", "depth"),
     [
@@ -254,6 +259,7 @@ def test_steps_in_flight_do_not_change_tokens(setting, alone, depth):
         assert run(engine, order[::-1], first_id=100, stagger=2) == alone
 
 
+@pytest.mark.quick("bfloat16", "windows in some layers", "int4 weights", "int8 cache", "latent attention")
 @pytest.mark.parametrize("setting", BUT_SLOWEST, indirect=True)
 def test_prompt_logprobs_do_not_depend_on_chunks_or_company(setting):
     prompt = prompts()[4]
@@ -325,6 +331,7 @@ def scored(engine: Engine, texts: Mapping[int, list[int]]) -> dict[int, Scores]:
     return {id: scores[-MAX_TOKENS:] for id, scores in found.items()}
 
 
+@pytest.mark.quick("bfloat16", "windows in some layers", "int4 weights", "int8 cache", "latent attention")
 @pytest.mark.parametrize("setting", BUT_SLOWEST, indirect=True)
 def test_the_logprob_of_a_sampled_token_is_the_one_of_scoring_it_as_a_prompt(setting):
     """Bit by bit: who trains on what was sampled computes the same numbers from the text."""
@@ -340,6 +347,7 @@ def test_the_logprob_of_a_sampled_token_is_the_one_of_scoring_it_as_a_prompt(set
         assert scored(Engine(EngineConfig(**common | options)), mine) == {id: made[id] for id in mine}
 
 
+@pytest.mark.quick("bfloat16", "sliding window")
 @pytest.mark.parametrize("setting", IN_FULL, indirect=True)
 def test_a_seed_gives_the_same_tokens_in_another_engine_and_another_seed_does_not(setting):
     def sample(seed: int) -> list[int]:

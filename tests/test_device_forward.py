@@ -70,6 +70,7 @@ ALWAYS = (("lazy", "radix", True), ("lazy", "off", False), ("eager", "hash", Tru
 """`make test-slow` adds the other combinations of graphs, caches and whether steps overlap."""
 
 
+@pytest.mark.quick("eager-hash-True", "off-radix-False")
 @pytest.mark.parametrize(
     ("graphs", "cache", "overlap"),
     [
@@ -157,6 +158,7 @@ PLAIN = ({"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 1.2, "min_p
 OTHERS: tuple[dict[str, Any], ...] = ({"top_k": 5}, {"top_p": 0.7}, {"logprobs": 1}, {"presence_penalty": 0.5})
 
 
+@pytest.mark.quick("None", "other2")
 @pytest.mark.parametrize("other", [None, *OTHERS])
 def test_decodes_are_sampled_by_a_graph_unless_one_of_them_asks_for_more(folder, monkeypatch, other):
     """With three requests the graph is one of four rows, and a token of padding belongs to nobody."""

@@ -124,6 +124,7 @@ def fail_in(place: str, monkeypatch: pytest.MonkeyPatch, culprits: set[int], pos
     monkeypatch.setattr(owner, name, failing(getattr(owner, name), of))
 
 
+@pytest.mark.quick("compute-thread", "sampler-device", "launch-inline", "wait-inline")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", ["compute", "sampler", "launch", "wait"])
 def test_only_the_request_that_makes_steps_fail_ends(folder, outcomes, monkeypatch, caplog, way, place):
@@ -142,6 +143,7 @@ def test_only_the_request_that_makes_steps_fail_ends(folder, outcomes, monkeypat
     assert not caplog.records
 
 
+@pytest.mark.quick("compute")
 @pytest.mark.parametrize("place", ["compute", "launch", "wait"])
 def test_of_several_requests_that_make_steps_fail_each_ends(folder, outcomes, monkeypatch, place):
     fail_in(place, monkeypatch, {100, 102, 103}, 0, ValueError("a poisoned request"))
@@ -198,6 +200,7 @@ def test_memory_that_a_cpu_lacks_halves_a_step(folder, outcomes, error, caplog):
 # -- interruptions -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("inline-wait-KeyboardInterrupt", "thread-launch-KeyboardInterrupt", "device-launch-SystemExit")
 @pytest.mark.parametrize(
     ("way", "place", "error"),
     [
@@ -223,6 +226,7 @@ def test_whatever_comes_out_of_a_step_the_next_one_goes_on_without_it(folder, ou
     assert found == [outcomes[index] for index in INDICES] and len(calls) > 9
 
 
+@pytest.mark.quick("Scheduler-_plan", "KVManager-admit")
 @pytest.mark.parametrize(
     ("owner", "name"), [(Scheduler, "_plan"), (scheduler, "next_span"), (KVManager, "reserve"), (KVManager, "admit")]
 )
@@ -344,6 +348,7 @@ def press_at(line: int, presses: int) -> Callable[[FrameType, str, Any], Any]:
     return trace
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_wherever_ctrl_c_is_pressed_twice_no_token_is_lost_or_told_again(folder, overlap):
     llm = LLM(folder, async_scheduling=overlap, threads=1, max_model_len=64, check_invariants=True)

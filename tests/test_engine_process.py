@@ -86,6 +86,7 @@ async def amid(server, *jobs):
     return client, tasks
 
 
+@pytest.mark.slow
 async def test_the_wire_changes_no_token(server, llm):
     client = await server.ready_client()
     params = [LONG, SamplingParams(max_tokens=40, n=3, seed=1), SamplingParams(max_tokens=9, temperature=0, stop="\n")]
@@ -121,6 +122,7 @@ async def test_streams_go_on_with_the_tokens_they_would_have_had_when_the_engine
     assert client.num_open == 0
 
 
+@pytest.mark.slow
 async def test_a_request_that_brings_the_engine_down_twice_ends_alone(server, llm):
     server.fault = f"crash:{POISON}"
     client = await server.ready_client()

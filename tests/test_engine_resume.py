@@ -54,6 +54,7 @@ def run(engine, number, params, output=(), scored=0):
     return tokens, logprobs, prompt_logprobs, reason
 
 
+@pytest.mark.quick("17", "38", "39")
 @pytest.mark.parametrize("cut", [1, 2, 15, 16, 17, 38, 39])
 def test_the_rest_is_the_same_behind_every_cut(engine, cut):
     tokens, logprobs, _, reason = run(engine, 2 * cut, MIXED)

@@ -43,6 +43,9 @@ APART = {
 HELPERS = {"servers"}
 
 
+@pytest.mark.quick(
+    "batch", "streams", "chat", "by_hand", "prefix_cache", "experts", "latent_attention", "score", "tool"
+)
 @pytest.mark.parametrize("name", HERE)
 def test_an_example_shows_what_it_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

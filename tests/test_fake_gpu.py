@@ -87,6 +87,7 @@ def launch_some(runner: ModelRunner, decoded: Callable[[int], tuple[int, ...]]) 
         runner.launch(StepPlan(step, spans))
 
 
+@pytest.mark.quick("qwen3-options0")
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -263,6 +264,7 @@ def test_what_is_computed_in_parts_stays_on_its_device() -> None:
     assert [one.device.type for one in made] == ["meta"] * 3
 
 
+@pytest.mark.quick("qwen3-True")
 @pytest.mark.parametrize(("family", "deterministic"), [("qwen3", True), ("qwen3_moe", False), ("deepseek_v3", True)])
 def test_a_rank_has_its_own_part_of_the_weights_on_its_gpu_and_no_more(
     family: str,

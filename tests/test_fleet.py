@@ -193,6 +193,7 @@ def conversations(seed: int, seconds_between: float, count: int = 1500) -> list[
     return requests
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("cores", [simulated.SERVERS, simulated.SERVERS / 2])
 def test_in_simulated_time_the_cost_beats_the_other_choices_and_a_pool_beats_none(cores: float) -> None:
     requests = conversations(3, 1.6 / cores)
@@ -203,6 +204,7 @@ def test_in_simulated_time_the_cost_beats_the_other_choices_and_a_pool_beats_non
     assert pooled["within_goal"] > within["round-robin"] and pooled["fetched"] > 0.1
 
 
+@pytest.mark.quick("0.15")
 @pytest.mark.parametrize("seconds_between", [0.15, 0.12, 0.08])
 def test_conversations_keep_their_caches_however_much_comes(seconds_between: float) -> None:
     """With the caches the first load can just be borne, and the others cannot: without, all of them are far too much.

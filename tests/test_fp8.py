@@ -73,6 +73,7 @@ def test_what_is_no_such_weight_is_refused() -> None:
         joined([good, weight_of(3, 300, 64)], CPU)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outputs, inputs, group", [(1, 2, 128), (150, 328, 256), (40, 1024, 128)])
 def test_products_are_bit_by_bit_those_of_a_dense_weight_of_the_same_numbers(
@@ -105,6 +106,7 @@ def test_many_rows_have_the_bits_that_few_have(monkeypatch: pytest.MonkeyPatch) 
         assert restored.pop() == (40, 1100)
 
 
+@pytest.mark.quick("80")
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_no_weight_is_restored_for_many_rows_where_its_sums_would_have_another_order(
     arch: int, monkeypatch: pytest.MonkeyPatch

@@ -284,6 +284,7 @@ def test_a_kernel_that_errs_fails_its_check(tmp_path: Path, monkeypatch: pytest.
     assert {check["name"].partition(",")[0] for check in checks if not check["ok"]} == {"fp16: silu_mul"}
 
 
+@pytest.mark.slow
 def test_nothing_of_an_engine_is_left_when_the_next_one_is_made(tmp_path: Path) -> None:
     """Each takes most of a GPU's memory."""
     job = Job("C", "cpu", True, None, tmp_path, tmp_path / "records", time.monotonic() + 100)
@@ -412,6 +413,7 @@ def test_a_program_that_never_ends_or_says_nothing_is_reported(
     assert "not done after 0.01 s" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_a_gpu_there_is_one_clear_error(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,6 +519,7 @@ def test_a_choice_of_tiles_that_cannot_be_compiled_is_one_less_but_that_of_the_s
         sweep_products.run(job)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_launch_that_waits_for_the_device_fails_its_check(
     waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

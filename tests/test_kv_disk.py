@@ -275,6 +275,7 @@ def test_one_flipped_bit_in_a_segment_is_one_bad_load_and_no_other_token(filled:
     engine.close()
 
 
+@pytest.mark.quick("other1", "other4", "other5")
 @pytest.mark.parametrize(
     "other",
     [
@@ -398,6 +399,7 @@ for first in range(0, 1000, 10):
 """
 
 
+@pytest.mark.slow
 def test_what_was_stored_before_kill_9_is_found_after_it(folder: Path, expected: list[Outcome]) -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(folder)], stdout=subprocess.PIPE)
     assert child.stdout is not None

@@ -292,6 +292,7 @@ class Stopped:
         wait_until(lambda: engine.idle and not kv.sources.exports.under_way and not kv.fetches.tier.pins)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("transport", "rounds"),
@@ -343,6 +344,7 @@ def cabled(networks: Networks, expected: list[Outcome], monkeypatch: pytest.Monk
         other.__exit__(None, None, None)
 
 
+@pytest.mark.slow
 async def test_a_cable_that_is_pulled_while_blocks_come_costs_time_and_no_token(
     networks: Networks, cabled: Decoder
 ) -> None:

@@ -145,6 +145,7 @@ def test_greedy_tokens_are_those_of_transformers_whatever_was_cached(folders):
     assert engine.stats.cached_tokens >= 2 * 89
 
 
+@pytest.mark.quick("-hash", "preempted-radix", "overlapped-off")
 @pytest.mark.parametrize("cache", ["radix", "hash", "off"])
 @pytest.mark.parametrize(
     "options",
@@ -207,6 +208,7 @@ DRAFTED = [
 """Each method meets a target, and each kind of drafts both; `make test-slow` adds the rest."""
 
 
+@pytest.mark.quick("windowed, ngram", "mixed, eagle, trees")
 @pytest.mark.parametrize(("target", "spec"), DRAFTED)
 def test_drafts_change_nothing(folders, all_alone, target, spec):
     """The draft model sees windows in some of its layers, too: its planes lie in blocks that keep all."""
@@ -247,6 +249,7 @@ def test_where_the_device_reads_the_spans_tokens_are_the_same(folders, alone, sp
 # -- fuzz ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("seed", range(3))
 def test_three_groups_of_layers_change_nothing_either(seed, tmp_path, monkeypatch):
     """Two windows, and all positions between them; no configuration says so yet."""

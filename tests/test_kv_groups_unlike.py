@@ -157,6 +157,7 @@ def run(engine: Engine, seed: int) -> dict[int, list[tuple[int, float]]]:
     return made
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 def test_nothing_around_a_request_changes_its_tokens(folders, kv_cache_dtype):
     """In caches of every kind: chunks, block sizes, prefix hits, preemption, steps in flight and drafts."""

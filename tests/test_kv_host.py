@@ -110,6 +110,7 @@ def pairs() -> Iterator[Any]:
             yield pytest.param(model, overlap, marks=[] if quick else [pytest.mark.slow])
 
 
+@pytest.mark.quick("plain-True", "latent attention-False", "a drafting head-False")
 @pytest.mark.parametrize(("model", "overlap"), list(pairs()))
 def test_who_gives_way_comes_back_with_the_tokens_and_log_probabilities_of_a_roomy_pool(
     model: str, overlap: bool, tiny: dict[str, str]

@@ -253,6 +253,7 @@ def pool(options: dict[str, Any], store: FaultyStore) -> Iterator[Pool]:
         node.close()
 
 
+@pytest.mark.quick("redis-shared_memory")
 @pytest.mark.parametrize(
     ("directory", "transport"),
     [

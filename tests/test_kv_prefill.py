@@ -159,6 +159,7 @@ def peer(engine: Engine) -> int:
     return engine.stats.kv_tiers["peer"]["loaded"]
 
 
+@pytest.mark.quick("latent attention", "n-grams")
 @pytest.mark.parametrize("model", MODELS)
 def test_every_length_of_a_prompt(model: str, options: dict[str, Any], tiny: dict[str, str]) -> None:
     options |= {"num_kv_blocks": 400} | chosen(model, tiny)
@@ -497,6 +498,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.quick("block size", "model", "cache")
 @pytest.mark.parametrize("what", WRONG)
 def test_engines_that_do_not_fit_are_told_why_and_serve_alone(
     what: str, options: dict[str, Any], prefill: Prefill, tmp_path: Path, latent: Path

@@ -93,6 +93,7 @@ def tiers(split_shares: list[Share]) -> list[HostTier]:
     return [first, *(HostTier([Slots(4, block_bytes, share)], bytes(32), fd=first.fd) for share in split_shares[1:])]
 
 
+@pytest.mark.quick(every=3)
 @pytest.mark.parametrize(("layout", "split"), [*cases()])
 @pytest.mark.parametrize("alike", [1, 2])
 def test_a_slot_has_the_same_bytes_and_every_rank_finds_its_own_whoever_saved_it(
@@ -301,6 +302,7 @@ def cases_of_engines() -> Iterator[Any]:
         yield pytest.param(options, id=name, marks=[pytest.mark.slow] if name in MORE else [])
 
 
+@pytest.mark.quick("TP 2, int8 cache")
 @pytest.mark.parametrize("options", [*cases_of_engines()])
 def test_ranks_with_tiers_say_what_one_rank_says_without(options: dict[str, Any], tmp_path: Path) -> None:
     if "model" in options:
@@ -404,6 +406,7 @@ for first in range(0, 1000, 10):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -277,6 +277,7 @@ SHORT = 6
 """Schedules that `make test` has."""
 
 
+@pytest.mark.slow
 def test_whatever_happens_between_two_engines_every_request_ends_right(
     cable: Networks | None,
     threads: list[ThreadPoolExecutor],

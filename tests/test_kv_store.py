@@ -208,6 +208,7 @@ def chaos(seed: int, options: dict[str, Any], shared: Shared, expected: list[Any
     return read
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_happens_to_a_store_every_request_ends_right(
     seed: int, options: dict[str, Any], shared: Shared, monkeypatch: pytest.MonkeyPatch

@@ -92,6 +92,7 @@ def cold_each(options: dict[str, Any], texts: list[list[int]], most: int) -> lis
     return outcomes
 
 
+@pytest.mark.quick("some windows-True", "states-False")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_who_gives_way_comes_back_with_the_tokens_and_log_probabilities_of_a_roomy_pool(
     options: dict[str, Any], overlap: bool
@@ -192,6 +193,7 @@ RANKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks"), RANKS)
 def test_ranks_save_and_load_their_parts_of_every_groups_blocks_and_one_rank_finds_them_on_the_disk(
     folders: dict[str, dict[str, Any]], kind: str, ranks: dict[str, Any], tmp_path: Path

@@ -59,6 +59,7 @@ def at(engine: Engine, temperature: float, texts: Sequence[list[int]], first_id:
     return rest(engine, len(texts), first_id)
 
 
+@pytest.mark.quick("socket")
 @pytest.mark.parametrize("name", each(*TRANSPORTS))
 def test_every_length_of_a_prompt_through_every_transport(name: str, options: dict[str, Any]) -> None:
     """Greedy and sampled, with log-probabilities, as one engine without any cache."""

@@ -180,6 +180,7 @@ def run(dtype: torch.dtype, stored: KVCacheDtype, block_size: int, lengths: list
     return torch.cat(outs)
 
 
+@pytest.mark.quick("dtype0-auto")
 @pytest.mark.parametrize("dtype, stored", [(torch.bfloat16, "auto"), (torch.float32, "auto"), (torch.bfloat16, "int8")])
 def test_chunks_neighbours_and_block_sizes_do_not_change_a_bit(dtype: torch.dtype, stored: KVCacheDtype) -> None:
     whole = run(dtype, stored, 16, [290], 0)

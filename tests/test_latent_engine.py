@@ -89,6 +89,7 @@ def assert_close(found: list[list[tuple[int, float]]], expected: list[list[tuple
         assert [score for _, score in ours] == pytest.approx([score for _, score in theirs], abs=1e-4)
 
 
+@pytest.mark.quick("hash", "off")
 @pytest.mark.parametrize(
     "options",
     [

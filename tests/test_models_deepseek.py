@@ -97,6 +97,7 @@ def test_a_half_precision_model_errs_no_more_than_transformers(architecture: str
     assert_errs_no_more(folder, PROMPT, 1.2)
 
 
+@pytest.mark.quick("float32-chosen")
 @pytest.mark.parametrize(
     ("dtype", "kernels"),
     [

@@ -230,6 +230,15 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 # AuxHiddenStates
 
 
+@pytest.mark.quick(
+    "chosen-llama",
+    "chosen-qwen3_moe",
+    "chosen-deepseek_v2",
+    "torch-qwen2",
+    "torch-qwen3",
+    "torch-mistral",
+    "torch-mixtral",
+)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "deepseek_v2"])
 @pytest.mark.parametrize("kernels", [None, Kernels()], ids=["chosen", "torch"])
 def test_taps_are_what_enters_the_layers_and_change_nothing(

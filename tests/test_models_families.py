@@ -693,6 +693,7 @@ def each_alone(setting: dict[str, Any], indices: list[int]) -> dict[int, Any]:
     return outcomes
 
 
+@pytest.mark.quick("gemma4_text-shared")
 @pytest.mark.parametrize("architecture", few(FAST))
 def test_nothing_around_a_request_changes_its_tokens(architecture: str, folders: Any) -> None:
     setting = {"model": folders(architecture), "threads": 1}
@@ -725,6 +726,7 @@ SHARED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "ranks"),
     [pytest.param(*each, marks=() if each == SHARED[1] else pytest.mark.slow) for each in SHARED],

@@ -66,6 +66,7 @@ def test_rows_with_sinks_do_not_know_how_they_were_cut(kernels: Kernels) -> None
         assert torch.equal(cut, whole[part])
 
 
+@pytest.mark.quick("dtype0-auto-None")
 @pytest.mark.parametrize("dtype, how, window", [(torch.float32, "auto", None), (torch.float16, "int8", 150)])
 def test_sinks_in_triton_are_the_references(dtype, how, window, monkeypatch: pytest.MonkeyPatch) -> None:
     """In spans with one split, with several, and with several side by side; however they are cut."""
@@ -111,6 +112,7 @@ def biased(kernels: Kernels, form: str, dtype: torch.dtype) -> tuple[list[Produc
     return [product(192, 64, seed) for seed in range(5)], [product(64, 96, seed) for seed in range(10, 15)]
 
 
+@pytest.mark.quick(every=2)
 @pytest.mark.parametrize("form", ["dense", "int8", "int4"])
 @pytest.mark.parametrize("kernels", [*ON_CPU[1:], TritonKernels("cpu", True)], ids=lambda kernels: kernels.name)
 def test_experts_with_biases_and_a_clamped_gate_are_those_one_by_one(kernels: Kernels, form: str) -> None:

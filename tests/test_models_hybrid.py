@@ -344,14 +344,17 @@ def alone(folder: str) -> dict[int, Any]:
     return each_alone({"model": folder, "threads": 1}, ORDER)
 
 
+@pytest.mark.quick("lfm2", "kimi_linear")
 def test_nothing_around_a_request_changes_its_tokens(folder: str, alone: dict[int, Any]) -> None:
     check_switches(folder, alone)
 
 
+@pytest.mark.quick("lfm2")
 def test_drafts_change_no_token(folder: str, alone: dict[int, Any]) -> None:
     check_drafts(folder, alone)
 
 
+@pytest.mark.quick("lfm2", "nemotron_h")
 def test_a_new_engine_goes_on_with_a_reply_in_mid_tile(folder: str) -> None:
     check_resumption(folder)
 
@@ -392,6 +395,7 @@ def test_ranks_that_would_cut_a_head_or_a_group_are_refused(tmp_path: Path) -> N
         registry.check_ranks(folder, 2)
 
 
+@pytest.mark.quick("lfm2")
 def test_plain_torch_changes_nothing_either(folder: str) -> None:
     check_other_kernels(folder, "torch", ORDER[:2] + ORDER[6:])
 

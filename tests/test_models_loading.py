@@ -215,6 +215,7 @@ print(field("VmHWM") - before, field("VmRSS") - before, model.weight_bytes)
 """
 
 
+@pytest.mark.quick("True")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_loading_never_holds_the_weights_twice(is_tied: bool, tied: Path, tmp_path: Path) -> None:

@@ -178,6 +178,7 @@ def test_what_is_not_there_yet_is_refused(folder: str) -> None:
     check_refusals(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks", [{"tensor_parallel_size": 2}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow)]
 )

@@ -67,6 +67,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
     assert_parity(folder, PROMPT)
 
 
+@pytest.mark.quick("bfloat16-chosen")
 @pytest.mark.parametrize(
     ("dtype", "kernels"),
     [

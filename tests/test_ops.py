@@ -37,6 +37,7 @@ def test_product_equals_the_definition(dtype: torch.dtype, packed: bool, bias: b
     torch.testing.assert_close(out.double(), exact, atol=tolerance * 10, rtol=tolerance)
 
 
+@pytest.mark.quick(every=5)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("inputs, outputs", [(64, 96), (3072, 40), (100, 33)])

@@ -159,6 +159,7 @@ def run(
     return torch.cat(rows)
 
 
+@pytest.mark.quick("shape0-dtype0-None", "shape5-dtype5-150", "shape6-dtype6-None")
 @pytest.mark.parametrize(
     ("shape", "dtype", "window"),
     [
@@ -308,6 +309,7 @@ def test_a_quantized_block_is_copied_with_its_scales(kv_cache_dtype: KVCacheDtyp
     assert torch.equal(kv.data, before)
 
 
+@pytest.mark.quick("32-1", "64-2", "96-4", "128-2", "192-2", "256-1", "576-4")
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256, 576])
 def test_heads_of_any_width_give_the_same_bits_in_any_chunks(dim: int, heads: int) -> None:

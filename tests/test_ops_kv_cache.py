@@ -128,6 +128,9 @@ def test_neither_model_sees_or_changes_what_the_other_keeps(kernels: Kernels, pa
                 assert out.isfinite().all() and torch.equal(out, attend(kernels, other, table, context))
 
 
+@pytest.mark.quick(
+    "float32 int8 18 and float32 auto 8", "bfloat16 auto 16 and float32 auto 8", "float32 int8 18 and float16 auto 24"
+)
 @each(PAIRS[::4] + PAIRS[1::8])
 def test_the_same_holds_in_triton(pair: Pair) -> None:
     use_at_random(TritonKernels("cpu", deterministic=True), pair, 16, seed=7)

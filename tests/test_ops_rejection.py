@@ -88,6 +88,7 @@ def emitted(
     return tokens[0], tokens[1]
 
 
+@pytest.mark.quick("1500-equal", "1500-wider", "1500-certain-impossible")
 @pytest.mark.parametrize(
     ("target", "drafted", "certain"),
     [
@@ -117,6 +118,7 @@ def verify_one(p: list[float], q: list[float] | None, draft: int, trial: int) ->
     return rejection.verify(torch.tensor([p]), [draft], None if q is None else torch.tensor([q]), *keys)
 
 
+@pytest.mark.slow
 def test_drafts_are_accepted_as_often_as_the_rule_says() -> None:
     p, q = [0.1, 0.6, 0.3], [0.5, 0.3, 0.2]
     for draft, chance in enumerate([0.2, 1.0, 1.0]):
@@ -237,6 +239,7 @@ FILTERS: list[Callable[[int, int], Filters]] = [
 LOGITS = torch.tensor([0.5, 2.0, 2.0, -1.0, 0.0, 3.0, 1.0, 2.5, 0.5, -3.0, 2.5, 1.5])
 
 
+@pytest.mark.quick("1500-<lambda>0", "1500-<lambda>1", "1500-<lambda>3", "1500-<lambda>5")
 @pytest.mark.parametrize("make", FILTERS)
 @pytest.mark.parametrize("rows", TRIALS)
 def test_sampling_draws_from_these_probabilities(make: Callable[[int, int], Filters], rows: int) -> None:
@@ -245,6 +248,7 @@ def test_sampling_draws_from_these_probabilities(make: Callable[[int, int], Filt
     assert_drawn_from(Counter(tokens.tolist()), dict(enumerate(shares.tolist())))
 
 
+@pytest.mark.quick("1500-<lambda>0", "1500-<lambda>3")
 @pytest.mark.parametrize("make", FILTERS)
 @pytest.mark.parametrize("rows", TRIALS)
 def test_verified_drafts_are_distributed_as_samples_under_filters(

@@ -33,6 +33,7 @@ SHARED = {"enable_expert_parallel": True, "threads": 1, "check_invariants": True
 LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["experts"], indirect=True)
 @pytest.mark.parametrize(
     ("data", "tensor", "redundant"),

@@ -28,6 +28,7 @@ FAST = {
 """Each rank is a process: as many ranks meet both pools; `make test-slow` adds the rest."""
 
 
+@pytest.mark.quick("int4 weights-2-small", "int8 cache-2-large")
 @pytest.mark.parametrize(
     ("setting", "ranks", "switches"),
     [

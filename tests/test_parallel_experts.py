@@ -52,6 +52,7 @@ def placements(size: int, count: int, rnd: random.Random) -> tuple[int, ...]:
     return tuple(slots)
 
 
+@pytest.mark.quick(every=4)
 @pytest.mark.parametrize("isa", [*library.usable(), "torch"])
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_experts_on_any_ranks_have_the_bits_of_one(isa: str, form: Format) -> None:

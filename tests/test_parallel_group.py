@@ -37,6 +37,18 @@ LONG = ("gathers", "exchanges")
 TESTS = re.findall(r'\{"(\w+)", \1\}', SOURCES[0].read_text())
 
 
+@pytest.mark.quick(
+    "exchanges-plain",
+    "differing_words-plain",
+    "steps_are_given_up-plain",
+    "numbers_beyond_32_bits-plain",
+    "a_matrix_that_has_no_room-plain",
+    "who_is_lost-plain",
+    "differing_digests-plain",
+    "differing_shapes-plain",
+    "steps_that_one_never_begins-plain",
+    "steps_that_one_never_begins-thread",
+)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize(
     ("name", "sanitizer"),

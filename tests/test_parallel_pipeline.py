@@ -59,6 +59,7 @@ def test_stages_change_nothing(setting: dict[str, Any], alone: Any) -> None:
             assert (made.stats.preemptions > 0) == switches.small_pool
 
 
+@pytest.mark.slow
 def test_any_number_of_stages_with_filters_masks_and_scores_of_prompts() -> None:
     texts = ["def fib(n):\n", "import os\nimport sys\n\nclass Parser:\n", "# A list\nx = ["]
     params = [

@@ -19,6 +19,7 @@ FAST = ("eagle3, trees",)
 """It is fed what enters layers of either stage; `make test-slow` adds the rest."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "sizes"),
     [

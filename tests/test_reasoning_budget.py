@@ -102,6 +102,13 @@ def tokenizers() -> dict[tuple[str, bool], Tokenizer]:
     }
 
 
+@pytest.mark.quick(
+    "hermes-a form-special tokens",
+    "mistral-free-text",
+    "mistral-a form-text",
+    "mistral-tools-special tokens",
+    "harmony-free-text",
+)
 @pytest.mark.parametrize("marked", [False, True], ids=["text", "special tokens"])
 @pytest.mark.parametrize("request_", REQUESTS)
 @pytest.mark.parametrize("name", SYNTAXES)
@@ -195,6 +202,7 @@ def answers(llm: LLM, budget: int | None, tools: bool = False, **options: Any) -
     return [one for output in llm.chat(CHATS, params, **more) for one in output.outputs]
 
 
+@pytest.mark.quick("tools")
 @pytest.mark.parametrize("tools", [False, True], ids=["free", "tools"])
 def test_reasoning_is_what_it_would_be_up_to_the_bound_and_ends_there(llm: LLM, tools: bool) -> None:
     marker = len(llm.get_tokenizer().encode("</think>", add_special_tokens=False))  # type: ignore[union-attr]
@@ -242,6 +250,7 @@ def alone(llm: LLM) -> list[list[CompletionOutput]]:
     return of_all_kinds(llm)
 
 
+@pytest.mark.quick("ngrams")
 @pytest.mark.parametrize("name", COMPANIES)
 def test_tokens_are_the_same_in_any_company(checkpoint: Path, alone: list[list[CompletionOutput]], name: str) -> None:
     with LLM(str(checkpoint), max_model_len=256, check_invariants=True, **COMPANIES[name]) as other:

@@ -19,6 +19,7 @@ EACH_IMPLEMENTATION = pytest.mark.parametrize("name", [*library.usable(), "torch
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
+@pytest.mark.quick(every=5)
 @EACH_IMPLEMENTATION
 @EACH_KIND
 def test_a_layer_is_the_recurrence(kind: str, name: str) -> None:
@@ -28,6 +29,7 @@ def test_a_layer_is_the_recurrence(kind: str, name: str) -> None:
     torch.testing.assert_close(sequences.whole().double(), expected, rtol=1e-5, atol=tolerance)
 
 
+@pytest.mark.quick(every=5)
 @EACH_IMPLEMENTATION
 @EACH_KIND
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -43,6 +45,7 @@ def test_no_cut_no_neighbour_and_no_rejected_row_changes_a_bit(block_size: int, 
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
+@pytest.mark.quick(every=5)
 @EACH_IMPLEMENTATION
 @EACH_KIND
 def test_blocks_that_are_not_there_are_neither_read_nor_written(kind: str, name: str) -> None:

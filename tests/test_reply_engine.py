@@ -55,6 +55,7 @@ def ask(llm: LLM, **options: Any) -> list[RequestOutput]:
     return llm.chat([CHAT] * len(params), params, tools=TOOLS, **options)
 
 
+@pytest.mark.quick("choice1")
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_calls_are_valid_at_any_temperature(llm: LLM, choice: Any) -> None:
     ended = 0
@@ -133,6 +134,7 @@ COMPANIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("ngrams")
 @pytest.mark.parametrize("company", COMPANIES)
 def test_the_same_calls_come_in_any_company(
     checkpoint: Path, alone: dict[str, list[CompletionOutput]], company: str
@@ -213,6 +215,7 @@ def calling(request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield made
 
 
+@pytest.mark.quick("qwen3_coder")
 def test_whatever_the_tools_a_finished_reply_calls_them_as_they_are(calling: LLM) -> None:
     _any_tools(calling, 3)
 

@@ -133,6 +133,36 @@ HINTS = [
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
+@pytest.mark.quick(
+    "text-auto-qwen3_coder",
+    "text-auto-glm45",
+    "text-auto-llama3_json",
+    "text-auto-mistral",
+    "text-auto-derived",
+    "text-auto-deepseek_v3",
+    "text-auto-deepseek_v31",
+    "text-auto-deepseek_v32",
+    "text-auto-minimax_m2",
+    "text-auto-kimi_k2",
+    "text-auto-lfm2",
+    "text-auto-gemma4",
+    "text-required-llama3_json",
+    "text-required-mistral",
+    "text-named-llama3_json",
+    "text-named-mistral",
+    "text-named-derived",
+    "text-named-kimi_k2",
+    "special tokens-auto-hermes",
+    "special tokens-auto-llama3_json",
+    "special tokens-auto-derived",
+    "special tokens-auto-deepseek_v31",
+    "special tokens-auto-harmony",
+    "special tokens-required-llama3_json",
+    "special tokens-required-mistral",
+    "special tokens-required-derived",
+    "special tokens-named-llama3_json",
+    "special tokens-named-derived",
+)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("choice", ["auto", "required", "named"])
 def test_what_the_grammar_lets_come_is_what_the_parser_reads(name: str, choice: Any, marked: bool) -> None:
@@ -366,6 +396,16 @@ def _tokens(tokenizer: Tokenizer, text: str, luck: random.Random) -> list[int]:
     return ids
 
 
+@pytest.mark.quick(
+    "text-gemma4",
+    "special tokens-hermes",
+    "special tokens-qwen3_coder",
+    "special tokens-glm45",
+    "special tokens-deepseek_v3",
+    "special tokens-mistral",
+    "special tokens-kimi_k2",
+    "special tokens-deepseek_v32",
+)
 @pytest.mark.parametrize(
     "name", ["hermes", "qwen3_coder", "glm45", "deepseek_v3", "mistral", "kimi_k2", "gemma4", "deepseek_v32"]
 )
@@ -673,6 +713,29 @@ def may_come(tokenizer: Tokenizer, made: ReplyGrammar, text: str) -> bool:
     return int(matcher._matcher.validate_tokens(ids)) == len(ids)
 
 
+@pytest.mark.quick(
+    "text-unit:K",
+    'text-unit:<|"|>C<|"|>,',
+    'text-,unit:<|"|>C<|"|>',
+    'text-unit: <|"|>C<|"|>',
+    'text-unit:<|"|>C<|"|>, dry:true',
+    "text-unit:3,dry:true",
+    'text-tags:[<|"|>abcd<|"|>],unit:3',
+    "special tokens-",
+    'special tokens-unit:"C"',
+    'special tokens-unit:<|"|>C',
+    "special tokens-dry:True,unit:3",
+    "special tokens-Days:100,unit:3",
+    "special tokens-Days:,unit:3",
+    'special tokens-code:<|"|>A<|"|>,unit:3',
+    "special tokens-code:{y:1},unit:3",
+    "special tokens-code:{y:1,x:2},unit:3",
+    "special tokens-tags:[],unit:3",
+    'special tokens-tags:[<|"|>a<|"|>,],unit:3',
+    "special tokens-any:{:1},unit:3",
+    "special tokens-any:a,unit:3",
+    "special tokens-other:1,unit:3",
+)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -705,6 +768,7 @@ def test_what_a_schema_does_not_allow_never_comes_between_braces(arguments: str,
     assert not may_come(tokenizer, quoted_calls(MORE), "<|tool_call>call:g{unit:3}<tool_call|>")
 
 
+@pytest.mark.quick("special tokens")
 def test_random_values_between_quotes_meet_their_schema(marked: bool) -> None:
     tokenizer, ends = marked_tokenizer(markers_of(KNOWN["gemma4"]) if marked else []), 0
     for seed in range(12):
@@ -767,6 +831,7 @@ def test_what_cannot_be_enforced_between_quotes_is_refused_or_becomes_any_object
     assert may_come(marked_tokenizer(), made, "<|tool_call>call:f{}<tool_call|>")
 
 
+@pytest.mark.quick("required0-gemma4", "required1-lfm2")
 @pytest.mark.parametrize("name", ["gemma4", "lfm2"])
 @pytest.mark.parametrize("required", [["p7"], []])
 def test_a_tool_may_have_many_parameters_and_values_be_deep(name: str, required: list[str]) -> None:

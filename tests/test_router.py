@@ -967,6 +967,7 @@ def _storm(loop: Loop, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         one.stop()
 
 
+@pytest.mark.slow
 def test_500_requests_while_servers_come_and_go_have_one_end_each(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     _storm(loop, 500, monkeypatch)
 

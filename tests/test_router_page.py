@@ -53,6 +53,7 @@ def loop() -> Iterator[Loop]:
     one.close()
 
 
+@pytest.mark.slow
 def test_the_page_shows_who_holds_what_and_where_a_requests_time_went(loop: Loop, browser: Chromium) -> None:
     told = {"told": TOLD, "lives": [LIFE | {"id": "mine"}]}
     servers = [FakeServer(loop, cached=[CachedPrompts("1")], **told) for _ in range(2)]

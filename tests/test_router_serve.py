@@ -106,6 +106,7 @@ def test_a_stream_has_the_same_text_although_its_server_is_killed(fleet: Fleet, 
     wait_until(lambda: "then to" in fleet.router.stderr)
 
 
+@pytest.mark.slow
 def test_the_official_client_talks_to_a_fleet_of_which_one_is_killed_under_load(fleet: Fleet, expected: str) -> None:
     fleet.fill()
     client = openai.OpenAI(base_url=f"{fleet.router.url}/v1", api_key=KEY, max_retries=0)

@@ -52,6 +52,7 @@ def check(made: Any, spans: list[Span], tables: dict[int, list[int]]) -> None:
     assert batch.block_tables.is_contiguous()
 
 
+@pytest.mark.quick("2", "3")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_batch_is_what_its_spans_say(seed: int) -> None:
     draw, made = random.Random(seed), runner()

@@ -307,6 +307,7 @@ def mixed(request: int, vocab: int) -> RequestInfo:
     )
 
 
+@pytest.mark.quick("4099-32")
 @pytest.mark.parametrize(("vocab", "rows"), [(151_936, 12), (4099, 32)])
 def test_a_row_is_bit_equal_in_any_company(vocab: int, rows: int) -> None:
     logits = noise(rows, vocab)

@@ -64,6 +64,7 @@ def all_run(server, count):
     return stats is not None and stats["running"] + stats["finished"] >= count
 
 
+@pytest.mark.slow
 def test_a_request_that_brings_the_engine_down_twice_ends_with_an_error_and_harms_no_one():
     flags = ["--inject-fault", "crash:1234", "--max-num-seqs", "16", "--max-num-batched-tokens", "64"]
     with ServeProcess(*flags) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -133,6 +134,7 @@ def test_sigterm_lets_running_requests_finish_and_leaves_nothing_behind():
             request(server.port, "GET", "/live")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "signals", [pytest.param([signal.SIGTERM], marks=pytest.mark.slow), [signal.SIGINT, signal.SIGINT]]
 )

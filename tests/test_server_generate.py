@@ -305,6 +305,16 @@ async def test_what_the_engine_is_told():
 # -- refusals ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(
+    "False-body1-400-context_length_exceeded",
+    "False-body2-400-empty_prompt",
+    "False-body3-400-token_out_of_range",
+    "False-body5-400-token_out_of_range",
+    "False-{-400-invalid_json",
+    "False-body7-400-invalid_type",
+    "True-body0-404-model_not_found",
+    "True-body4-400-invalid_value",
+)
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [
@@ -647,6 +657,16 @@ async def test_one_line_tells_how_a_request_went(lines):
     assert lines[0][0] == log.request_line(log.RequestSummary(**facts))
 
 
+@pytest.mark.quick(
+    "/v1/completions--True",
+    "/v1/completions-my-trace_1:2/3-True",
+    "/v1/completions-nice try-True",
+    "/v1/completions-given3-True",
+    "/v1/completions-<b>-False",
+    "/v1/completions-<b>-True",
+    "/v1/chat/completions-my-trace_1:2/3-False",
+    "/v1/chat/completions-two, of them-True",
+)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("given", ["", "my-trace_1:2/3", "nice try", "x" * 129, "<b>", "two, of them"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -774,6 +794,7 @@ async def test_tokenize_and_detokenize():
 # -- at random moments ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("2", "3")
 @pytest.mark.parametrize("seed", range(4))
 async def test_whenever_clients_leave_everything_is_given_back(seed, lines):
     generator = random.Random(seed)

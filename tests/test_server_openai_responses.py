@@ -515,6 +515,7 @@ def responder(store: ResponseStore) -> ResponsesResponder:
     return ResponsesResponder(ResponseObject(call, "resp_1", "m", "qr"), store, Stored("resp_1", "", b""))
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("step", [1, 3, 8])
 def test_reasoning_and_calls_stream_as_the_items_of_the_whole_response(step):
     store = ResponseStore()
@@ -584,6 +585,7 @@ def test_the_store_keeps_nothing_of_another_tenant():
     assert len(store) == 0
 
 
+@pytest.mark.quick("assistant")
 @pytest.mark.parametrize("role", ["assistant", "user"])
 def test_the_time_to_read_a_body_grows_with_its_size_alone(role):
     """Of one turn in many items, and of many messages whose refusal is about one of them."""

@@ -294,6 +294,7 @@ def test_other_models_are_not_introduced(browser: Chromium, server: StandIn) -> 
     assert page.text(".welcome h1") == "Talk to stand-in"
 
 
+@pytest.mark.quick("429-queue_full-busy")
 @pytest.mark.parametrize(
     ("status", "code", "title"),
     [
@@ -391,6 +392,7 @@ def test_a_server_that_comes_back_with_another_model_is_asked_for_that_one(brows
     assert page.text("#status-text") == "other"
 
 
+@pytest.mark.quick("draining")
 @pytest.mark.parametrize("status", ["restarting", "stalled", "failed", "draining"])
 def test_a_server_in_trouble_says_so_and_takes_no_message(browser: Chromium, server: StandIn, status: str) -> None:
     server.script.health = {"status": status}
@@ -406,6 +408,7 @@ def live(browser: Chromium, server: StandIn, **size: Any) -> Page:
     return opened(browser, server, "/#live", until="document.querySelectorAll('#requests tbody tr').length > 3", **size)
 
 
+@pytest.mark.quick("1400-False")
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1400, False)])
 def test_every_picture_of_the_live_view_is_drawn(browser: Chromium, server: StandIn, width: int, dark: bool) -> None:
     page = live(browser, server, width=width, height=900, dark=dark)
@@ -540,6 +543,7 @@ def test_one_of_several_engines_can_be_looked_at(browser: Chromium, server: Stan
     settle(server, page)
 
 
+@pytest.mark.quick("404-No live view here")
 @pytest.mark.parametrize(("status", "title"), [(403, "Only for the operator"), (404, "No live view here")])
 def test_a_live_view_that_is_refused_says_why(browser: Chromium, server: StandIn, status: int, title: str) -> None:
     server.script.view_status = status
@@ -548,6 +552,7 @@ def test_a_live_view_that_is_refused_says_why(browser: Chromium, server: StandIn
     assert page.evaluate("Boolean(document.querySelector('.notice .button'))") == (status == 403)
 
 
+@pytest.mark.quick("refused at once")
 @pytest.mark.parametrize("late", [0.0, 1.0], ids=["refused at once", "the old key's refusal comes late"])
 def test_another_key_can_be_given_where_the_live_view_wants_the_first(
     browser: Chromium, server: StandIn, late: float

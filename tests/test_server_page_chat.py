@@ -88,6 +88,7 @@ def test_a_turn_that_failed_is_not_part_of_the_conversation(browser: Chromium, s
     assert sent(server) == ["One", "Hello, **world**.", "Three"]
 
 
+@pytest.mark.quick("Continue from here-Hello, **world**.")
 @pytest.mark.parametrize(
     ("button", "then"), [("Keep the text so far", "Hello"), ("Continue from here", "Hello, **world**.")]
 )
@@ -467,6 +468,7 @@ def test_mathematics_is_shown_and_prices_are_not_mathematics(browser: Chromium, 
     settle(server, page)
 
 
+@pytest.mark.quick("$\\\\href{javascript:alert(1)}{x}$")
 @pytest.mark.parametrize(
     "source", [r"$\href{javascript:alert(1)}{x}$", r"$$\frac{1$$", r"$<img src=x onerror=alert(1)>$"]
 )

@@ -19,6 +19,7 @@ def demo(chromium: Chromium) -> Iterator[ServeProcess]:
         yield server
 
 
+@pytest.mark.slow
 def test_chat_completion_and_live_view_work_with_a_real_server(browser: Chromium, demo: ServeProcess) -> None:
     page = browser.open(1400, 900)
     page.go(demo.url)

@@ -119,6 +119,7 @@ def test_a_router_hears_what_each_replica_has_and_names_the_one_that_it_wants(se
     assert server.get("/load/prompts?since=1,")[0] == 400
 
 
+@pytest.mark.slow
 def test_many_requests_with_one_prefix_are_not_all_left_to_the_replica_that_has_it(server):
     before = served(server)
     Streams(server, jobs(8, prompt=list(range(500, 532)), max_tokens=800)).texts()  # all at once, on any machine
@@ -137,6 +138,7 @@ def test_a_request_that_brings_its_engine_down_takes_no_other_one_with_it(server
     assert sorted(after - then for after, then in zip(restarts(server), before, strict=True)) == [0, 2]
 
 
+@pytest.mark.slow
 def test_streams_go_on_at_the_other_replica_when_one_is_killed(server, expected):
     streams, engines = Streams(server, jobs(4)), server.pids("engine")
     assert len(engines) == 2

@@ -585,6 +585,7 @@ async def test_an_engine_that_does_not_leave_in_time_is_killed(folder: Path, mon
     assert not any(is_alive(pid) for pid in pids)
 
 
+@pytest.mark.quick("15-2", "2-15")
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 async def test_a_second_signal_ends_the_drain(folder: Path, first: signal.Signals, second: signal.Signals) -> None:

@@ -222,6 +222,13 @@ def plain(request, plain_of) -> Plain:
     return plain_of(request.param)
 
 
+@pytest.mark.quick(
+    "lengths0-bfloat16-right, then wrong",
+    "lengths0-bfloat16-out of vocabulary",
+    "lengths0-bfloat16-too many",
+    "lengths0-bfloat16-failing",
+    "lengths0-bfloat16-nonsense",
+)
 @pytest.mark.parametrize(
     ("plain", "choice"),
     [
@@ -243,6 +250,9 @@ def test_whatever_is_drafted_the_output_is_the_same(plain, choice, lengths):
             assert engine.stats.accepted > 150
 
 
+@pytest.mark.quick(
+    "bfloat16-right, then wrong", "windows in some layers-trees", "experts-trees", "latent attention-right, then wrong"
+)
 @pytest.mark.parametrize(
     ("plain", "choice"),
     [
@@ -264,6 +274,7 @@ def test_drafts_change_nothing_in_any_kernels_and_formats(plain, choice):
         assert proposer.num_drafts > 50
 
 
+@pytest.mark.quick("sliding window-right, then wrong-1")
 @pytest.mark.parametrize(
     ("plain", "choice", "depth"),
     [
@@ -304,6 +315,7 @@ def test_a_request_may_switch_it_off(plain):
     assert proposer.num_drafts == engine.stats.drafted == 0
 
 
+@pytest.mark.quick("sliding window-1")
 @pytest.mark.parametrize(
     ("plain", "depth"),
     [
@@ -365,6 +377,7 @@ def test_self_tuning_drafts_what_pays_and_changes_nothing(plain):
         assert proposer.num_drafts > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
 @pytest.mark.parametrize(
     ("choice", "overlap"),
@@ -388,6 +401,7 @@ def test_a_device_that_works_by_itself_verifies_drafts_too(plain, choice, overla
         assert engine.stats.accepted > 50
 
 
+@pytest.mark.quick("5-bfloat16", "8-bfloat16")
 @pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
 @pytest.mark.parametrize(
     "drafts", [1, 2, 5, 8, *(pytest.param(drafts, marks=pytest.mark.slow) for drafts in (3, 4, 6, 7))]
@@ -492,6 +506,7 @@ def save_with_bad_tokens(folder: Path) -> list[int]:
     return bad
 
 
+@pytest.mark.quick("wrong-True", "trees-False")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("choice", ["right", "wrong", "trees"])
 def test_drafts_that_are_not_finite_spoil_nothing(tmp_path, choice, overlap):

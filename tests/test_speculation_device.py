@@ -109,6 +109,7 @@ def drafted_on_device(engine: Engine) -> bool:
 # -- launching ahead -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("draft_model")
 @pytest.mark.parametrize(
     "method", ["draft_model", "eagle3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("itself", "eagle"))]
 )  # not "mtp": plain experts look
@@ -139,6 +140,7 @@ def test_the_classic_rule_waits(folders):
 # -- the contract --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("0-eagle")
 @pytest.mark.parametrize(("depth", "method"), AT_DEPTHS)
 def test_drafts_change_nothing_at_any_depth_of_overlap(folders, plain, method, depth):
     outcomes = plain[TARGETS.get(method, "target")]
@@ -156,6 +158,7 @@ def test_a_request_gets_alone_what_it_gets_among_others_without_drafts(folders, 
     assert [run(engine, [index])[0] for index in range(16)] == plain["target"]
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("drafts", [1, 8, *(pytest.param(drafts, marks=pytest.mark.slow) for drafts in range(2, 8))])
 def test_drafts_of_any_length_change_nothing(folders, plain, drafts):
     engine = start(folders, "itself", drafts, max_num_batched_tokens=80)
@@ -164,6 +167,7 @@ def test_drafts_of_any_length_change_nothing(folders, plain, drafts):
     assert engine.stats.accepted == engine.stats.drafted > 50
 
 
+@pytest.mark.quick("1-itself")
 @pytest.mark.parametrize(
     ("depth", "method"),
     [
@@ -192,6 +196,7 @@ def test_drafts_change_nothing_with_graphs_or_without(folders, plain, graphs):
     assert device.num_elsewhere == 0
 
 
+@pytest.mark.slow
 def test_self_tuning_drafts_and_changes_nothing(folders, plain):
     for method, stagger in (("itself", 0), ("eagle", 1)):
         engine = start(folders, method, 6, spec={"adaptive": True})
@@ -234,6 +239,7 @@ class OnHost(DraftingProposer):
         self.keeps = 1
 
 
+@pytest.mark.quick("draft_model")
 @pytest.mark.parametrize("method", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3", "draft_model"])
 def test_the_drafts_are_those_of_the_host(folders, method):
     """As many are accepted of each request, whatever is cached, chunked or in flight."""
@@ -251,6 +257,7 @@ def test_the_drafts_are_those_of_the_host(folders, method):
     assert found[0][-1][1] > 0
 
 
+@pytest.mark.quick("16")
 @pytest.mark.parametrize("lag", [1, 16])
 def test_requests_that_were_not_drafted_for_a_while_are_caught_up_with(folders, plain, lag):
     """Whatever waits, the drafts of a model that is the target are all accepted."""
@@ -327,6 +334,7 @@ class Recorded(DeviceProposer):
         return lines
 
 
+@pytest.mark.quick("True-8-right")
 @pytest.mark.parametrize(
     ("overlap", "drafts", "choice"),
     [
@@ -349,6 +357,7 @@ def test_whatever_is_drafted_the_output_is_the_same(folders, plain, choice, over
         assert engine.stats.accepted > 200
 
 
+@pytest.mark.quick("too many", "no integers", "for fewer")
 @pytest.mark.parametrize(
     "answer",
     [
@@ -369,6 +378,7 @@ def test_nonsense_costs_speed_and_nothing_else(folders, plain, answer):
     assert run(engine, range(6)) == plain["target"][:6]
 
 
+@pytest.mark.quick("propose")
 @pytest.mark.parametrize(
     "what",
     [
@@ -394,6 +404,7 @@ def test_a_proposer_that_fails_costs_speed_and_nothing_else(folders, plain, what
     )
 
 
+@pytest.mark.quick("right-False")
 @pytest.mark.parametrize(
     ("choice", "overlap"),
     [
@@ -510,6 +521,7 @@ def test_wherever_memory_runs_out_no_request_gets_other_tokens(folders, plain, m
         assert tuple(tokens) == (wanted[: len(tokens)] if index in failed else wanted)
 
 
+@pytest.mark.quick("error0")
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), torch.AcceleratorError("CUDA error: out of memory")])
 def test_a_proposer_without_memory_for_what_follows_the_tokens_leaves_them_accepted(folders, plain, error):
     """Those of the device, or of the host, where torch has no class for it."""
@@ -567,6 +579,7 @@ def test_requests_may_be_aborted_at_any_time(folders, plain):
             assert tuple(made) == whole[: len(made)] and (index in aborted or len(made) == len(whole))
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.parametrize("what", ["forward", "sample", "download"])
 def test_a_step_that_cannot_be_launched_ends_its_requests_and_no_others(folders, plain, what):
     """Whether that is seen before the device's tables change, or behind it."""

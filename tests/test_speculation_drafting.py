@@ -437,6 +437,7 @@ def test_a_head_sees_the_features_of_each_position_and_the_token_behind_it(chunk
     assert stand.line(0, 5) == expect(stand, 0, 5)
 
 
+@pytest.mark.quick("0-1", "1-0", "2-0", "3-0")
 @pytest.mark.parametrize("lead", [0, 1])
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_depend_on_the_text_alone_whatever_happened_before(seed: int, lead: int) -> None:

@@ -53,6 +53,7 @@ def test_a_replay_repeats_what_was_recorded_and_gives_the_same_tokens(folders, p
     assert device.num_replayed > 100 and engine.stats.drafted > 100 and engine.stats.accepted > 0
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_head_is_given_what_the_target_computed_whatever_was_replayed_since(folders, monkeypatch, waits):
     """Also of a step that was recorded after the head's rows, and so lies where these are computed."""
@@ -104,6 +105,7 @@ def test_of_a_step_in_halves_a_head_is_given_what_each_of_them_computed(folders)
     assert all(torch.equal(replayed[place], row) for place, row in launched.items())
 
 
+@pytest.mark.slow
 def test_with_rejection_sampling_a_replay_gives_what_is_launched_without(folders):
     found = []
     for graphs in ("lazy", "off"):
@@ -115,6 +117,7 @@ def test_with_rejection_sampling_a_replay_gives_what_is_launched_without(folders
     assert found[0] == found[1]
 
 
+@pytest.mark.quick("draft_model")
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_a_replay_of_trees_does_so_too(folders, plain, method):
     device = TapedDevice()
@@ -129,6 +132,7 @@ def test_a_replay_of_trees_does_so_too(folders, plain, method):
     assert engine.stats.drafted > 100 and engine.stats.accepted > 0
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("waits", [False, True])
 def test_more_drafts_or_requests_launch_nothing_more(folders, waits):
     """Outside of graphs only what follows them is launched: head and sampling of the rows that are verified."""
@@ -175,6 +179,7 @@ def test_where_no_more_graphs_fit_drafts_go_on_without(folders, plain, caplog, w
     assert "no memory for more than 25 CUDA graphs" in warning
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("other", [True, False])
 def test_ranks_record_drafts_together_or_not_at_all(folders, plain, caplog, other):
     class TwoRanks(OneRank):

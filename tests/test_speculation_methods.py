@@ -81,6 +81,7 @@ def alone(folders) -> dict[str, list[Outcome]]:
     return outcomes
 
 
+@pytest.mark.quick("False-draft_model, trees", "False-eagle", "False-mtp", "True-eagle3")
 @pytest.mark.parametrize(
     ("overlap", "method"),
     [
@@ -98,6 +99,7 @@ def test_a_methods_drafts_change_nothing(folders, alone, method, overlap):
     assert engine.stats.drafted > 100 and engine.stats.accepted > 0
 
 
+@pytest.mark.quick("ngram", "draft_model, trees")
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=pytest.mark.slow if i % 2 else ()) for i, name in enumerate(METHODS)]
 )
@@ -149,6 +151,7 @@ class Moving(InlineExecutor):
         return super().submit(plan)
 
 
+@pytest.mark.quick("mtp")
 @pytest.mark.parametrize(
     "method",
     [
@@ -257,6 +260,7 @@ def test_a_configuration_made_by_hand_without_a_model_is_refused_where_one_is_re
         SpeculativeConfig(method="eagle", num_speculative_tokens=4).named_model()
 
 
+@pytest.mark.quick("192")
 @pytest.mark.parametrize("vocab_size", [96, 192])
 def test_a_draft_model_of_the_same_tokenizer_may_be_padded_otherwise(folders, alone, tmp_path, caplog, vocab_size):
     """The targets' tokens from 96 on have no row in the smaller one, those from 160 on none in the target."""

@@ -104,6 +104,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("overlap", "tree")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("two ") else ()) for name in ENGINES]
 )
@@ -129,6 +130,7 @@ def text_of(llm: LLM, form: dict[str, Any], **options: Any) -> tuple[str, str | 
     return output.outputs[0].text, output.outputs[0].finish_reason
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("temperature", [0, 0.7, 2])
 def test_each_form_is_met(llm: LLM, temperature: float) -> None:
     for form in FORMS:
@@ -366,6 +368,7 @@ def test_others_pass_a_request_whose_grammar_is_being_compiled(llm: LLM, monkeyp
     assert ended == [20_001, 20_000]
 
 
+@pytest.mark.slow
 def test_plain_streams_get_a_token_in_every_step_beside_as_many_with_schemas_of_their_own(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -248,6 +248,7 @@ def test_what_was_found_is_told_and_bad_tools_are_refused(server):
             assert status == 200 and "odd" in headers["x-quire-loosened"]
 
 
+@pytest.mark.slow
 def test_a_call_goes_on_where_it_was_when_the_engine_dies(server):
     words = {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{5}$"}, "minItems": 40, "maxItems": 40}
     parameters = {"type": "object", "properties": {"words": words}, "required": ["words"]}

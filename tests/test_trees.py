@@ -235,6 +235,7 @@ def check(world_of: type[World], kind: Heads, kernels: Kernels, rng: random.Rand
 SHAPES = [(4, 2, 64), (7, 1, 24), (3, 3, 16), (70, 1, 8)]
 
 
+@pytest.mark.quick(every=5)
 @EACH_KERNELS
 @pytest.mark.parametrize("stored", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -255,6 +256,7 @@ def test_a_window_passes_over_a_row_s_ancestors(kernels: Kernels, window: int) -
         check(World, Heads((4, 2, 16), torch.float32, "auto", window), kernels, random.Random(seed))
 
 
+@pytest.mark.quick(every=2)
 @EACH_KERNELS
 @pytest.mark.parametrize("stored", ["auto", "int8", "fp8"])
 def test_a_row_of_a_tree_has_the_bits_of_its_path_alone_in_latent_attention(
@@ -402,6 +404,7 @@ def hidden_states(model: Model, tokens: Sequence[int], part: Part, kv: KVCache) 
         return model.forward([batch], [kv])
 
 
+@pytest.mark.quick(every=2)
 @EACH_KERNELS
 @pytest.mark.parametrize(
     "architecture, options", [("llama", {}), ("mistral", {"sliding_window": 6}), ("deepseek_v3", {})]

@@ -79,6 +79,13 @@ def stored(
     return kv, tables
 
 
+@pytest.mark.quick(
+    "dtype0-auto-1-2-64-16-None",
+    "dtype1-auto-5-1-80-32-150",
+    "dtype2-auto-2-1-256-64-1",
+    "dtype3-int8-8-1-24-256-None",
+    "dtype4-fp8-2-1-128-16-50",
+)
 @pytest.mark.parametrize(
     "dtype, how, group, kv_heads, dim, size, window",
     [
@@ -146,6 +153,7 @@ def test_short_tiles_are_taken_where_their_instruction_sums_as_the_one_for_many_
     ]
 
 
+@pytest.mark.quick("50")
 @pytest.mark.parametrize("window", [None, 50])
 def test_whole_prompts_see_what_follows_and_not_their_company(window: int | None) -> None:
     lengths, size = (1, 17, 150, 290), 32
@@ -307,6 +315,7 @@ def test_workers_are_as_many_as_fill_the_device_and_no_more_than_items(monkeypat
     assert listed([(100, 1)] * 4, 112).workers == 0
 
 
+@pytest.mark.quick("9")
 @pytest.mark.parametrize("room", [10**6, 9])
 def test_long_and_short_contexts_share_the_workers(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of unlike contexts, some of which find no room, has the bits of each request alone."""
@@ -351,6 +360,7 @@ def test_a_group_may_be_larger_than_a_tile() -> None:
     torch.testing.assert_close(out, exact.flatten(1), atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.quick("fp8")
 @pytest.mark.parametrize("how", ["auto", "int8", "fp8"])
 def test_a_value_that_is_not_finite_reaches_the_rows_that_see_it(how: KVCacheDtype) -> None:
     for name, at in (("k", 3), ("v", 200)):

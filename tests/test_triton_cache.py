@@ -133,6 +133,7 @@ def assert_same(out: torch.Tensor, expected: torch.Tensor, tolerance: float = 0.
 SHAPES = [(4, 2, 16), (2, 2, 24), (3, 1, 80), (6, 3, 96), (2, 1, 128), (1, 1, 2)]
 
 
+@pytest.mark.quick("shape0-dtype1", "shape1-dtype2", "shape2-dtype2", "shape3-dtype2", "shape4-dtype1", "shape5-dtype0")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rotation_and_store_equal_the_reference(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -181,6 +182,7 @@ def test_a_quantized_cache_holds_the_codes_of_the_rotated_keys_and_of_the_values
     assert (written[1] == 0).all() and written[2:4, -1, 1].isnan().all() and written[0].isfinite().all()
 
 
+@pytest.mark.quick("int8-127.0")
 @pytest.mark.parametrize("kv_cache_dtype, largest", [("int8", 127.0), ("fp8", 448.0)])
 def test_codes_are_rounded_as_the_definition_says(kv_cache_dtype: KVCacheDtype, largest: float) -> None:
     """Every number of fp16 up to the largest, in rows whose scale is 1: so all codes occur, and all ties."""

@@ -205,6 +205,7 @@ def test_a_row_of_a_growing_tree_reads_ancestors_that_lie_behind_it():
     assert batch.spans is not None and batch.spans.context_lens.tolist() == [5, 18]
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_the_plain_kernels(tmp_path):
     folder = str(save_checkpoint(tmp_path, "qwen3", dtype=torch.float32, num_hidden_layers=1))
     plain = Engine(EngineConfig(model=folder, threads=1, device="cpu", cpu_kernels="torch", max_model_len=32, **INT4))
@@ -214,6 +215,7 @@ def test_greedy_tokens_are_those_of_the_plain_kernels(tmp_path):
         assert got == pytest.approx(want, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_layers_with_and_without_windows_have_tables_of_their_own(tmp_path):
     """A cached head, a table that grows, and a window that passes a block, beside another request."""
     options = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}

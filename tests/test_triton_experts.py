@@ -242,6 +242,13 @@ CHOICES = {
 }
 
 
+@pytest.mark.quick(
+    "one token-dtype1",
+    "an expert that all chose, one that one chose, and two that none did-dtype1",
+    "all experts-dtype1",
+    "one place-dtype0",
+    "more rows than a tile has-dtype1",
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CHOICES)
 def test_grouped_experts_equal_looped_ones(case: str, dtype: torch.dtype) -> None:
@@ -265,6 +272,7 @@ def test_experts_without_a_gate_equal_looped_ones(dtype: torch.dtype) -> None:
         GroupedExperts(up, down)
 
 
+@pytest.mark.quick("dtype1")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tokens_bits_do_not_depend_on_the_other_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     grouped = GroupedExperts(*layer(dtype))
@@ -332,6 +340,7 @@ def test_pairs_are_ordered_by_expert_and_no_tile_has_rows_of_two() -> None:
 # Quantized experts
 
 
+@pytest.mark.quick("int8")
 @pytest.mark.parametrize("how", ["int8", "int4/32", pytest.param("int4/64", marks=pytest.mark.slow)])
 def test_quantized_experts_have_the_bits_of_looped_ones(how: str) -> None:
     gate_up = [quantized_weight(how, 2 * 64, 192, seed) for seed in range(3)]

@@ -97,6 +97,7 @@ def attend(q: torch.Tensor, kv: KVCache, batch: RaggedBatch, width: int) -> torc
 # -- attention -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("dtype0-auto-shape0-16-227", "dtype1-int8-shape1-256-227", "dtype6-int8-shape6-16-99")
 @pytest.mark.parametrize(
     "dtype, how, shape, size, room",
     [
@@ -154,6 +155,7 @@ def in_chunks(
     return torch.cat(out)
 
 
+@pytest.mark.quick("dtype1-fp8-False")
 @pytest.mark.parametrize(
     "dtype, how, side_by_side",
     [
@@ -206,6 +208,7 @@ def test_splits_lie_side_by_side_within_the_scratch_memory(monkeypatch: pytest.M
     assert listed().item_count.tolist() == [24]
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("how", ["auto", "int8", "fp8"])
 def test_a_row_that_is_not_finite_reaches_the_tokens_that_see_it(how: KVCacheDtype) -> None:
     for column, at in ((5, 3), (35, 80)):  # in the vector, in the key
@@ -236,6 +239,17 @@ def test_queries_are_turned_where_they_lie_beside_others(heads: int, rope: int, 
     assert out.is_contiguous() and torch.equal(out, Kernels().rotate_interleaved(q, tables))
 
 
+@pytest.mark.quick(
+    "shape0-auto-dtype2",
+    "shape1-auto-dtype0",
+    "shape1-auto-dtype1",
+    "shape1-int8-dtype0",
+    "shape2-auto-dtype0",
+    "shape2-auto-dtype1",
+    "shape2-auto-dtype2",
+    "shape2-fp8-dtype1",
+    "shape2-fp8-dtype2",
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("shape", [(1, 32, 8), (1, 512, 64), (1, 12, 20)])

@@ -89,6 +89,7 @@ def test_many_rows_take_tall_tiles_where_one_instruction_computes_both(
 # Dense products
 
 
+@pytest.mark.quick("shape0-dtype0", "shape1-dtype1", "shape2-dtype1")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (80, 360), (300, 128)])
 def test_dense_products_equal_those_in_fp64(shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -136,6 +137,9 @@ def test_a_row_that_is_not_finite_leaves_the_other_rows_as_they_are() -> None:
 # Quantized products
 
 
+@pytest.mark.quick(
+    "1-128-int4 in groups of 32", "1-128-int4 in groups of 64", "1-128-int4 in groups of 128", "160-1152-int8"
+)
 @pytest.mark.parametrize("how", HOWS, ids=str)
 @pytest.mark.parametrize("outputs, inputs", [(1, 128), (160, 1152), pytest.param(33, 384, marks=pytest.mark.slow)])
 def test_quantized_products_equal_their_reference(outputs: int, inputs: int, how: Quantization) -> None:
@@ -177,6 +181,7 @@ def test_a_quantized_row_that_is_not_finite_gives_nan_and_one_of_zeros_gives_zer
     assert torch.equal(out[4], product.matmul(x[4:])[0])
 
 
+@pytest.mark.quick("150-16-dtype0", "1100-2-dtype1", "1100-16-dtype0", "1100-16-dtype2")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 @pytest.mark.parametrize("inputs, parts", [(150, 16), (1100, 2), (1100, 16)])
 def test_rows_become_the_codes_and_scales_of_the_reference(

@@ -80,6 +80,7 @@ def filters_of(rows: int, vocab: int, temperature: float = 1.0, top_p: float = m
 # -- tokens ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("1", "17", "4096")
 @pytest.mark.parametrize("vocab", [1, 17, 65, PART, PART + 1, 3 * PART - 5])
 def test_tokens_are_those_of_the_reference(vocab: int) -> None:
     draw = random.Random(vocab)
@@ -103,6 +104,7 @@ def test_greedy_tokens_are_always_the_lowest_of_the_best() -> None:
         assert sampling.sample(logits, filters_of(4, vocab, temperature=0.0)).tolist() == expected
 
 
+@pytest.mark.quick("nan")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_row_that_is_not_finite_fails_alone_wherever_it_is_not(value: float) -> None:
     vocab = PART + 100

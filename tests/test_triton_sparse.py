@@ -69,6 +69,7 @@ KINDS: list[tuple[torch.dtype, KVCacheDtype]] = [
 ]
 
 
+@pytest.mark.quick("65-dtype8-fp8", "40-dtype10-auto")
 @pytest.mark.parametrize(
     ("top", "dtype", "stored"),
     [
@@ -132,6 +133,7 @@ def test_a_row_chooses_and_sees_the_same_alone_and_among_others(
         assert torch.equal(attend(choice, batch, case.attended[token : token + 1])[0], out[token])
 
 
+@pytest.mark.quick("dtype0-auto", "dtype1-int8")
 @pytest.mark.parametrize(("dtype", "stored"), KINDS)
 def test_attention_sees_what_plain_torch_sees(dtype: torch.dtype, stored: KVCacheDtype) -> None:
     case = case_of(5, dtype, stored, True, SPANS, top=40, heads=4)  # of whole numbers: the choice is the same
@@ -153,6 +155,7 @@ def test_a_batch_whose_spans_are_on_the_host_is_refused() -> None:
 # -- the whole engine ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "sizes"),
     [

@@ -73,6 +73,7 @@ def sequences_of(kind: str, length: int, dtype: torch.dtype, padding: tuple[int,
     return Sequences(kernels, kernels.of(KINDS[kind](16, dtype)), length, requests)
 
 
+@pytest.mark.quick("Mamba", "short convolution")
 @EACH_KIND
 def test_it_is_the_recurrence_and_leaves_what_the_cpus_kernels_leave(kind: str) -> None:
     ours, theirs = (
@@ -98,6 +99,7 @@ def test_no_cut_no_neighbour_and_no_rejected_row_changes_a_bit(kind: str) -> Non
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
+@pytest.mark.quick("short convolution")
 @pytest.mark.parametrize(
     "kind", [pytest.param(name, marks=pytest.mark.slow if name[0] == "K" else ()) for name in KINDS]
 )
@@ -125,6 +127,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 QUICK = ("granitemoehybrid",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES]
 )

@@ -75,6 +75,7 @@ class DeviceWorld(World):
         return super().attend(padded, parts, batch)[: len(q)]
 
 
+@pytest.mark.quick("0-dtype0-auto-shape0-None-False", "0-dtype1-int8-shape1-20-True")
 @pytest.mark.parametrize(
     "dtype, stored, shape, window, listed",
     [
@@ -114,6 +115,7 @@ def test_a_tree_that_begins_a_split_has_the_bits_of_its_paths(base: int, monkeyp
         assert equal(out[path], world.line(request, path))
 
 
+@pytest.mark.quick("dtype3-int8-shape3-False")
 @pytest.mark.parametrize(
     "dtype, stored, shape, listed",
     [
@@ -150,6 +152,7 @@ def test_a_row_of_a_tree_is_attention_over_its_path(kernels: Kernels) -> None:
         torch.testing.assert_close(out[slot].double(), exact, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.quick("kind1")
 @pytest.mark.parametrize(
     "kind", [Heads((4, 2, 16), torch.float32, "auto", 20), Latent((4, 32, 8), torch.float16, "auto", None)]
 )
@@ -175,6 +178,7 @@ def test_a_draft_that_is_not_finite_reaches_only_those_that_follow_it() -> None:
         assert out.isfinite().all(1).tolist() == [True, False, True, False, True]
 
 
+@pytest.mark.quick("kind3")
 @pytest.mark.parametrize(
     "kind",
     [

@@ -66,6 +66,7 @@ def test_no_kernel_takes_much_more_than_the_table_says(module: str, arch: int) -
         assert now["matrix"] == before["matrix"], (now, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launches",
     [*(f"{each}:launch_few" for each in QUICK), *(pytest.param(each, marks=pytest.mark.slow) for each in MODULES)],

@@ -78,6 +78,7 @@ def test_one_number_of_rows_with_other_bits_is_enough_to_refuse_a_product(multip
     assert not rows_are_alike([multiply], ROW, KIND)
 
 
+@pytest.mark.quick("251")
 @pytest.mark.parametrize("fitting", [2 * MOST, MOST - 5, EXACT_ROWS - 5])
 def test_every_number_of_rows_that_is_computed_is_tried(fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a step brings: up to what one call may take, as far as so many rows fit its memory, and beyond."""
@@ -187,6 +188,7 @@ def test_weights_in_fp32_are_ours() -> None:
     assert isinstance(library.product(torch.empty(48, 8), None), DenseProduct)
 
 
+@pytest.mark.slow
 def test_a_library_is_preferred_without_a_word() -> None:
     """ROCm's stands for cuBLASLt, which torch refuses where there is no CUDA; the warning comes once a process."""
     call = "from quire.ops.triton.linear_vendor import prefer_quietly as prefer"

@@ -102,6 +102,7 @@ def drafting(method: str, **more: Any) -> dict[str, Any]:
     return {"speculative_config": {"method": method, "num_speculative_tokens": 3, "adaptive": False, **more}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"),
     [
