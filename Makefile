@@ -42,14 +42,16 @@ CLOCKED := $(patsubst %,tests/test_%.py,async_llm bench_serve bench_serve_driver
     server_streaming server_transport tokenizer_pool_deadlines)
 LONGEST := $(wildcard $(patsubst %,tests/test_%.py,parallel_* cluster* speculation* server_faults server_page* server_e2e \
     determinism kv_* router* engine_* cli_serve cli_generate triton_* cpu_* structured_* server_supervisor gpu_check models_*))
-CLOCKLESS := $(filter-out $(CLOCKED),$(LONGEST) tests/core $(filter-out $(LONGEST),$(wildcard tests/test_*.py)))
+CLOCKLESS = $(filter-out $(CLOCKED) $(EMULATED),$(LONGEST) tests/core $(filter-out $(LONGEST),$(wildcard tests/test_*.py)))
 WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 # The instruction sets that tests need: this processor's; all where the kernels' sources are not those of the default
 # branch, and in CI.
 KERNELS_CHANGED = $(shell git diff --quiet origin/HEAD -- $(KERNELS) scripts/compile_kernels.py 2>/dev/null || echo yes)
 SETS = $(if $(CI)$(KERNELS_CHANGED),kernels,native)
+# Kernels that no processor here has are compiled where all sets are.
+EMULATED = $(if $(filter native,$(SETS)),tests/test_cpu_amx.py)
 # Tests that need neither torch, which they cannot import, nor kernels, but for those that take longer.
-FAST := tests/core tests/test_grammar.py -m "not slow and not scale" -p no:schemathesis -p tests.without_torch
+FAST := tests/core tests/test_grammar.py -m "not slow and not scale" -p tests.without_torch
 KERNEL_TESTS = $(or $(TESTS),tests/test_cpu_*.py tests/test_ops*.py)
 
 .PHONY: help demo python native kernels check check-lint check-types check-fast test test-slow test-arm mutants sanitize \

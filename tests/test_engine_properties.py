@@ -9,7 +9,7 @@ import pytest
 
 from tests.fuzz_engine import NUMBERS, SWITCHES, Fuzz
 
-QUICK, LONG = 10, 300
+QUICK, LONG = 5, 300
 """Seeds, of some 25 requests each."""
 
 

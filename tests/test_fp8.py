@@ -106,7 +106,7 @@ def test_many_rows_have_the_bits_that_few_have(monkeypatch: pytest.MonkeyPatch) 
         assert restored.pop() == (40, 1100)
 
 
-@pytest.mark.quick("80")
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_no_weight_is_restored_for_many_rows_where_its_sums_would_have_another_order(
     arch: int, monkeypatch: pytest.MonkeyPatch

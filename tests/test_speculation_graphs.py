@@ -34,9 +34,7 @@ def taped(folders: dict[str, str], method: str | None, device: TapedDevice, draf
 @pytest.mark.parametrize(
     ("waits", "method"),
     [
-        pytest.param(
-            waits, method, marks=() if method == "eagle3" or (not waits and method != "eagle") else pytest.mark.slow
-        )
+        pytest.param(waits, method, marks=() if waits and method == "eagle3" else pytest.mark.slow)
         for waits in (False, True)
         for method in ("draft_model", "eagle", "eagle3")
     ],
