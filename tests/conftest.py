@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,6 @@ import pytest
 
 from tests.costs import Costs
 from tests.http_tools import CHECKED, ServeProcess
-
-CASES = pytest.StashKey[Counter[str]]()
-"""How many cases of each test were collected so far."""
 
 gc.disable()  # until tests are collected: it is a third of what that takes
 os.environ["TRITON_INTERPRET"] = "1"
@@ -46,20 +42,26 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Costs(config.getoption("--costs")))
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Of a test's cases, those that its mark `quick` does not choose are slow."""
-    mark = item.get_closest_marker("quick")
-    if mark is None or not isinstance(item, pytest.Function):
-        return
-    if every := mark.kwargs.get("every"):
-        before = item.config.stash.setdefault(CASES, Counter())
-        test = item.nodeid.partition("[")[0]
-        chosen = before[test] % every == 0
-        before[test] += 1
-    else:
-        chosen = item.callspec.id in mark.args
-    if not chosen:
-        item.add_marker("slow")
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked as `quick`, those that the mark does not choose are slow.
+
+    Raises:
+        pytest.UsageError: it names one that there is not.
+    """
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("quick"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for test, cases in tests.items():
+        mark = next(cases[0].iter_markers("quick"))
+        every = mark.kwargs.get("every")
+        chosen = cases[::every] if every else [case for case in cases if case.callspec.id in mark.args]
+        if not every and len(chosen) < len(mark.args) and not any("::" in given for given in config.args):
+            missing = set(mark.args) - {case.callspec.id for case in chosen}
+            raise pytest.UsageError(f"{test} is marked as quick for {sorted(missing)}, which are none of its cases")
+        for case in set(cases).difference(chosen):
+            case.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

@@ -222,14 +222,13 @@ def test_nothing_around_a_request_changes_its_tokens(setting, alone, block_size,
     assert_switches_change_nothing(setting, alone, product)
 
 
-@pytest.mark.quick("int4 weights-part1", "fp8 cache-part3", "experts-part6", "latent attention-part7")
 @pytest.mark.parametrize(
     ("setting", "part"),
     [
-        *((name, PART) for name in IN_PART if not name.startswith("torch")),
-        ("torch", PART[:1]),
-        pytest.param("torch", PART[1:], marks=pytest.mark.slow),
-        pytest.param(SLOWEST, PART, marks=pytest.mark.slow),
+        pytest.param(
+            name, PART, marks=() if name in ("fp8 cache", "int4 weights", "latent attention") else pytest.mark.slow
+        )
+        for name in IN_PART
     ],
     indirect=["setting"],
 )
