@@ -174,7 +174,7 @@ $(RUNTIME): requirements/runtime.txt requirements/torch.txt | python
 	@[ -x $(BIN)/python ] || $(STEP) "Making $(VENV) with $(PYTHON)" .ci/venv $(PYTHON) $(VENV) make
 	@$(STEP) "Installing dependencies" $(INSTALL) --no-deps -r requirements/runtime.txt
 	@$(STEP) "Installing torch (CPU)" .ci/either $(INSTALL) --no-deps $(TORCH) -- \
-	    env PIP_RETRIES=1 $(INSTALL) -r requirements/torch.txt -c requirements/runtime.txt
+	    env PIP_RETRIES=1 $(INSTALL) -r requirements/torch.txt
 	@rm $(BEGUN) && touch $@
 
 $(QUIRE): $(RUNTIME) setup.py pyproject.toml

@@ -107,3 +107,14 @@ def test_the_wheel_is_made(tmp_path: Path) -> None:
     assert make_wheel.main([str(tmp_path), "--isa", "sse2"]) == 0
     [wheel] = tmp_path.glob("*.whl")
     assert "py3-none-manylinux_2_28_" in wheel.name
+
+
+@pytest.mark.parametrize("name", ["runtime", "dev", "docs", "mutants"])
+def test_every_package_of_a_lock_has_its_version_and_the_hashes_of_its_files(name: str) -> None:
+    """So that `pip install --require-hashes` takes it."""
+    text = (ROOT / "requirements" / f"{name}.txt").read_text()
+    entries = [entry for entry in re.split(r"\n(?=\S)", text) if not entry.startswith("#")]
+    assert entries and all(
+        re.fullmatch(r"[\w.-]+(\[\w,]+\])?==[\w.+]+( ; [^\\]+)?( \\\n    --hash=sha256:[0-9a-f]{64})+\n?", entry)
+        for entry in entries
+    )

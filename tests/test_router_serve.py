@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,6 +105,24 @@ def test_a_stream_has_the_same_text_although_its_server_is_killed(fleet: Fleet, 
     status = fleet.router.json("/router/status")
     assert status["requests"][0]["resumed"] is True
     wait_until(lambda: "then to" in fleet.router.stderr)
+
+
+@pytest.mark.slow
+def test_a_stream_whose_engine_hangs_goes_on_at_another_server_within_ten_seconds(fleet: Fleet, expected: str) -> None:
+    fleet.fill()
+    body = {"prompt": PROMPT, "stream": True, **PARAMS}
+    with EventStream(fleet.router.port, "/v1/completions", body, _headers()) as stream:
+        events = stream.chunks()
+        text = _text(next(events))
+        [address] = fleet.busy()
+        [server] = [one for one in fleet.servers if address.endswith(f":{one.port}")]
+        stopped, begin = server.kill("engine", number=signal.SIGSTOP), time.monotonic()
+        try:
+            text += "".join(map(_text, events))
+            assert time.monotonic() - begin < 15
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+    assert text == expected
 
 
 @pytest.mark.slow

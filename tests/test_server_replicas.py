@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import os
 import signal
+import time
 
 import pytest
 
@@ -150,6 +151,18 @@ def test_streams_go_on_at_the_other_replica_when_one_is_killed(server, expected)
     all_ready(server)
     assert engines[1] in server.pids("engine")
     assert sorted(after - then for after, then in zip(restarts(server), before, strict=True)) == [0, 1]
+
+
+@pytest.mark.slow
+def test_streams_go_on_at_the_other_replica_when_one_hangs_within_ten_seconds(server, expected):
+    streams = Streams(server, jobs(4))
+    stopped, begin = server.kill("engine", index=0, number=signal.SIGSTOP), time.monotonic()
+    try:
+        assert streams.texts() == expected
+        assert time.monotonic() - begin < 15
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    all_ready(server)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import runpy
@@ -18,9 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.core.request import Request
-from quire.core.step import StepPlan
+from quire.core.request import Request, RequestUpdate
+from quire.core.step import StepPlan, TokenLogprobs
 from quire.engine import compiling
+from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.errors import SamplingParamsError
 from quire.grammar import grammars, library
 from quire.grammar.json_schema import ANNOTATIONS, ASSERTIONS, FORMATS, LISTS, MAPS, ONE
@@ -504,3 +506,48 @@ def test_the_documentation_names_every_keyword_and_format_that_is_enforced() -> 
     text = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w$-]+)`", text))
     assert ONE | LISTS | MAPS | ASSERTIONS | FORMATS | (ANNOTATIONS - {"id"}) <= named
+
+
+def resumed(llm: LLM, params: SamplingParams, known: CompletionOutput | None, count: int) -> RequestOutput:
+    """What becomes of a request of which another server has generated the first tokens."""
+    ids, scored = ([], None) if known is None else (known.token_ids[:count], known.logprobs)
+    logprobs = None if scored is None else [plain(entry) for entry in scored[:count]]
+    prepared = llm._frontend.prepare("def f(x):\n    return", params)
+    output = llm._frontend.submit(prepared, earlier=[RequestUpdate(0, [*ids], logprobs)] if ids else ())
+    while not output.finished:
+        llm.step()
+    for choice in output.outputs:
+        choice.delta = ""
+    return output
+
+
+def plain(entry: dict[int, Logprob]) -> TokenLogprobs:
+    return TokenLogprobs([*entry], [each.logprob for each in entry.values()], [each.rank for each in entry.values()])
+
+
+@pytest.mark.parametrize("form", [None, {"regex": "[a-z ]{40}"}])
+def test_a_request_goes_on_after_tokens_of_another_server_as_if_they_were_its_own(llm: LLM, form: Any) -> None:
+    wanted = None if form is None else StructuredOutputsParams(**form)
+    params = SamplingParams(
+        max_tokens=40,
+        seed=3,
+        temperature=0.9,
+        logprobs=2,
+        repetition_penalty=1.1,
+        stop=["zq"],
+        structured_outputs=wanted,
+    )
+    whole = resumed(llm, params, None, 0)
+    for count in (1, 7, len(whole.outputs[0].token_ids) - 1):
+        again = resumed(llm, params, whole.outputs[0], count)
+        assert again.outputs == whole.outputs
+
+
+def test_tokens_that_break_a_grammar_end_the_request_that_came_with_them_and_no_other(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, seed=3, structured_outputs=StructuredOutputsParams(regex="[0-9]{30}"))
+    whole = resumed(llm, params, None, 0)
+    words = llm.tokenizer.encode("never a number") if llm.tokenizer else []
+    wrong = dataclasses.replace(whole.outputs[0], token_ids=words)
+    failed = resumed(llm, params, wrong, 3)
+    assert failed.outputs[0].finish_reason == "error" and "structured_outputs" in (failed.outputs[0].error or "")
+    assert resumed(llm, params, None, 0).outputs == whole.outputs
