@@ -183,7 +183,9 @@ class FakeEngineClient:
     @property
     def links(self) -> list[Any]:
         boot = self.info.boot if self.info else 1
-        return [SimpleNamespace(replica=0, state=self.state, boot=boot, info=self.info, healthy=self.healthy)]
+        return [
+            SimpleNamespace(replica=0, state=self.state, boot=boot, info=self.info, healthy=self.healthy, stalled=False)
+        ]
 
     @property
     def open_calls(self) -> list[Call]:

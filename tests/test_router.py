@@ -366,6 +366,47 @@ def test_a_stream_goes_on_elsewhere_when_its_server_is_there_but_says_nothing_mo
     second.stop()
 
 
+def test_a_whole_answer_comes_from_another_server_when_the_engine_hangs(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.router.servers.LOOK_SECONDS", 0.05)
+    first, second = FakeServer(loop, told=FAST, pause=30.0), FakeServer(loop, told=SLOW)
+    with RouterThread([first, second]) as router, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(router.complete)
+        assert wait_until(lambda: first.requests != [])
+        first.told = FAST | {"up": False}  # it is restarted, and goes on
+        assert wait_until(lambda: not router.site.servers.by_name[first.address].engines[0].is_up)
+        time.sleep(0.2)
+        assert not answer.done()
+        first.told = FAST | {"up": False, "stalled": True}
+        assert answer.result().status_code == 200 and len(second.requests) == 1
+    for one in (first, second):
+        one.stop()
+
+
+def test_a_stream_whose_only_server_has_an_engine_that_hangs_waits_until_it_is_restarted(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.router.relay.WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("quire.router.servers.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("quire.router.servers.FIRST_BACKOFF", 0.01)
+    server = FakeServer(loop, die_after=9, last_words="engine_unavailable")
+    with RouterThread([server]) as router, ThreadPoolExecutor(1) as pool:
+        server.pause, server.told = 0.05, {"up": False}
+        assert wait_until(lambda: not router.site.servers.by_name[server.address].engines[0].is_up)
+        server.told = {"up": True}
+        assert wait_until(lambda: router.site.servers.by_name[server.address].engines[0].is_up)
+        stream = pool.submit(router.stream)
+        assert wait_until(lambda: router.site.servers.by_name[server.address].running == 1)
+        server.told = {"up": False}
+        assert wait_until(lambda: server.die_after is None)
+        time.sleep(0.4)
+        assert not stream.done() and len(server.requests) == 1
+        server.told = {"up": True}
+        assert text_of(stream.result()) == answer_text(server.requests[0]) and server.had[1] > 0
+    server.stop()
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_a_stream_does_not_go_on_where_other_kernels_compute(
     loop: Loop, known: bool, monkeypatch: pytest.MonkeyPatch

@@ -30,7 +30,7 @@ from quire.server.errors import NOT_STORED, ApiError
 from quire.server.generation import ASK_NAMES, PROMPT_TOKENS, REPLICA
 from quire.server.journal import JOURNAL
 from quire.server.request_log import note_call, summary_of
-from quire.server.streaming import CLOSING_SECONDS
+from quire.server.streaming import CLOSING_SECONDS, SILENCE_SECONDS
 from quire.server.transport import SMALL_BODY_BYTES, drop, read_body
 from quire.typed_json import BAD_JSON
 
@@ -41,7 +41,8 @@ RESUMABLE_PATHS = ("/v1/completions", "/v1/chat/completions", *NAMED_PATHS)
 MAX_DEATHS = 3
 """After this many servers have died while handling a request, it ends with an error."""
 WAIT_SECONDS = 15.0
-"""How long a request that has lost its server waits for another one."""
+"""How long a request that has lost its server waits for another one; a stream waits longer for an engine that hangs,
+since its server restarts it."""
 BUSY_SECONDS = 1.0
 """How long it waits before it asks servers again that were busy."""
 WHOLE_BYTES = 1 << 20
@@ -192,7 +193,7 @@ class Relay:
 
     async def _choose(self, prompt: Prompt) -> Choice | None:
         """Choose a server; None if there is none left, in which case the last refusal has been sent to the client."""
-        servers = self._site.servers
+        servers, said = self._site.servers, time.monotonic()
         while True:
             choice = servers.choose(prompt, self._tried, self._fingerprint)
             if choice is not None:
@@ -204,14 +205,20 @@ class Relay:
             if not servers.has_new:
                 if not servers.has_model(prompt.model):
                     raise unknown_model(servers.by_name.values())
-                if not self._patience_end or time.monotonic() >= self._patience_end:
-                    if servers.able(prompt.model):
+                waits = time.monotonic() < self._patience_end or (
+                    self._begun and servers.hangs(prompt.model, self._fingerprint)
+                )
+                if not waits:
+                    if self._begun and servers.able(prompt.model):
                         raise CannotResumeError("the server died, and no other one computes in its way; try again")
                     raise no_server()
             self._tried.clear()  # servers that died may be back, and busy ones may have room
             await servers.wait_for_change(0.25 if self._refusal is None else BUSY_SECONDS)
             if self._left:
                 raise ClientDisconnect
+            if self._streams and time.monotonic() - said >= SILENCE_SECONDS:
+                said = time.monotonic()
+                await self._send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
 
     def _lost(self, server: Server, error: UpstreamError) -> None:
         """Decide how to continue after losing a server.

@@ -18,15 +18,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.fleet.cached_prompts import News, read_told
 from quire.fleet.choice import Candidate, Chooser, Decision, PolicyName
 from quire.fleet.knowledge import Knowledge
 from quire.fleet.load import Load, common_rate
 from quire.fleet.prompt import CHUNK_BYTES, Prompt
 from quire.log import event
 from quire.router.address import Address
+from quire.router.answers import identity, read_models, read_prompts, wrong_key
 from quire.router.upstream import FETCHED_BYTES, Connections, Upstream, UpstreamError
-from quire.typed_json import BAD_JSON
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class Engine:
         name: the server's name, with the replica's number if there are several.
         number: the replica's number; None if the server has only one engine.
         boot: identifies the running engine (another one after a restart), if the server reports it.
-        is_up: False if the server reports that it is down.
+        is_up: False if the server reports that it is down. stalled: it hangs, and will be restarted.
         load: what this router has sent there. others: requests from elsewhere, if the server reports them.
     """
 
@@ -77,13 +76,13 @@ class Engine:
         self.name = server if number is None else f"{server}#{number}"
         self.number = number
         self.boot: str | None = None
-        self.is_up = True
+        self.is_up, self.stalled = True, False
         self.load = Load()
         self.others = 0
 
     def take(self, told: dict[str, Any]) -> None:
         """Take in what the server reports about it."""
-        self.is_up = told.get("up", True)
+        self.is_up, self.stalled = told.get("up", True), told.get("stalled", False)
         if "engine" in told and told["engine"] is None:
             return  # it is in a long step and has reported nothing new; its last report still counts
         self.boot = told.get("engine") or self.boot
@@ -290,7 +289,7 @@ class Servers:
         tokens = self.tokens_of(prompt.size)
         sources = self._candidates(_engines(prefill), prompt, tokens)
         source = self._sources.choose(tokens, b"", sources)  # the one that would have the prompt first
-        places = _engines(plain)
+        places = [(server, engine) for server, engine in _engines(plain) if goes_on is None or engine.is_up]
         candidates = self._candidates(places, prompt, tokens, source)
         decision = self._chooser.choose(tokens, prompt.hashes[0], candidates)
         if decision is None:
@@ -343,6 +342,10 @@ class Servers:
             return [one for one in found if one.is_up]
         alike = [one for one in found if one.is_quire and one.fingerprint == goes_on]
         return [one for one in alike if one.is_up or (one.state == "aside" and not one.draining)]
+
+    def hangs(self, model: str | None, goes_on: str | None) -> bool:
+        """Whether a server could take a request, see `choose`, but for its engines, none of which works now."""
+        return any(not any(engine.is_up for engine in one.engines) for one in self.able(model, goes_on))
 
     def has_model(self, model: str | None) -> bool:
         """Whether any server, even one that is down, serves this model; True while no server's models are known."""
@@ -448,12 +451,12 @@ class Servers:
         fetch, before = server.upstream.fetch, server.fingerprint
         status, body = await fetch("GET", "/v1/models", self._headers, seconds=PATIENCE_SECONDS)
         if status in (401, 403):
-            self._set_state(server, "refused", _wrong_key(status, bool(self._headers)))
+            self._set_state(server, "refused", wrong_key(status, bool(self._headers)))
             return
         if status == 503:
             self._set_state(server, "loading", "it does not accept requests now")
             return
-        models = _models(body) if status == 200 else None
+        models = read_models(body) if status == 200 else None
         if models is None:
             self._set_state(
                 server,
@@ -466,6 +469,7 @@ class Servers:
         if server.is_quire:
             status, body = await fetch("GET", "/load", self._headers, seconds=PATIENCE_SECONDS)
             self._take_load(server, msgspec.json.decode(body) if status == 200 else {})
+            self._leave_stalled(server)
             await self._hear(server)
         if server.told.get("checkpoint"):
             models = {name: card | {"checkpoint": server.told["checkpoint"]} for name, card in models.items()}
@@ -497,6 +501,13 @@ class Servers:
             if size and self.knowledge.expects(engine.name) < 0:
                 self.knowledge.resize(engine.name, int(size * self.bytes_per_token / CHUNK_BYTES))
 
+    def _leave_stalled(self, server: Server) -> None:
+        """If all its engines hang, its requests go on elsewhere, where they can."""
+        others = [one for one in self.by_name.values() if one.is_up and one.models.keys() & server.models.keys()]
+        works = any(engine.is_up for one in others if one is not server for engine in one.engines)
+        if works and all(engine.stalled for engine in server.engines):
+            server.upstream.break_off()
+
     async def _hear(self, server: Server) -> None:
         """Learn what its cache has gained and lost since the last check. For a server that does not report this, the
         router goes by what it has sent there.
@@ -510,7 +521,7 @@ class Servers:
         server.tells_prompts = status != 404
         if status != 200:
             return
-        told = await asyncio.to_thread(_read_prompts, body, since)  # the document may be large
+        told = await asyncio.to_thread(read_prompts, body, since)  # the document may be large
         for engine, news in zip(server.engines, told, strict=True):
             if news is None:
                 continue
@@ -525,7 +536,7 @@ class Servers:
             if other is server or not other.models or other.state == "refused":
                 continue
             for name in models.keys() & other.models.keys():
-                mine, theirs = _identity(models[name]), _identity(other.models[name])
+                mine, theirs = identity(models[name]), identity(other.models[name])
                 if mine and theirs and mine != theirs:
                     return (
                         f"it serves another model as {name!r} than {other.name} does ({mine}, not {theirs}); give one "
@@ -562,48 +573,8 @@ def _engines(servers: Iterable[Server]) -> list[tuple[Server, Engine]]:
     return [(server, engine) for server in servers for engine in server.engines]
 
 
-def _read_prompts(body: bytes, since: Sequence[int]) -> list[News | None]:
-    """What each engine reports about its cache; None for one that does not answer.
-
-    Raises:
-        ValueError: this is not such a document.
-    """
-    try:
-        documents = msgspec.json.decode(body)["engines"]
-        return [each and read_told(each, number) for each, number in zip(documents, since, strict=True)]
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
-
-
 async def _wait(event: asyncio.Event, seconds: float) -> None:
     """Wait for the event, at most this long. Not by `wait_for`: in Python 3.11 it may swallow a cancellation."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
-
-
-def _identity(card: dict[str, Any]) -> str:
-    """What distinguishes a model from others of its name: a Quire server's checkpoint, or another server's `root`."""
-    if card.get("checkpoint"):
-        return f"checkpoint {str(card['checkpoint'])[:12]}"
-    root = card.get("root")
-    named = isinstance(root, str) and card.get("owned_by") != "quire"
-    return f"from {str(root).rstrip('/').rpartition('/')[2][:80]}" if named else ""
-
-
-def _wrong_key(status: int, has_key: bool) -> str:
-    mine = "the router's key" if has_key else "requests without a key"
-    return (
-        f"it refuses {mine} ({status}): give the router and its servers the same --api-key, or name the servers' with "
-        "--server-key"
-    )
-
-
-def _models(body: bytes) -> dict[str, dict[str, Any]] | None:
-    """The models in a response of `/v1/models`; None if it is not a list of models."""
-    try:
-        listed = msgspec.json.decode(body)
-        cards: Iterable[Any] = listed["data"]
-        return {str(card["id"]): card for card in cards} or None
-    except (*BAD_JSON, TypeError, KeyError, AttributeError):
-        return None

@@ -486,7 +486,7 @@ class Generation:
                 replica=told[1],
                 earlier=earlier.get(index, ()),
                 replayed=functools.partial(replay, index),
-                leaves=PROMPT_NAMES in self._scope,
+                leaves=writer.journal is not None,
             )
             for index, prompt in enumerate(prepared)
         ]

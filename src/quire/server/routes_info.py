@@ -240,6 +240,7 @@ def _engine_load(link: EngineLink, stats: Mapping[str, Any] | None) -> dict[str,
     return {
         "engine": f"{link.boot}.{stats['pid']}" if "pid" in stats else None,
         "up": link.healthy,
+        "stalled": link.stalled,
         "num_blocks": stats.get("num_blocks"),
         "running": stats.get("running", 0),
         "waiting": stats.get("waiting", 0),
