@@ -498,6 +498,22 @@ def test_the_prompt_of_a_continued_response_is_counted_where_that_is_stored(loop
         server.stop()
 
 
+def test_a_stored_response_that_went_on_elsewhere_is_the_one_that_ended(loop: Loop) -> None:
+    path = "/v1/responses/resp_1"
+    given = [(404, {}), (200, {"status": "cancelled"}), (200, {"status": "completed"}), (404, {})]
+    contents = [(status, json.dumps(content, separators=(",", ":")).encode()) for status, content in given]
+    servers = [FakeServer(loop, answers={path: content}) for content in contents]
+    with RouterThread(servers) as router:
+        assert router.http.get(path).json() == {"status": "completed"}
+        assert [len(server.requests) for server in servers] == [1, 1, 1, 0]
+        router.http.delete(path)
+        assert [len(server.requests) for server in servers] == [2, 2, 2, 1], "wherever it is"
+        servers[2].answers[path] = (404, b"{}")
+        assert router.http.get(path).json() == {"status": "cancelled"}
+    for server in servers:
+        server.stop()
+
+
 RESPONSE = (200, {"id": "resp_2", "usage": {"input_tokens": 3}})
 NOT_STORED = refusal(400, "previous_response_not_found")
 

@@ -62,6 +62,8 @@ _PREFIXES = {
 }
 """What routes that end with a name are counted as."""
 
+_CANCELLED = b'"status":"cancelled"'
+
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
@@ -178,14 +180,25 @@ class RouterApp:
         raise ApiError(404, "no response of this id is being made under this key", code="unknown_response")
 
     async def _response(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Ask every server for a stored response, to return, cancel or delete it."""
-        status, answer = 404, b""
+        """Ask servers for a stored response, to return, cancel or delete it.
+
+        One whose stream went on elsewhere may be at several servers; where it did not end, it is cancelled.
+        """
+        answers: list[tuple[int, bytes]] = []
+        error = no_server()
         for server in list(self._site.servers.by_name.values()):
-            if server.is_up and status == 404:
-                status, answer = await self._asked(server, scope, b"")
-        if not answer:
-            raise no_server()
-        await _send_json(send, status, answer)
+            if server.state not in ("up", "aside"):
+                continue
+            try:
+                answers.append(await self._asked(server, scope, b""))
+            except ApiError as failed:
+                error = failed
+                continue
+            if scope["method"] == "GET" and answers[-1][0] == 200 and _CANCELLED not in answers[-1][1]:
+                break
+        if not answers:
+            raise error
+        await _send_json(send, *min(answers, key=lambda found: (found[0] != 200, _CANCELLED in found[1])))
 
     async def _asked(self, server: Server, scope: Scope, body: bytes) -> tuple[int, bytes]:
         """Pass a request on to one server; returns its status and body."""
