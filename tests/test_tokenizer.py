@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from quire.errors import ChatTemplateError, CheckpointError, RequestError, TokenizerError
+from quire.text.reply_formats import KNOWN
 from quire.text.reply_grammar import ReplyRequest
 from quire.text.tokenizer import Tokenizer
 from tests.tokenizer_builders import CHATML_CONFIG, LLAMA_CONFIG, byte_level_json, metaspace_json
@@ -359,3 +360,48 @@ def test_json_that_nests_too_deep_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, tokenizer_config__json="[" * 200_000)
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is not valid JSON"):
         Tokenizer.load(tmp_path)
+
+
+# --- tools for a template that has none -----------------------------------------------------------------------------
+
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "w", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_model_is_told_of_tools_in_the_words_of_its_format_where_its_template_has_none(name: str) -> None:
+    tokenizer = Tokenizer(byte_level_json(), CHATML_CONFIG, {"default": CHATML}, tool_format=name)
+    tools = KNOWN[name].tools
+    assert tools is not None
+    calls = [{"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        *user("Rain?"),
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "a", "content": "no"},
+    ]
+    text = tokenizer.apply_chat_template(messages, reply=ReplyRequest(tools=[WEATHER], tool_choice="auto")).text
+    system, asked, called, answered = text.split("<|im_start|>")[1:5]
+    assert system.startswith("system\nBe brief.\n\n") and json.dumps(WEATHER) in system
+    for one, function in ((system, "function-name"), (called, "weather")):
+        assert tools.before_name.replace("\0NUMBER\0", "0") + function in one and one.count(function) == 1
+    assert "Rome" in called and asked == "user\nRain?<|im_end|>\n"
+    assert answered == "user\n<tool_response>\nno\n</tool_response><|im_end|>\n"
+    untold = tokenizer.apply_chat_template(user("x"), reply=ReplyRequest(tools=[WEATHER], tool_choice="none"))
+    assert untold.text == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_tools_are_told_in_the_first_message_where_a_template_takes_no_system_message() -> None:
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHATML
+    tokenizer = Tokenizer(byte_level_json(), CHATML_CONFIG, {"default": template}, tool_format="hermes")
+    for content in ("Rain?", [{"type": "text", "text": "Rain?"}]):
+        messages = [{"role": "user", "content": content}]
+        text = tokenizer.apply_chat_template(messages, reply=ReplyRequest(tools=[WEATHER], tool_choice="auto")).text
+        assert text.startswith("<|im_start|>user\n# Tools\n") and text.count("<|im_start|>") == 2
+        assert text.partition("<|im_end|>")[0].endswith("\n</tool_call>\n\nRain?")
+
+
+def test_a_template_that_has_tools_tells_the_model_of_them_itself() -> None:
+    template = CHATML + "{{ tools | tojson }}"
+    tokenizer = Tokenizer(byte_level_json(), CHATML_CONFIG, {"default": template}, tool_format="hermes")
+    text = tokenizer.apply_chat_template(user("x"), reply=ReplyRequest(tools=[WEATHER], tool_choice="auto")).text
+    assert "# Tools" not in text and json.dumps(WEATHER) in text

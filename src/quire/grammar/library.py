@@ -72,7 +72,7 @@ def compiled(
     Raises:
         SamplingParamsError: it is not valid, or too large, or needs a text that the model's tokens cannot spell.
     """
-    text = grammar_text(wanted, vocabulary.specials)
+    text = grammar_text(wanted, vocabulary.specials, vocabulary.markers)
     matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()  # the first mask may take long or exceed the limits: better here than in a step
@@ -138,8 +138,10 @@ def no_way_on(matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> str | No
     return f"it needs {text.decode(errors='backslashreplace')!r}, which the model's tokens cannot spell"
 
 
-def grammar_text(wanted: StructuredOutputsParams, specials: Mapping[str, int]) -> str:
-    """Translate a grammar into the library's language.
+def grammar_text(
+    wanted: StructuredOutputsParams, specials: Mapping[str, int], markers: Mapping[str, int] | None = None
+) -> str:
+    """Translate a grammar into the library's language; `specials` and `markers` are the vocabulary's.
 
     Raises:
         SamplingParamsError: it is not valid, as far as that is checked here.
@@ -155,7 +157,7 @@ def grammar_text(wanted: StructuredOutputsParams, specials: Mapping[str, int]) -
     if wanted.choice is not None:
         return llguidance.LLMatcher.grammar_from_regex("|".join(map(literal_pattern, wanted.choice)))
     if wanted.structural_tag is not None:
-        return structural_tag_grammars(str(wanted.structural_tag), specials, WHITESPACE, _lark)
+        return structural_tag_grammars(str(wanted.structural_tag), specials, WHITESPACE, _lark, markers)
     return llguidance.LLMatcher.grammar_from_lark(_lark(wanted.grammar or ""))
 
 

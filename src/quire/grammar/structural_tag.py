@@ -19,17 +19,17 @@ text, in which the text of a special token stands for that token.
 The last two may have "at_least_one" and "stop_after_first", true or false: with "at_least_one" there is no text before
 the first tag. `any_text` and `triggered_tags` may have "excludes", texts that do not occur in the free text. The older
 format, `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`, is accepted, too. Other fields and types of
-vLLM and XGrammar are refused by name. Quire adds two fields: `then` of triggered tags is what follows the only tag
-(with `stop_after_first`); `not_first` of text lists markers with which it does not begin, even after white space. And
-what stands in several places is written once, beside "format": `"rules": {"NAME": F}`, and `{"type": "rule", "name":
-"NAME"}` in each.
+vLLM and XGrammar are refused by name. Quire adds three fields: `then` of triggered tags is what follows the only tag
+(with `stop_after_first`); `not_first` of text lists markers with which it does not begin, even after white space, and
+`unlike` of `any_text` is a regular expression of such beginnings. And what stands in several places is written once,
+beside "format": `"rules": {"NAME": F}`, and `{"type": "rule", "name": "NAME"}` in each.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import SamplingParamsError
@@ -53,7 +53,7 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "regex": {"pattern": str},
     "grammar": {"grammar": str},
     "rule": {"name": str},
-    "any_text": {"excludes": list, "not_first": list},
+    "any_text": {"excludes": list, "not_first": list, "unlike": str},
     "sequence": {"elements": list},
     "or": {"elements": list},
     "optional": {"content": dict},
@@ -74,7 +74,7 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 }
 _MAY_LACK = frozenset(
     {
-        *("at_least_one", "stop_after_first", "then", "excludes", "not_first"),
+        *("at_least_one", "stop_after_first", "then", "excludes", "not_first", "unlike"),
         *("style", "whitespace_pattern", "disable_any_whitespace"),
     }
 )
@@ -90,11 +90,14 @@ def structural_tag_grammars(
     specials: Mapping[str, int],
     whitespace: str,
     grammar: Callable[[str], str],
+    markers: Mapping[str, int] | None = None,
 ) -> str:
     """Translate a structural tag into the library's language.
 
     Args:
         specials: special tokens by their text.
+        markers: other added tokens by their text. A text that must come has them as these tokens: where several such
+            texts may come, the library would have what they share spelled in other tokens.
         whitespace: a regular expression for white space in JSON.
         grammar: converts a grammar in Lark or GBNF to Lark.
 
@@ -102,7 +105,7 @@ def structural_tag_grammars(
         SamplingParamsError: it is not valid.
     """
     root, named_formats = _root(text)
-    lark = _Lark(specials, whitespace, grammar, named_formats)
+    lark = _Lark(specials, whitespace, grammar, named_formats, markers or {})
     start = lark.format(root, "", 0)
     rules = "\n".join([f"start: {start or EMPTY}", *lark.rules])
     if not lark.grammars:
@@ -171,12 +174,13 @@ class _Lark:
         whitespace: str,
         grammar: Callable[[str], str],
         named_formats: Mapping[str, Any],
+        markers: Mapping[str, int],
     ) -> None:
         self.rules: list[str] = []
         self.grammars: dict[str, str] = {}
         self._whitespace, self._grammar, self._specials = whitespace, grammar, specials
-        names = sorted(filter(None, specials), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
+        self._tokens = {**markers, **specials}
+        self._special, self._token = _any_of(specials), _any_of(self._tokens)
         self._formats = 0
         self._named_formats = named_formats
         self._named: dict[str, str] = {}  # the rules of those that were written
@@ -294,8 +298,9 @@ class _Lark:
 
     def _until(self, ends: Sequence[str], given: Format) -> str:
         """Any text up to and including the first occurrence of one of `ends`; without ends, the rest of the reply.
-        `given` has `excludes` and `not_first`."""
-        nots = [*_without("\\s*", self._firsts(given.get("not_first", ())))]
+        `given` has `excludes`, `not_first` and `unlike`."""
+        unlike = [given["unlike"]] if given.get("unlike") else []
+        nots = [*_without("\\s*", self._firsts(given.get("not_first", ())), unlike)]
         nots += _without(".*", self._firsts(given.get("excludes", ())))
         return self._up_to(" & ".join([TEXT, *nots]), ends)
 
@@ -335,14 +340,15 @@ class _Lark:
         return self._either([self._literal(text) for text in texts]) if texts else ""
 
     def _literal(self, text: str) -> str:
-        return " ".join(f"<[{part}]>" if isinstance(part, int) else _quoted(part) for part in self._parts(text))
+        parts = self._parts(text, self._token)
+        return " ".join(f"<[{part}]>" if isinstance(part, int) else _quoted(part) for part in parts)
 
-    def _parts(self, text: str) -> list[str | int]:
-        """Split a text into plain parts and ids of special tokens."""
+    def _parts(self, text: str, tokens: re.Pattern[str] | None = None) -> list[str | int]:
+        """Split a text into plain parts and ids of special tokens, or of all `tokens`."""
         parts: list[str | int] = []
         at = 0
-        for found in self._special.finditer(text):
-            parts += [text[at : found.start()], self._specials[found[0]]]
+        for found in (tokens or self._special).finditer(text):
+            parts += [text[at : found.start()], self._tokens[found[0]]]
             at = found.end()
         return [part for part in [*parts, text[at:]] if part != ""]
 
@@ -368,6 +374,12 @@ class _Lark:
         name = f"T{len(self.rules)}"
         self.rules.append(f"{name}: {expression}")
         return name
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """The longest of these texts."""
+    names = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
 
 
 def _checked(given: Any, where: str) -> str:
@@ -443,11 +455,12 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _without(before: str, texts: Sequence[str]) -> list[str]:
-    """A terminal, if there are any texts: text that has none of them after `before`. It is a single expression, since
-    the library may take very long to intersect several.
+def _without(before: str, texts: Sequence[str], patterns: Sequence[str] = ()) -> list[str]:
+    """A terminal, if there are any texts or patterns: text that has none of them after `before`. It is a single
+    expression, since the library may take very long to intersect several.
     """
-    return [f"~/(?s:{before}(?:{'|'.join(map(literal_pattern, texts))}).*)/"] if texts else []
+    none = "|".join([*map(literal_pattern, texts), *patterns])
+    return [f"~/(?s:{before}(?:{none}).*)/"] if none else []
 
 
 def literal_pattern(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 MAX_FORCED = 512
 """Most characters of a forced text that are tokenized at a time."""
@@ -26,16 +26,25 @@ class Vocabulary:
         texts: the model's tokens that have a text.
         unspelled: the additional bytes, by id; none for most tokenizers.
         specials: special tokens by their text.
+        markers: other added tokens by their text, without those of white space: a text that has one always has it as
+            this token.
 
     Args:
         tokens: the bytes of each of the model's token ids; empty for one without a text.
         special_ids: tokens that no text is tokenized to.
         encode: tokenizes a text that follows another one.
+        added_ids: tokens that are not made of others, special or not.
     """
 
     bos_token_id = None
 
-    def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int], encode: Callable[[str], list[int]]) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        special_ids: Sequence[int],
+        encode: Callable[[str], list[int]],
+        added_ids: Iterable[int] = (),
+    ) -> None:
         self.size = self.eos_token_id = len(tokens)
         special = {*special_ids}
         missing = {bytes([byte]) for byte in UTF_8}.difference(
@@ -47,6 +56,8 @@ class Vocabulary:
         self._encode = encode
         self.texts = frozenset(id for id, token in enumerate(tokens) if token and id not in special)
         self.specials = {tokens[id].decode(errors="replace"): id for id in special_ids}
+        more = {tokens[id].decode(errors="replace"): id for id in added_ids if id not in special}
+        self.markers = {text: id for text, id in more.items() if len(text) > 1 and not any(map(str.isspace, text))}
         self._ids = {self.tokens[id]: id for id in (*self.unspelled, *self.texts)}
         self._longest = max(map(len, self._ids), default=1)
 

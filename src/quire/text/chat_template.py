@@ -313,7 +313,8 @@ class ChatTemplate:
             ChatTemplateError: messages are not valid, the template refuses them (`raise_exception`) or fails on
                 them, prints more than `MAX_RENDERED`, or changes the message to be continued.
         """
-        checked = [self._as_taken(message) for message in check_messages(messages)]
+        given = self._told(check_messages(messages), tools, continue_final_message)
+        checked = [self._as_taken(message) for message in given]
         context = self._context(checked, tools, add_generation_prompt, variables)
         if not continue_final_message:
             return self._print(context)
@@ -334,6 +335,27 @@ class ChatTemplate:
         """Render messages without asking how this template takes contents: that is found with it."""
         checked = check_messages(messages)
         return self._print(self._context(checked, tools, add_generation_prompt, None))
+
+    def _told(
+        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, continues: bool
+    ) -> list[dict[str, Any]]:
+        """Messages that also tell the model of the tools, if it is to call them and the template has none."""
+        if not tools or self._tool_format in ("auto", "off") or {"tools", "xml_tools"} & self.variables:
+            return messages
+        from quire.text.reply_writing import calls_as_text, told_of, with_system_message
+
+        syntax = self.reply_syntax.tools
+        if syntax is None or (continues and messages[-1].get("tool_calls")):
+            return messages
+        return with_system_message(calls_as_text(messages, syntax), told_of(tools, syntax), self._takes_system)
+
+    @functools.cached_property
+    def _takes_system(self) -> bool:
+        asked = [{"role": "system", "content": "qzsystem"}, {"role": "user", "content": "qzuser"}]
+        try:
+            return "qzsystem" in self.print_as_given(asked)
+        except ChatTemplateError:
+            return False
 
     def _as_taken(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message whose content is as this template takes it."""

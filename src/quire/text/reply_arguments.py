@@ -11,7 +11,7 @@ from quire.errors import SamplingParamsError
 from quire.grammar.json_schema import ANNOTATIONS
 from quire.grammar.structural_tag import MAX_TIMES
 from quire.text import quoted_values
-from quire.text.parameter_values import ParameterValue, parameter_value, resolved, text_format, value_of_type
+from quire.text.parameter_values import PATTERNS, ParameterValue, parameter_value, resolved, text_format, value_of_type
 from quire.text.reply_syntax import ParameterSyntax
 from quire.text.tag_formats import Format, any_text, const, either, optional, sequence, tag
 
@@ -106,11 +106,30 @@ def _quoted_arguments(
 
 
 def _python_value(schema: Any, shared: Mapping[str, Any]) -> Format:
-    """JSON, but booleans as in Python."""
-    if isinstance(schema, dict) and schema.get("type") == "boolean" and not {"enum", "const"} & schema.keys():
-        return either([const("True"), const("False")])
-    return {"type": "json_schema", "json_schema": {**schema, **shared} if isinstance(schema, dict) else schema}
+    """JSON, but booleans as in Python, and text in single quotes and None, too."""
+    as_json = {"type": "json_schema", "json_schema": {**schema, **shared} if isinstance(schema, dict) else schema}
+    if not isinstance(schema, dict):
+        return as_json
+    told = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+    match told:
+        case {"anyOf": [*options], **rest} if not rest:
+            return either([_python_value(one, shared) for one in options])
+        case {"enum": [*values], **rest} if not rest.keys() - {"type"}:
+            words = [repr(one) for one in values if isinstance(one, str) and repr(one) == f"'{one}'"]
+            return either([as_json, *map(const, words)])
+        case {"type": "boolean", **rest} if not rest:
+            return either([const("True"), const("False")])
+        case {"type": "null", **rest} if not rest:
+            return either([const("None"), as_json])
+        case {"type": "string", **rest} if not rest:
+            return either([as_json, {"type": "regex", "pattern": SINGLE_QUOTED}])
+        case {"type": "string", "format": format, **rest} if not rest and format in PATTERNS:
+            return either([as_json, tag("'", text_format(told), "'")])
+    return as_json
 
+
+SINGLE_QUOTED = r"'([^'\\\x00-\x1f]|\\['\\nrt])*'"
+"""Text in Python's single quotes."""
 
 NAME = re.compile(r"[\w.$@ -]{1,128}")
 BARE_NAME = re.compile(r"[\w.$@-]{1,128}")

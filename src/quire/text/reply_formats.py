@@ -280,7 +280,9 @@ def find_syntax(template: ChatTemplate) -> ReplySyntax:
     lost: list[str] = []
     reasoning = _unless_it_fails("reasoning", lambda: _find_reasoning(template), lost)
     found = _unless_it_fails("tool calls", lambda: _find_calls(template, reasoning), lost)
-    return msgspec.structs.replace(found or ReplySyntax(reasoning=reasoning), lost="; ".join(lost))
+    found = found or ReplySyntax(reasoning=reasoning)
+    headed = _unless_it_fails("headers of content", lambda: _with_headers(found, template), lost)
+    return msgspec.structs.replace(headed or found, lost="; ".join(lost))
 
 
 def _unless_it_fails(what: str, find: Callable[[], Found], lost: list[str]) -> Found | None:
@@ -363,19 +365,61 @@ def _find_reasoning(template: ChatTemplate) -> ReasoningSyntax | None:
         "reasoning_content": "qzreasoning",
         "reasoning": "qzreasoning",
     }
-    text = _print(template, [message])
-    if text is None or "qzreasoning" not in text:
+    called = {**message, **_call(_IDS[:1], not takes_argument_objects(template), "")}
+    texts = [_print(template, [one]) or "" for one in (message, called)]
+    begun = (_print(template, [], add_generation_prompt=True) or "").rstrip()
+    shown = [text.partition("qzreasoning") for text in texts if "qzreasoning" in text]
+    if not shown:
         return None
-    before, _, after = text.partition("qzreasoning")
-    start = _last_marker(before)
-    end = after.partition("qzcontent")[0]
-    called = _print(template, [{**message, **_call(_IDS[:1], not takes_argument_objects(template), "")}]) or ""
-    if "qzreasoning" in called:  # what precedes content alone is not the end
-        shared = _common_start(end, called.partition("qzreasoning")[2]).strip()
-        begun = (_print(template, [], add_generation_prompt=True) or "").rstrip()
+    before, _, after = shown[0]
+    plain = _print(template, [{"role": "assistant", "content": "qzcontent"}]) or ""
+    start = _opening(before.rstrip(), plain.partition("qzcontent")[0].rstrip(), begun)
+    if "qzcontent" not in after:  # printed before calls alone
+        end = _UNIT.findall(after.strip())[0]
+        return ReasoningSyntax(start, end) if start and len(end) > 1 else None
+    whole = end = after.partition("qzcontent")[0].strip()
+    if len(shown) > 1:  # what precedes content alone is not the end
+        shared = _common_start(end, shown[1][2]).strip()
         end = end if begun.endswith(shared) else shared  # every prompt would end after reasoning
-    end = end.strip()
-    return ReasoningSyntax(start, end) if start and end else None
+    odd = len(_UNIT.findall(whole.removeprefix(end).strip())) > 1  # content would have more than a header
+    return ReasoningSyntax(start, end) if start and end and not odd else None
+
+
+def _opening(before: str, otherwise: str, begun: str) -> str:
+    """What opens reasoning: the markers before it that do not stand before content, too (`otherwise`). If all of them
+    do, every prompt (`begun`) has to open it, in words of its own.
+    """
+    units = _UNIT.findall(before)
+    for at in range(len(units) - 1, -1, -1) if _last_marker(before) else ():
+        start = "".join(units[at:])
+        if len(units[at]) > 1 and not otherwise.endswith(start):
+            return start
+    return _last_marker(before) + begun.removeprefix(before) if begun.startswith(before) and begun != before else ""
+
+
+def _with_headers(found: ReplySyntax, template: ChatTemplate) -> ReplySyntax:
+    """With the marker that this model writes before content, if it does (`<|START_RESPONSE|>`)."""
+    begun = _print(template, [], add_generation_prompt=True) or ""
+    plain = _print(template, [{"role": "assistant", "content": "qzcontent"}]) or ""
+    before, _, after = plain.partition("qzcontent")
+    reasoning = found.reasoning
+    rest = before.removeprefix(_common_start(begun, plain))
+    header, ends = _last_marker(rest), [unit for unit in _UNIT.findall(after) if len(unit) > 1]
+    around = () if reasoning is None else (reasoning.start, reasoning.end)
+    known = header in around or header in begun.rpartition(_USER)[2]
+    if found.content is not None or not header or not ends or known:
+        return found
+    for marker in around:
+        rest = rest.replace(marker, "")
+    if rest.strip() not in ("", header):  # the end of reasoning may have it
+        return found
+    glue = ""
+    if reasoning is not None:
+        end = reasoning.end.removesuffix(header)
+        if end.startswith(ends[0]):  # reasoning is a message like content
+            end, glue = ends[0], end.removeprefix(ends[0])
+        reasoning = ReasoningSyntax(reasoning.start, end)
+    return msgspec.structs.replace(found, reasoning=reasoning, content=ContentSyntax((header,), ends[0], glue))
 
 
 def _last_marker(text: str) -> str:
@@ -588,8 +632,9 @@ def _body(template: ChatTemplate, text: str, reasoning: ReasoningSyntax | None, 
     plain = _print(template, [{"role": "assistant", "content": "qzcontent"}]) or ""
     start = len(_common_start(prompt, text))
     body = text[max(start, text.rfind(_USER) + len(_USER)) :]
-    if reasoning is not None and reasoning.end in body:
-        body = body.rpartition(reasoning.end)[2]
+    if reasoning is not None:
+        ended = body.rfind(reasoning.end, 0, body.find(_NAMES[0]))
+        body = body[ended + len(reasoning.end) :] if ended >= 0 else body
     tail = plain.partition("qzcontent")[2]
     units = [unit for unit in _UNIT.findall(tail) if len(unit) > 1]
     ends = [tail.strip(), *units, template.special("eos_token"), "<|eot_id|>", "<|eom_id|>"]

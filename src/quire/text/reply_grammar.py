@@ -18,8 +18,8 @@ from quire.errors import SamplingParamsError
 from quire.grammar.json_schema import call_schema, check_schema
 from quire.grammar.structural_tag import root_format
 from quire.text.reply_arguments import QuotedValues, parameter_names, parameters_format
-from quire.text.reply_syntax import NAME, PLACEHOLDERS, ReasoningSyntax, ReplyForm, ToolSyntax, pieces
-from quire.text.tag_formats import Format, any_text, const, either, sequence, tag
+from quire.text.reply_syntax import NAME, OPTIONAL, PLACEHOLDERS, ReasoningSyntax, ReplyForm, ToolSyntax, pieces
+from quire.text.tag_formats import Format, any_text, const, either, optional, sequence, tag
 
 MAX_TOOLS = 256
 WHITE = ("\n\n", "\n")
@@ -187,7 +187,8 @@ class _Calls:
     """The formats of calls. A tool's arguments are large and stand in several places, so they are rules by its name."""
 
     def __init__(self, tools: ToolSyntax, arguments: Mapping[str, Format], parallel: bool) -> None:
-        self.tools, self.arguments, self._parallel = tools, arguments, parallel
+        self.tools, self.arguments, self._parallel = tools.as_written(), arguments, parallel
+        self.openings = self.tools.openings(arguments)
 
     def first(self) -> list[Format]:
         """The first call, a tag per tool."""
@@ -203,14 +204,21 @@ class _Calls:
 
     def _call(self, opening: str, name: str) -> Format:
         tools = self.tools
-        begin, *rest = pieces((opening + name + tools.before_arguments).replace(NAME, name))
         after = pieces(tools.after_arguments.replace(NAME, name))
-        written = [*map(_piece, rest), {"type": "rule", "name": name}, *map(_piece, after)]
-        return tag(begin, sequence(*written))
+        arguments: Format = {"type": "rule", "name": name}
+        if any(one in opening for one in OPTIONAL):  # as one piece, by which the library tells it from free text
+            begun: Format = {"type": "regex", "pattern": tools.openings([name])}
+            rest = pieces(tools.before_arguments[1:])
+            return sequence(begun, *map(_piece, rest), arguments, *map(_piece, after))
+        begin, *rest = pieces((opening + name + tools.before_arguments).replace(NAME, name))
+        return tag(begin, sequence(*map(_piece, rest), arguments, *map(_piece, after)))
 
 
 def _piece(text: str) -> Format:
-    return {"type": "regex", "pattern": PLACEHOLDERS[text]} if text in PLACEHOLDERS else const(text)
+    if text not in PLACEHOLDERS:
+        return const(text)
+    pattern = {"type": "regex", "pattern": PLACEHOLDERS[text]}
+    return optional(pattern) if text in OPTIONAL else pattern
 
 
 def _reply(form: ReplyForm, content: Format | None, calls: _Calls | None = None) -> Format:
@@ -256,7 +264,7 @@ def _rest(content: Format | None, calls: _Calls | None, not_first: Sequence[str]
         return called if content is None else either([called, content])
     if calls.tools.anchored:
         called = sequence(either(calls.first()), calls.then())
-        return either([called, {**content, "not_first": [*not_first, calls.tools.trigger]}])
+        return either([called, {**content, "not_first": [*not_first], "unlike": calls.openings}])
     return {
         "type": "triggered_tags",
         "triggers": [calls.tools.trigger],
@@ -270,17 +278,21 @@ def _rest(content: Format | None, calls: _Calls | None, not_first: Sequence[str]
 def _messages(form: ReplyForm, content: Format | None, calls: _Calls | None) -> Format:
     """A reply of messages with headers (Harmony): reasoning, a preamble, and content or calls."""
     headed, reasoning = form.syntax.content, form.syntax.reasoning
-    if headed is None or reasoning is None:
+    if headed is None:
         raise RuntimeError("messages without a syntax for them")
     last: list[Format] = []
     if content is not None:
         last.append(tag(headed.starts[0], content))
+        if not headed.glue:  # one part is one message: its end is not yet the end of the turn
+            last.append(tag(headed.starts[0], content, headed.end))
     if calls is not None:
         last.append(sequence(either(calls.first()), calls.then()))
     glue, end = headed.glue, either(last)
     if calls is not None:
         preambles = [tag(start, any_text(), headed.end + glue) for start in headed.starts[1:]]
         end = either([end, *[sequence(preamble, end) for preamble in preambles]])
+    if reasoning is None:
+        return end
     if form.in_reasoning:
         return sequence(tag("", any_text(), reasoning.end + glue), end)
     return either([end, sequence(tag(reasoning.start, any_text(), reasoning.end + glue), end)])

@@ -20,6 +20,8 @@ from quire.text.reply_syntax import (
     NINE,
     NUMBER,
     PLACEHOLDERS,
+    SPACE,
+    TYPE,
     ParameterSyntax,
     ReplyForm,
     ReplySyntax,
@@ -34,7 +36,13 @@ ID_LENGTH = 9
 """Of generated ids: Mistral's templates accept no others."""
 
 _NAMED = re.compile(r"[A-Za-z0-9_.-]+")
-_SLOTS = {ID: re.compile("[A-Za-z0-9_.:-]+"), NINE: re.compile("[A-Za-z0-9]+"), NUMBER: re.compile("[0-9]+")}
+_SLOTS = {
+    ID: re.compile("[A-Za-z0-9_.:-]+"),
+    NINE: re.compile("[A-Za-z0-9]+"),
+    NUMBER: re.compile("[0-9]+"),
+    SPACE: re.compile(r"\s*"),
+    TYPE: re.compile(f"(?:{PLACEHOLDERS[TYPE]})?"),
+}
 """Characters of tools' names, and of what stands in the place of each placeholder."""
 
 
@@ -65,7 +73,7 @@ class ReplyParser:
         self.reasoning_tokens = 0
         self.markers = frozenset(special_markers(form.syntax, tuple(specials)))
         self._form, self._new_id = form, new_id
-        self._tools = form.syntax.tools if form.tools is not None else None
+        self._tools = form.syntax.tools.as_written() if form.syntax.tools and form.tools is not None else None
         self._buffer = ""
         self._white = ""  # trailing white space held back: it is not part of the text
         self._fresh = True  # no reasoning was emitted yet
@@ -164,13 +172,21 @@ class ReplyParser:
         """Content, or a call recognized only at the start of the content."""
         self._step = self._content
         if self._tools is not None and self._tools.anchored:
-            trigger, text = self._marker(self._tools.trigger), self._buffer.lstrip()
-            if text.startswith(trigger):
+            text = self._buffer.lstrip()
+            if re.match(self._tools.openings(self._form.tools or ()), text):
                 self._buffer, self._step = text, self._opening
-            elif trigger.startswith(text) and not final:
+            elif not final and self._may_open(text):
                 self._step = self._begin_content
                 return False
         return True
+
+    def _may_open(self, text: str) -> bool:
+        """Whether a text may be the beginning of a call that only begins a reply; white space does not count."""
+        tools, begun = self._syntax(), "".join(text.split())
+        opening = "".join((tools.begin + tools.before_name).replace(SPACE, "").split())
+        heads = [opening.replace(TYPE, one) for one in ("", '"type":"function",')]
+        heads = [head.split("\0")[0] for head in heads]
+        return any((head + name).startswith(begun) for head in heads for name in self._form.tools or ())
 
     def _content(self, final: bool) -> bool:
         headed, tools = self._form.syntax.content, self._tools

@@ -7,6 +7,7 @@ template: the text of a special token in them stands for that token.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import msgspec
 
@@ -53,11 +54,22 @@ class ParameterSyntax(msgspec.Struct, frozen=True):
 
 
 ID, NINE, NUMBER, NAME = "\0ID\0", "\0NINE\0", "\0NUMBER\0", "\0NAME\0"
+SPACE, TYPE = "\0SPACE\0", "\0TYPE\0"
 """Placeholders in the texts of `ToolSyntax`: a call's id; one of nine letters and digits (Mistral); the call's number;
-and its tool's name once more."""
+and its tool's name once more. In calls without a marker, as Llama writes them: white space of JSON, and a member before
+the name. Both may be missing (`OPTIONAL`)."""
 
-PLACEHOLDERS = {ID: "[A-Za-z0-9_.:-]{1,64}", NINE: "[A-Za-z0-9]{9}", NUMBER: "0|[1-9][0-9]{0,2}"}
+_WHITE = r"[ \t]{1,4}|\r?\n[ \t]{0,16}"
+PLACEHOLDERS = {
+    ID: "[A-Za-z0-9_.:-]{1,64}",
+    NINE: "[A-Za-z0-9]{9}",
+    NUMBER: "0|[1-9][0-9]{0,2}",
+    SPACE: _WHITE,
+    TYPE: f'"type":(?:{_WHITE})?"function",(?:{_WHITE})?',
+}
 """What may stand in the place of each, as regular expressions."""
+
+OPTIONAL = SPACE, TYPE
 
 _SPLIT = re.compile("(" + "|".join(PLACEHOLDERS) + ")")
 
@@ -85,6 +97,42 @@ class ToolSyntax(msgspec.Struct, frozen=True):
     anchored: bool = False
     numbered: bool = False
     single: bool = False
+
+    def as_written(self) -> ToolSyntax:
+        """The syntax as models write it: a call that is JSON from its first letter has any white space, and may have a
+        type, whatever the template prints.
+        """
+        if not (self.anchored and (self.begin + self.before_name).startswith("{")):
+            return self
+
+        def free(text: str) -> str:
+            return re.sub("(?=})", SPACE, re.sub("([{:,]) ?", rf"\1{SPACE}", text))
+
+        return msgspec.structs.replace(
+            self,
+            begin="",
+            before_name=free(self.begin + self.before_name).replace("{" + SPACE, "{" + SPACE + TYPE, 1),
+            before_arguments=free(self.before_arguments),
+            after_arguments=free(self.after_arguments),
+        )
+
+    def openings(self, names: Iterable[str]) -> str:
+        """A regular expression of what begins calls to these tools, for calls that only begin a reply."""
+        opening = "".join(
+            (
+                f"(?:{PLACEHOLDERS[piece]}){'?' if piece in OPTIONAL else ''}"
+                if piece in PLACEHOLDERS
+                else _literal(piece)
+            )
+            for piece in pieces(self.begin + self.before_name)
+        )
+        after = _literal(self.before_arguments.replace(NAME, "")[:1])
+        return f"{opening}(?:{'|'.join(map(_literal, sorted(names)))}){after}"
+
+
+def _literal(text: str) -> str:
+    """A regular expression, in Python's language and Rust's, that matches only this text."""
+    return "".join(letter if letter.isalnum() or letter in '"_' else f"\\x{ord(letter):02x}" for letter in text)
 
 
 def pieces(text: str) -> list[str]:

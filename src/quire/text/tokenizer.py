@@ -304,7 +304,8 @@ class Tokenizer:
         spelled = BYTE_OF if self._text.spells_bytes else {}
         tokens = [self._token_bytes(token, spelled) for token in range(size)]
         special = [token for token in sorted(self.special_ids) if token < size]
-        return Vocabulary(tokens, special, lambda text: self.encode(text, add_special_tokens=False))
+        added = [token for token in sorted(self._text.added) if token < size]
+        return Vocabulary(tokens, special, lambda text: self.encode(text, add_special_tokens=False), added)
 
     def _token_bytes(self, token: int, spelled: Mapping[str, int]) -> bytes:
         name = self._text.id_to_token(token)
