@@ -1,14 +1,12 @@
-"""A Redis and an etcd of the tests' own, on free ports."""
+"""A Redis of the tests' own, on a free port."""
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,6 @@ import pytest
 from tests.http_tools import free_port
 
 BINARY = shutil.which("redis-server")
-ETCD = shutil.which("etcd")
-needs_etcd = pytest.mark.skipif(ETCD is None, reason="etcd is not installed")
 needs_redis = pytest.mark.skipif(BINARY is None, reason="redis-server is not installed")
 
 
@@ -67,26 +63,3 @@ class RedisServer:
             self.process.kill()
             self.process.wait()
             self.process = None
-
-
-@contextlib.contextmanager
-def etcd_server(certificate: str = "", key: str = "") -> Iterator[str]:
-    """The URL of one; with TLS where it has a certificate."""
-    assert ETCD is not None
-    port, peers = free_port(), free_port()
-    ours, theirs = f"http{'s' * bool(certificate)}://127.0.0.1:{port}", f"http://127.0.0.1:{peers}"
-    with tempfile.TemporaryDirectory() as folder:
-        urls = ["--listen-client-urls", ours, "--advertise-client-urls", ours, "--listen-peer-urls", theirs]
-        more = ["--initial-advertise-peer-urls", theirs, "--initial-cluster", f"default={theirs}"]
-        more += ["--cert-file", certificate, "--key-file", key] if certificate else []
-        process = subprocess.Popen(
-            [ETCD, "--data-dir", folder, *urls, *more, "--unsafe-no-fsync"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            listening(port, process)
-            yield f"etcd{'s' * bool(certificate)}://127.0.0.1:{port}"
-        finally:
-            process.kill()
-            process.wait()

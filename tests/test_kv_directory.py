@@ -4,7 +4,6 @@ is one error.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import random
 import socket
@@ -21,11 +20,10 @@ import redis
 from quire.errors import ConfigError
 from quire.kv.directory import masked, open_directory
 from quire.kv.directory.base import Directory, DirectoryError, Holders, Node
-from quire.kv.directory.etcd import EtcdDirectory
 from quire.kv.directory.redis import PREFIX, RedisDirectory
 from tests.http_tools import free_port
 from tests.local_directory import LocalDirectory, LocalStore
-from tests.redis_server import RedisServer, etcd_server, needs_etcd, needs_redis
+from tests.redis_server import RedisServer, needs_redis
 
 PATIENT = 30.0
 """Seconds for an answer on a machine that is busy, where what is answered is the matter."""
@@ -92,24 +90,6 @@ def test_redis_says_what_the_directory_within_a_process_says(
         empty.delete(PREFIX + b"n:" + name.encode())
 
     compare(random.Random(seed), Both(RedisDirectory(server.url, "us", PATIENT), lose, empty.flushall), 400)
-
-
-@needs_etcd
-def test_etcd_says_what_the_directory_within_a_process_says() -> None:
-    with etcd_server() as url:
-        for seed in range(4):
-            directory = EtcdDirectory(url, "us", PATIENT)
-
-            def lose(name: str, directory: EtcdDirectory = directory) -> None:
-                if (lease := directory._leases.pop(name, None)) is not None:
-                    directory._ask("/v3/lease/revoke", {"ID": lease})
-
-            def flush(directory: EtcdDirectory = directory) -> None:
-                everything = {"key": "AA==", "range_end": "AA=="}
-                directory._ask("/v3/kv/deleterange", everything)
-
-            flush()
-            compare(random.Random(seed), Both(directory, lose, flush), 150)
 
 
 def compare(rnd: random.Random, both: Both, steps: int) -> None:
@@ -194,6 +174,30 @@ def test_a_query_of_a_long_prefix_is_one_round_trip(server: RedisServer, empty: 
     assert directory.query([*names, b"unknown"]) == [[node]] * 4096
     assert sum(empty.info("commandstats")[each]["calls"] for each in commands) == calls + 1
     assert empty.info("stats")["total_commands_processed"] > before
+
+
+@needs_redis
+def test_keys_of_another_type_are_deleted_with_one_warning(
+    server: RedisServer, empty: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, node = RedisDirectory(server.url, "us", PATIENT), Node("a", "1", "a:1")
+    directory.join(node, LEASE)
+    [name] = blocks(1)
+    asked: list[Callable[[], object]] = [
+        lambda: directory.query([name]),
+        lambda: directory.withdraw(node, [name]),
+        lambda: directory.publish(node, [name]),
+    ]
+    for ask in asked:
+        empty.delete(PREFIX + b"b:" + name)
+        empty.set(PREFIX + b"b:" + name, "not of ours")
+        ask()
+    assert directory.query([name]) == [[node]], "published in the place of the other"
+    empty.set(PREFIX + b"nodes", "not of ours")
+    assert directory.nodes() == [] and not directory.join(node._replace(name="b"), LEASE)
+    assert [each.name for each in directory.nodes()] == ["b"]
+    [warning] = caplog.messages
+    assert "keys of a type that no engine makes are deleted there (1 now" in warning
 
 
 @needs_redis
@@ -311,10 +315,6 @@ def test_who_does_not_answer_may_do_so_later() -> None:
     [
         ("127.0.0.1:6379", "is not the URL of a directory; allowed: redis://"),
         ("http://a:b@c", r"http://a:\*\*\*@c' is not the URL of a directory"),
-        ("etcd://me:word@host/path", r"etcd://me:\*\*\*@host/path: it is no such URL; allowed: etcd://"),
-        ("etcd://host?ca=x", "it has ca; allowed"),
-        ("etcds://host?ca=/nothing", "ca=/nothing is no file of certificates"),
-        ("etcd://host:port", "etcd://host:port: Port could not be cast"),
         ("redis://host:port/0", "redis://host:port/0: Port could not be cast"),
         ("redis://host/0?color=red", "unexpected keyword argument 'color'"),
     ],
@@ -327,79 +327,3 @@ def test_a_url_that_is_none_is_one_error(url: str, why: str) -> None:
 def test_a_password_is_not_shown() -> None:
     assert masked("redis://user:word@host:1/0") == "redis://user:***@host:1/0"
     assert masked("redis://:wo@rd@host") == "redis://:***@host" and masked("redis://host/0") == "redis://host/0"
-
-
-@needs_etcd
-def test_a_long_chain_in_etcd_another_cluster_key_and_a_lease_that_ends() -> None:
-    with etcd_server() as url:
-        directory, node = EtcdDirectory(url, "us", PATIENT), Node("a", "1", "a:1")
-        directory.check()
-        names = [number.to_bytes(32, "big") for number in range(250)]
-        directory.join(node, LEASE)
-        assert directory.publish(node, names) and directory.query([*names, b"unknown"]) == [[node]] * 250
-        with pytest.raises(ConfigError, match="is used by engines with another cluster key"):
-            EtcdDirectory(url, "them", PATIENT).join(Node("b", "1", "b:1"), LEASE)
-        gone = Node("gone", "1", "b:1")
-        directory.join(gone, 1.0)
-        deadline = time.monotonic() + 30.0
-        while directory.nodes() != [node]:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert not directory.publish(gone, names)
-    with pytest.raises(DirectoryError, match="cannot be reached"):
-        directory.nodes()
-
-
-@needs_etcd
-def test_users_and_tls_of_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate, key = certificates(tmp_path)
-    with etcd_server(certificate, key) as url:
-        at, ca = url.removeprefix("etcds://"), f"?ca={certificate}"
-        admin, node = EtcdDirectory(url + ca, "us", PATIENT), Node("a", "1", "a:1")
-        admin.check()
-        with pytest.raises(ConfigError, match="no TLS connection"):
-            EtcdDirectory(url, "us", PATIENT).check()
-        with pytest.raises(DirectoryError):
-            EtcdDirectory(f"etcd://{at}", "us", PATIENT).check()
-        with pytest.raises(ConfigError, match="this etcd has no users"):
-            EtcdDirectory(f"etcds://quire:word@{at}{ca}", "us", PATIENT).check()
-        begin, end = (base64.b64encode(each).decode() for each in (b"quire/kv/", b"quire/kv0"))
-        for path, body in (
-            ("user/add", {"name": "root", "password": "r"}),
-            ("user/grant", {"user": "root", "role": "root"}),
-            ("role/add", {"name": "kv"}),
-            ("role/grant", {"name": "kv", "perm": {"permType": "READWRITE", "key": begin, "range_end": end}}),
-            ("user/add", {"name": "quire", "password": "word"}),
-            ("user/grant", {"user": "quire", "role": "kv"}),
-            ("user/add", {"name": "less", "password": "word"}),
-            ("enable", {}),
-        ):
-            admin._ask(f"/v3/auth/{path}", body)
-        with pytest.raises(ConfigError, match="wants a user and a password"):
-            admin.join(node, LEASE)
-        with pytest.raises(ConfigError, match="does not accept this user and password") as error:
-            EtcdDirectory(f"etcds://quire:wrong@{at}{ca}", "us", PATIENT).check()
-        assert ":wrong" not in str(error.value)
-        with pytest.raises(ConfigError, match=r"lacks permissions for a directory; grant it readwrite"):
-            EtcdDirectory(f"etcds://less:word@{at}{ca}", "us", PATIENT).join(node, LEASE)
-        monkeypatch.setenv("ETCDCTL_PASSWORD", "word")
-        directory = EtcdDirectory(f"etcds://quire@{at}{ca}", "us", PATIENT)
-        directory.check()
-        assert not directory.join(node, LEASE) and directory.publish(node, blocks(1))
-        assert directory.query(blocks(1)) == [[node]] and directory.nodes() == [node]
-        directory._token = "ended.1"  # as after five minutes
-        directory.withdraw(node, blocks(1))
-        assert directory.query(blocks(1)) == [] and directory.join(node, LEASE)
-        directory.leave(node)
-
-
-@pytest.mark.parametrize(
-    ("answers", "why"),
-    [
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "no etcd"),
-        (b'HTTP/1.1 200 OK\r\nContent-Length: 23\r\n\r\n{"etcdserver":"3.2.26"}', "3.2.26 is too old"),
-    ],
-)
-def test_what_is_no_etcd_or_an_old_one_is_one_error(answers: bytes, why: str) -> None:
-    with answering(answers) as port, pytest.raises(ConfigError, match=why):
-        EtcdDirectory(f"etcd://127.0.0.1:{port}", "us", PATIENT).check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import queue
@@ -29,7 +28,7 @@ from quire.kv.mailbox import Mailbox
 from quire.kv.nodes import NodeReader
 from tests.http_tools import free_port, wait_until
 from tests.local_directory import LocalDirectory, LocalStore
-from tests.redis_server import RedisServer, etcd_server, needs_etcd, needs_redis
+from tests.redis_server import RedisServer, needs_redis
 from tests.test_kv_host import Outcome, params
 from tests.test_kv_prefill import Prefill, alone, prompt
 
@@ -253,24 +252,16 @@ def pool(options: dict[str, Any], store: FaultyStore) -> Iterator[Pool]:
         node.close()
 
 
-@pytest.mark.quick("redis-shared_memory")
-@pytest.mark.parametrize(
-    ("directory", "transport"),
-    [
-        pytest.param("redis", "shared_memory", marks=needs_redis),
-        pytest.param("redis", "socket", marks=needs_redis),
-        pytest.param("etcd", "shared_memory", marks=needs_etcd),
-    ],
-)
-def test_a_prefix_of_512_tokens_is_computed_once_and_fetched_twice(
-    directory: str, transport: str, options: dict[str, Any]
-) -> None:
+@needs_redis
+@pytest.mark.quick("shared_memory")
+@pytest.mark.parametrize("transport", ["shared_memory", "socket"])
+def test_a_prefix_of_512_tokens_is_computed_once_and_fetched_twice(transport: str, options: dict[str, Any]) -> None:
     options |= {"num_kv_blocks": 200, "max_model_len": 640, "kv_transport": transport, "host_kv_memory": "16MiB"}
     head = prompt(512)
     texts = [[*head, *prompt(9, last)] for last in range(3)]
     expected = alone({**options, "kv_directory": None, "kv_transport": None}, texts)
-    with etcd_server() if directory == "etcd" else redis_server() as url:
-        pool = Pool(options | {"kv_directory": url})
+    with RedisServer() as server:
+        pool = Pool(options | {"kv_directory": server.url})
         nodes = [pool.node() for _ in range(3)]
         for number, node in enumerate(nodes):
             outcome = node.ask(texts[number], seed=number)
@@ -281,13 +272,6 @@ def test_a_prefix_of_512_tokens_is_computed_once_and_fetched_twice(
         assert not any(node.engine.stats.kv_tiers["host"]["bad"] for node in nodes)
         for node in nodes:
             node.close()
-
-
-@contextlib.contextmanager
-def redis_server() -> Iterator[str]:
-    """The URL of one."""
-    with RedisServer() as server:
-        yield server.url
 
 
 def own(options: dict[str, Any]) -> dict[str, Any]:

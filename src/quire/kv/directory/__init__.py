@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.errors import ConfigError
 from quire.kv.directory.base import Directory
 
-SCHEMES = "redis", "rediss", "unix", "etcd", "etcds"
+SCHEMES = "redis", "rediss", "unix"
 
 
 def open_directory(url: str, cluster: str) -> Directory:
@@ -20,13 +20,9 @@ def open_directory(url: str, cluster: str) -> Directory:
     if url.partition("://")[0] not in SCHEMES:
         raise ConfigError(
             f"kv_directory {masked(url)!r} is not the URL of a directory; allowed: "
-            "redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], rediss:// (TLS), unix://PATH, "
-            "etcd://[USER:PASSWORD@]HOST[:PORT] etcds:// (TLS) and mooncake://HOST:PORT (Mooncake Store)"
+            "redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], rediss:// (TLS), unix://PATH "
+            "and mooncake://HOST:PORT (Mooncake Store)"
         )
-    if url.startswith(("etcd:", "etcds:")):
-        from quire.kv.directory.etcd import EtcdDirectory
-
-        return EtcdDirectory(url, cluster)
     from quire.kv.directory.redis import RedisDirectory
 
     return RedisDirectory(url, cluster)

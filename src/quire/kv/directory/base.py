@@ -36,7 +36,7 @@ Holders = list[list[Node]]
 
 
 class Directory(Protocol):
-    """A directory. Each call is atomic, and takes one round trip (in etcd, one per hundred blocks).
+    """A directory. Each call is atomic, and takes one round trip.
 
     Raises (each call):
         DirectoryError: it does not answer.

@@ -3,16 +3,21 @@
 Keys, all of which begin with `PREFIX`: `owner`, the cluster that these nodes belong to; `nodes`, their names; `n:NAME`,
 a node's epoch and address, which expires with its lease; `b:HASH`, by node name, the epochs in which nodes published a
 block. An entry counts while its epoch is that of its node's lease, so nothing has to be cleaned up after a crash. Only
-Redis measures time, so the nodes' clocks are never compared.
+Redis measures time, so the nodes' clocks are never compared. A script deletes
+a key of another type, which something else has made.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 from quire.errors import ConfigError
 from quire.kv.directory.base import Holders, Node, other_cluster
 from quire.kv.directory.redis_link import TIMEOUT_SECONDS, RedisLink
+
+logger = logging.getLogger(__name__)
 
 PREFIX = b"quire:{kv}:"
 """With a hash tag, so that all keys are in one slot of a Redis Cluster."""
@@ -23,20 +28,36 @@ ENTRY_SECONDS = 3600
 MOST_HOLDERS = 8
 """If more nodes than this have published a block, those that have left are removed from its entry."""
 
+_SCRIPT = """
+local deleted = 0
+local function call(command, key, ...)
+  local answer = redis.pcall(command, key, ...)
+  if type(answer) ~= 'table' or not answer.err then return answer end
+  if string.find(answer.err, 'WRONGTYPE', 1, true) then deleted = deleted + redis.call('DEL', key) end
+  return redis.call(command, key, ...)
+end
+local function run()
+%s
+end
+local answer = run()
+return {deleted, answer}
+"""
+"""What all scripts have in common: before its answer comes the number of keys deleted as they were of another type."""
+
 _JOIN = """
-local owner = redis.call('GET', KEYS[1])
+local owner = call('GET', KEYS[1])
 if owner and owner ~= ARGV[1] then return -1 end
-local known = redis.call('GET', KEYS[2]) == ARGV[2]
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
-redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
-redis.call('SADD', KEYS[3], ARGV[4])
+local known = call('GET', KEYS[2]) == ARGV[2]
+call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
+call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
+call('SADD', KEYS[3], ARGV[4])
 return known and 1 or 0
 """
 
 _LEAVE = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then
-  redis.call('DEL', KEYS[1])
-  redis.call('SREM', KEYS[2], ARGV[2])
+if call('GET', KEYS[1]) == ARGV[1] then
+  call('DEL', KEYS[1])
+  call('SREM', KEYS[2], ARGV[2])
 end
 """
 
@@ -44,7 +65,7 @@ _EPOCH = """
 local epochs = {}
 local function epoch(name, prefix)
   if epochs[name] == nil then
-    local record = redis.call('GET', prefix .. name)
+    local record = call('GET', prefix .. name)
     epochs[name] = record and string.match(record, '^[^\\n]*') or false
   end
   return epochs[name]
@@ -57,12 +78,12 @@ _PUBLISH = (
 local name, own, prefix = ARGV[1], ARGV[2], ARGV[3]
 if epoch(name, prefix) ~= own then return 0 end
 for _, block in ipairs(KEYS) do
-  redis.call('HSET', block, name, own)
-  redis.call('PEXPIRE', block, ARGV[4])
-  if redis.call('HLEN', block) > tonumber(ARGV[5]) then
-    local held = redis.call('HGETALL', block)
+  call('HSET', block, name, own)
+  call('PEXPIRE', block, ARGV[4])
+  if call('HLEN', block) > tonumber(ARGV[5]) then
+    local held = call('HGETALL', block)
     for i = 1, #held, 2 do
-      if epoch(held[i], prefix) ~= held[i + 1] then redis.call('HDEL', block, held[i]) end
+      if epoch(held[i], prefix) ~= held[i + 1] then call('HDEL', block, held[i]) end
     end
   end
 end
@@ -72,7 +93,7 @@ return 1
 
 _WITHDRAW = """
 for _, block in ipairs(KEYS) do
-  if redis.call('HGET', block, ARGV[1]) == ARGV[2] then redis.call('HDEL', block, ARGV[1]) end
+  if call('HGET', block, ARGV[1]) == ARGV[2] then call('HDEL', block, ARGV[1]) end
 end
 """
 
@@ -81,12 +102,12 @@ _QUERY = (
     + """
 local numbers, records, rows = {}, {}, {}
 for place, block in ipairs(KEYS) do
-  local held, row = redis.call('HGETALL', block), {}
+  local held, row = call('HGETALL', block), {}
   for i = 1, #held, 2 do
     local name = held[i]
     if epoch(name, ARGV[1]) == held[i + 1] then
       if not numbers[name] then
-        table.insert(records, {name, redis.call('GET', ARGV[1] .. name)})
+        table.insert(records, {name, call('GET', ARGV[1] .. name)})
         numbers[name] = #records
       end
       table.insert(row, numbers[name])
@@ -99,14 +120,16 @@ return {records, rows}
 """
 )
 
-LIST = """
+_LIST = """
 local found = {}
-for _, name in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-  local record = redis.call('GET', ARGV[1] .. name)
-  if record then table.insert(found, {name, record}) else redis.call('SREM', KEYS[1], name) end
+for _, name in ipairs(call('SMEMBERS', KEYS[1])) do
+  local record = call('GET', ARGV[1] .. name)
+  if record then table.insert(found, {name, record}) else call('SREM', KEYS[1], name) end
 end
 return found
 """
+
+_SCRIPTS = _JOIN, _LEAVE, _PUBLISH, _WITHDRAW, _QUERY, _LIST
 
 
 class RedisDirectory:
@@ -124,42 +147,54 @@ class RedisDirectory:
     def __init__(self, url: str, cluster: str, timeout: float = TIMEOUT_SECONDS) -> None:
         self._link, self._cluster = RedisLink(url, "kv_directory", timeout), cluster
         self._client, self._where, self._call = self._link.client, self._link.where, self._link.call
-        script = self._client.register_script
-        self._join, self._leave, self._publish = script(_JOIN), script(_LEAVE), script(_PUBLISH)
-        self._withdraw, self._query, self._nodes = script(_WITHDRAW), script(_QUERY), script(LIST)
+        scripts = {body: self._client.register_script(_SCRIPT % body) for body in _SCRIPTS}
+        self._scripts, self._warned = scripts, False
 
     def check(self) -> None:
         self._link.check()
 
     def join(self, node: Node, lease: float) -> bool:
         keys = [PREFIX + b"owner", _node_key(node.name), PREFIX + b"nodes"]
-        how = self._call(lambda: self._join(keys, [self._cluster, _record(node), int(lease * 1000), node.name]))
+        how = self._run(_JOIN, keys, [self._cluster, _record(node), int(lease * 1000), node.name])
         if how < 0:
             raise ConfigError(other_cluster(self._where))
         return bool(how)
 
     def leave(self, node: Node) -> None:
         keys = [_node_key(node.name), PREFIX + b"nodes"]
-        self._call(lambda: self._leave(keys, [_record(node), node.name]))
+        self._run(_LEAVE, keys, [_record(node), node.name])
 
     def publish(self, node: Node, blocks: Sequence[bytes]) -> bool:
         more: list[str | bytes | int] = [node.name, node.epoch, _node_key(""), ENTRY_SECONDS * 1000, MOST_HOLDERS]
-        return bool(self._call(lambda: self._publish(_block_keys(blocks), more)))
+        return bool(self._run(_PUBLISH, _block_keys(blocks), more))
 
     def withdraw(self, node: Node, blocks: Sequence[bytes]) -> None:
-        self._call(lambda: self._withdraw(_block_keys(blocks), [node.name, node.epoch]))
+        self._run(_WITHDRAW, _block_keys(blocks), [node.name, node.epoch])
 
     def query(self, blocks: Sequence[bytes], needed: Sequence[bool] | None = None) -> Holders:
         ends = "".join("01"[each] for each in needed or [True] * len(blocks))
-        records, rows = self._call(lambda: self._query(_block_keys(blocks), [_node_key(""), ends]))
+        records, rows = self._run(_QUERY, _block_keys(blocks), [_node_key(""), ends])
         nodes = [_node(*each) for each in records]
         return [[nodes[number - 1] for number in row] for row in rows]
 
     def nodes(self) -> list[Node]:
-        return [_node(*each) for each in self._call(lambda: self._nodes([PREFIX + b"nodes"], [_node_key("")]))]
+        return [_node(*each) for each in self._run(_LIST, [PREFIX + b"nodes"], [_node_key("")])]
 
     def close(self) -> None:
         self._client.close()
+
+    def _run(self, body: str, keys: Sequence[bytes], more: Sequence[str | bytes | int]) -> Any:
+        """A script's answer; None if it has none."""
+        deleted, *answer = self._call(lambda: self._scripts[body](keys, more))
+        if deleted and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: keys of a type that no engine makes are deleted there (%d now, and later ones without a word); give "
+                "the engines a database that nothing else writes to",
+                self._where,
+                deleted,
+            )
+        return answer[0] if answer else None
 
 
 def _node_key(name: str) -> bytes:
