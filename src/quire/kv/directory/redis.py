@@ -189,8 +189,8 @@ class RedisDirectory:
         if deleted and not self._warned:
             self._warned = True
             logger.warning(
-                "%s: keys of a type that no engine makes are deleted there (%d now, and later ones without a word); give "
-                "the engines a database that nothing else writes to",
+                "%s: keys of a type that no engine makes are deleted there (%d now, and later ones without a word); "
+                "give the engines a database that nothing else writes to",
                 self._where,
                 deleted,
             )
