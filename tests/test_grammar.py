@@ -403,7 +403,7 @@ def test_what_takes_much_memory_is_refused_where_that_is_bounded_and_not_kept(to
     huge, nested = StructuredOutputsParams(regex="(a{400}){1000}"), dict[str, Any](properties={})
     for number in range(60):
         nested["properties"][f"name{number}"] = {"type": "array", "items": {"enum": [f"{number}", "x"]}}
-    with pytest.raises(SamplingParamsError, match=r"structured_outputs.regex takes \d+ MiB .* at most 32 MiB"):
+    with pytest.raises(SamplingParamsError, match=r"structured_outputs.regex takes \d+ MiB .* at most 64 MiB"):
         tight.compile(huge)
     tight.compile(StructuredOutputsParams(json=nested))
     assert huge not in tight and tight._kept_bytes < COMPILED_BYTES

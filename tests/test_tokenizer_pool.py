@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import uvloop
 
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import (
     ChatTemplateError,
     EngineClosedError,
     PromptTooLongError,
     RequestError,
+    SamplingParamsError,
     TokenizerError,
     TokenizerFailedError,
     TokenizerUnavailableError,
@@ -32,7 +34,7 @@ from quire.text import tokenizer_pool
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_pool import LARGE_BYTES, MAX_JOB_BYTES, TokenizerPool
 
-from .http_tools import children_of, command_of
+from .http_tools import children_of, command_of, resident_bytes
 from .tokenizer_builders import CHATML_CONFIG, byte_level_json, panicking_json
 
 TEMPLATE = (
@@ -510,3 +512,21 @@ def test_neither_the_pool_nor_a_worker_imports_torch() -> None:
     code = "import sys, quire.text.tokenizer_pool, quire.text.tokenizer_worker; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.strip() == "False"
+
+
+async def test_grammars_that_take_much_memory_are_refused_and_leave_none(start: Any) -> None:
+    """They never get to an engine, and one whose compilation kills its worker does so twice."""
+    pool = await start()
+    ordinary = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "string"}}})
+    await pool.compile_grammar(ordinary)
+    [worker] = children_of(os.getpid())
+    before = resident_bytes(worker)
+    for number in range(4):
+        with pytest.raises(SamplingParamsError, match="MiB when it is compiled"):
+            await pool.compile_grammar(StructuredOutputsParams(regex=f"(a{{{400 + number}}}){{1000}}"))
+    await pool.compile_grammar(ordinary)
+    assert children_of(os.getpid()) == [worker] and resident_bytes(worker) - before < 300 << 20
+    small = await start(memory_bytes=64 << 20)
+    with pytest.raises((TokenizerFailedError, RequestError)):
+        await small.compile_grammar(StructuredOutputsParams(regex="(a{400}){1000}"))
+    await small.compile_grammar(ordinary)
