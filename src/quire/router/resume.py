@@ -31,13 +31,12 @@ class Journal:
         self.has_ended = False
         self.lost = ""
         self.is_kept = True
-        self._entries: list[bytes] = []
-        self._size = 0
+        self._entries = bytearray()  # separated by commas
         self._rest = b""
 
     def body(self) -> bytes:
         """All entries, for the server that continues; nothing if there are none."""
-        return b"[%b]" % b",".join(self._entries) if self._entries else b""
+        return b"[%b]" % self._entries if self._entries else b""
 
     def begin(self) -> None:
         """A server begins its part of the stream. What the last one sent behind its last entry is void."""
@@ -73,10 +72,8 @@ class Journal:
         elif comment.startswith(END):
             self.has_ended = True
         elif entry := comment[len(ENTRY) :]:
-            self._size += len(entry) + 1
-            self.is_kept = self.is_kept and self._size < MAX_JOURNAL_BYTES
-            if self.is_kept:
-                self._entries.append(entry)
-            else:
+            self.is_kept = self.is_kept and len(self._entries) + len(entry) + 3 <= MAX_JOURNAL_BYTES
+            self._entries += b",%b" % entry if self._entries else entry
+            if not self.is_kept:
                 self._entries.clear()
         return not self.lost
