@@ -665,13 +665,14 @@ def test_another_model_behind_the_same_name_is_refused(loop: Loop) -> None:
             one.stop()
 
 
-def test_servers_that_compute_in_another_way_stand_aside(loop: Loop) -> None:
+def test_servers_that_compute_in_another_way_stand_aside(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     ours, theirs = ([FakeServer(loop, fingerprint=name) for _ in range(2)] for name in ("bf16", "int8"))
     with RouterThread([ours[0], theirs[0]], wait=False) as router:
         assert wait_until(lambda: sorted(router.states.values()) == ["aside", "up"])
         [up] = [one for one in (ours[0], theirs[0]) if router.states[one.address] == "up"]
         mine, other = (ours, theirs) if up is ours[0] else (theirs, ours)
         assert mine[0].fingerprint in router.reason(other[0]) and "--mixed" in router.reason(other[0])
+        assert f"server {other[0].address} is aside: its tokens would be others" in caplog.text
         shown = router.http.get("/router/status").json()["servers"]
         assert {one["state"] for one in shown} == {"up", "aside"} and {one["fingerprint"] for one in shown}
         assert all(router.complete(prompt=f"{number}").status_code == 200 for number in range(6))

@@ -386,7 +386,7 @@ class Servers:
             self.regroup()
 
     def _set_state(self, server: Server, state: State, reason: str) -> None:
-        if server.state != state or (state == "refused" and server.reason != reason):
+        if server.state != state or (state in ("refused", "aside") and server.reason != reason):
             level = logging.INFO if state in ("up", "loading") else logging.WARNING
             text = f"server {server.name} is {state}" + (f": {reason}" if reason else "")
             event(logger, "server_state", text, level=level, server=server.name, state=state, reason=reason)
