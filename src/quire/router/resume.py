@@ -36,7 +36,7 @@ class Journal:
 
     def body(self) -> bytes:
         """All entries, for the server that continues; nothing if there are none."""
-        return b"[%b]" % self._entries if self._entries else b""
+        return b"[" + self._entries + b"]" if self._entries else b""
 
     def begin(self) -> None:
         """A server begins its part of the stream. What the last one sent behind its last entry is void."""
