@@ -131,7 +131,8 @@ def _reasoning(found: ReplySyntax) -> str:
 
 def _code(text: str) -> str:
     """A text as code in a cell of a table."""
-    return "`" + text.replace("\0", "").replace("\n", "⏎").replace("|", "\\|").strip() + "`"
+    fence = "`" * (1 + max(map(len, re.findall("`*", text))))
+    return fence + text.replace("\0", "").replace("\n", "⏎").replace("|", "\\|").strip() + fence
 
 
 if __name__ == "__main__":

@@ -405,3 +405,18 @@ def test_a_template_that_has_tools_tells_the_model_of_them_itself() -> None:
     tokenizer = Tokenizer(byte_level_json(), CHATML_CONFIG, {"default": template}, tool_format="hermes")
     text = tokenizer.apply_chat_template(user("x"), reply=ReplyRequest(tools=[WEATHER], tool_choice="auto")).text
     assert "# Tools" not in text and json.dumps(WEATHER) in text
+
+
+XML_TOOLS = (
+    "<|im_start|>system\n{% if xml_tools %}# Tools\n{% for tool in xml_tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Calls are:\n<tool_call>\n{"name": <name>, "arguments": <arguments>}\n</tool_call>{% endif %}<|im_end|>\n'
+) + CHATML
+"""Tells the model of tools under a name of its own, and prints no calls, like SmolLM3's."""
+
+
+@pytest.mark.parametrize("tool_format", ["auto", "hermes"])
+def test_a_template_that_prints_no_calls_is_known_by_what_it_tells_of_tools_under_any_name(tool_format: str) -> None:
+    tokenizer = Tokenizer(byte_level_json(), CHATML_CONFIG, {"default": XML_TOOLS}, tool_format=tool_format)
+    assert tokenizer.reply_syntax.name == "hermes"
+    rendered = tokenizer.apply_chat_template(user("x"), reply=ReplyRequest(tools=[WEATHER], tool_choice="auto"))
+    assert rendered.text.count(json.dumps(WEATHER)) == 1 and rendered.structured is not None
