@@ -132,7 +132,7 @@ class ToolSyntax(msgspec.Struct, frozen=True):
 
 def _literal(text: str) -> str:
     """A regular expression, in Python's language and Rust's, that matches only this text."""
-    return "".join(letter if letter.isalnum() or letter in '"_' else f"\\x{ord(letter):02x}" for letter in text)
+    return "".join(letter if letter.isalnum() or letter in '"_' else f"\\U{ord(letter):08x}" for letter in text)
 
 
 def pieces(text: str) -> list[str]:
