@@ -445,3 +445,20 @@ def test_thinking_is_switched_by_the_name_that_the_template_has_and_what_it_lack
     efforts = ChatTemplate("{{ reasoning_effort }}")
     assert efforts.known_variables({"reasoning_effort": "none"}) == ({"reasoning_effort": "none"}, {})
     assert efforts.known_variables({"enable_thinking": True})[1].keys() == {"enable_thinking"}
+
+
+def test_no_content_is_what_a_template_takes_of_a_message_that_others_follow() -> None:
+    """QwQ's template cuts the reasoning from earlier messages, and takes null in the last one only."""
+    template = ChatTemplate(
+        "{% for m in messages %}<{{ m.role }}>"
+        "{{ m.content.split('</think>')[-1] if not loop.last else m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% endfor %}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "no"},
+    ]
+    assert template.render(messages) == '<user>?<assistant><call>f{"a": 1}<tool>no'

@@ -121,6 +121,10 @@ OTHERWISE = {
     ("deepseek-ai-DeepSeek-V4", "no arguments"): "there is an empty line, which the mask takes out",
     ("deepseek-ai-DeepSeek-V4-Flash-0731", "no arguments"): "there is an empty line, which the mask takes out",
     ("meetkai-functionary-medium-v3.2", "text"): "a recipient of text stands before it, in plain letters",
+    ("google-gemma-4-31B-it", "text and call"): "text stands behind the call that it precedes",
+    ("google-gemma-4-31B-it-interleaved", "text and call"): "text stands behind the call that it precedes",
+    ("MiniMax-M3", "text"): "without reasoning, a reply begins with the end of it",
+    ("muse-glimmer", "text"): "a recipient of text stands before it, in plain letters",
 }
 """What templates print and models are not made to write, by words in the kinds of replies, and why."""
 
@@ -170,8 +174,8 @@ def printed(found: Tokenizer, said: Said) -> tuple[Any, str] | None:
     except ChatTemplateError:
         return None
     common, start = prompt.text, syntax.reasoning.start if syntax.reasoning is not None else ""
-    if start and not whole.startswith(common):  # reasoning was opened, and is printed closed
-        common = common.rstrip().removesuffix(start)
+    if start and not whole.startswith(common):  # reasoning was opened, and is printed closed or not at all
+        common = common.rstrip().removesuffix(syntax.reasoning.end).rstrip().removesuffix(start)
     if not whole.startswith(common):
         return None  # the history is printed otherwise than the reply was begun
     body = whole[len(common) :]
@@ -179,10 +183,12 @@ def printed(found: Tokenizer, said: Said) -> tuple[Any, str] | None:
         body = body.removeprefix(start).removeprefix(start.partition("\n")[0])
     after = plain.rpartition("qz")[2]
     at = max(body.rfind(word) for word in (content, *(name for name, _ in calls)) if word)
-    ends = [*re.findall(r"<[^<>\s]+>", after), "<|eom_id|>", after.strip()]
+    ends = [*re.findall(r"<[^<>\s]+>", after), "<|eom_id|>", "<|tool_response>", after.strip()]
     body = body[
         : min([place for end in ends if end and (place := body.find(end, at)) >= 0], default=len(body))
     ].rstrip()
+    if prompt.reply.reasoned and reasoning:
+        return None  # the prompt has turned it off
     if prompt.reply.in_reasoning and prompt.reply.syntax.reasoning.end not in body:
         return None
     missing = reasoning not in body or content not in body or any(name not in body for name, _ in calls)
@@ -233,16 +239,16 @@ def test_all_published_templates_replies_pass_the_mask_and_are_read_back(name: s
 
 def in_transformers(found: Tokenizer, messages: list[dict[str, Any]], begun: bool) -> set[str]:
     """What transformers prints of these messages, in each spelling that its templates take: arguments as objects or
-    text, no content as null or an empty text."""
+    text, no content as given, as null or as an empty text."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     texts = set()
-    for as_text, empty in itertools.product((False, True), (None, "")):
+    for as_text, empty in itertools.product((False, True), ((None, ""), (None,), ("",))):
         given = copy.deepcopy(messages)
         for message in given:
             for call in message.get("tool_calls", ()) if not as_text else ():
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-            message["content"] = message["content"] or empty
+            message["content"] = message["content"] if message["content"] or len(empty) > 1 else empty[0]
             message |= (
                 dict.fromkeys(REASONING_NAMES, message["reasoning_content"]) if message.get("reasoning_content") else {}
             )

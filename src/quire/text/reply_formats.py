@@ -327,9 +327,16 @@ def takes_argument_objects(template: ChatTemplate) -> bool:
 
 def content_of_calls(template: ChatTemplate) -> frozenset[str | None]:
     """Contents of a message that only calls tools with which the template prints the calls, and nothing else."""
+    result = {"role": "tool", "tool_call_id": _IDS[0], "name": _NAMES[0], "content": "qzresult"}
+    alone, answered = (_contents_printed(template, behind) for behind in ([], [result]))
+    return alone & answered or answered or alone  # some take other contents once a message is not the last one
+
+
+def _contents_printed(template: ChatTemplate, behind: Sequence[Mapping[str, Any]]) -> frozenset[str | None]:
+    """Contents of a message that calls a tool with which the template prints the call before these messages."""
     printed = {}
     for content in _CONTENTS:
-        texts = [_render(template, [_call(_IDS[:1], as_text, content)]) for as_text in (False, True)]
+        texts = [_render(template, [_call(_IDS[:1], as_text, content), *behind]) for as_text in (False, True)]
         printed[content] = next((text for text in texts if text is not None), None)
     odd = (printed[None] or "").partition(_USER)[2]
     if "None" in odd or "null" in odd:
