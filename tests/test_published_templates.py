@@ -187,7 +187,7 @@ def printed(found: Tokenizer, said: Said) -> tuple[Any, str] | None:
     body = body[
         : min([place for end in ends if end and (place := body.find(end, at)) >= 0], default=len(body))
     ].rstrip()
-    if prompt.reply.reasoned and reasoning:
+    if reasoning and prompt.text.rstrip().endswith(syntax.reasoning.end):
         return None  # the prompt has turned it off
     if prompt.reply.in_reasoning and prompt.reply.syntax.reasoning.end not in body:
         return None
