@@ -121,6 +121,7 @@ OTHERWISE = {
     ("deepseek-ai-DeepSeek-V4", "no arguments"): "there is an empty line, which the mask takes out",
     ("deepseek-ai-DeepSeek-V4-Flash-0731", "no arguments"): "there is an empty line, which the mask takes out",
     ("meetkai-functionary-medium-v3.2", "text"): "a recipient of text stands before it, in plain letters",
+    ("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "text and call"): "text is a message behind its call's",
     ("google-gemma-4-31B-it", "text and call"): "text stands behind the call that it precedes",
     ("google-gemma-4-31B-it-interleaved", "text and call"): "text stands behind the call that it precedes",
     ("MiniMax-M3", "text"): "without reasoning, a reply begins with the end of it",
@@ -181,6 +182,7 @@ def printed(found: Tokenizer, said: Said) -> tuple[Any, str] | None:
     body = whole[len(common) :]
     if common != prompt.text:
         body = body.removeprefix(start).removeprefix(start.partition("\n")[0])
+        body = body.removeprefix(syntax.reasoning.end) if prompt.reply.reasoned else body
     after = plain.rpartition("qz")[2]
     at = max(body.rfind(word) for word in (content, *(name for name, _ in calls)) if word)
     ends = [*re.findall(r"<[^<>\s]+>", after), "<|eom_id|>", "<|tool_response>", after.strip()]
