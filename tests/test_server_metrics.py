@@ -11,6 +11,7 @@ import stat
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.outputs import RequestMetrics
+from quire.log import RequestSummary
 from quire.server.engine_metrics import STATES, EngineReading
 from quire.server.metrics import FINISH_REASONS, REJECTIONS, ROUTES, Metrics
 
@@ -29,6 +31,7 @@ ENGINE = {
     "running": 3,
     "waiting": 2,
     "num_blocks": 100,
+    "block_size": 16,
     "held_blocks": 25,
     "free_blocks": 60,
     "prompt_tokens": 500,
@@ -126,11 +129,40 @@ def test_every_vllm_metric_carries_model_name_and_engine() -> None:
             assert not name.startswith("vllm:") or (labels["model_name"], labels["engine"]) == ("demo", "0")
 
 
+def test_successful_requests_are_in_opentelemetrys_histograms_by_operation() -> None:
+    gen_ai = pytest.importorskip("opentelemetry.semconv._incubating.metrics.gen_ai_metrics")
+    names = gen_ai.GEN_AI_SERVER_REQUEST_DURATION, gen_ai.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN
+    names = *names, gen_ai.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN
+    exposed = [f"{name.replace('.', '_')}_seconds" for name in names]
+    metrics = Metrics(model_name="m")
+    done = RequestSummary(request_id="a", output_tokens=5, first_token_seconds=0.5, total_seconds=2.5)
+    for route, reason in (
+        ("/v1/chat/completions", "stop"),
+        ("/v1/messages", "length, stop"),
+        ("/v1/completions", "length"),
+        ("/v1/completions", "refused 429"),
+        ("/v1/completions", "stop, abort"),
+        ("/tokenize", "stop"),
+    ):
+        metrics.request_received()
+        metrics.request_done(route, 200, replace(done, reason=reason))
+    text = text_of(metrics)
+    for name, seconds in zip(exposed, (2.5, 0.5, 0.5), strict=True):
+        assert types_in(text)[name] == "histogram"
+        labels = {"gen_ai_provider_name": "quire", "gen_ai_request_model": "m"}
+        for operation, count in {"chat": 2, "text_completion": 1}.items():
+            labels["gen_ai_operation_name"] = operation
+            assert value(text, f"{name}_count", **labels) == value(text, f"{name}_bucket", le="+Inf", **labels) == count
+            assert value(text, f"{name}_sum", **labels) == count * seconds
+        assert 'operation_name="embeddings"' not in text
+
+
 def test_engine_numbers_are_told_as_they_are() -> None:
     text = text_of(Metrics(), engine=ENGINE, state="ready", restarts=2)
     assert value(text, "vllm:num_requests_running") == 3
     assert value(text, "vllm:num_requests_waiting") == 2
     assert value(text, "vllm:kv_cache_usage_perc") == 0.25
+    assert value(text, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100", engine="0") == 1
     assert value(text, "vllm:prefix_cache_queries_total") == 500
     assert value(text, "vllm:prefix_cache_hits_total") == 200
     assert value(text, "vllm:generation_tokens_total") == 70
@@ -238,7 +270,7 @@ def test_http_processes_are_summed_and_the_engine_is_told_once(tmp_path: Path) -
             finish(metrics)
             metrics.first_token(0.05)
             metrics.request_received()
-            metrics.request_done("/v1/completions", 200)
+            metrics.request_done("/v1/completions", 200, RequestSummary(request_id="a"))
         metrics.queue(count, 100 * count)
     texts = [text_of(metrics, engine=ENGINE) for metrics in (first, second)]
     for text in texts:
@@ -398,7 +430,7 @@ def test_labels_come_from_closed_sets_whatever_is_asked() -> None:
     metrics = Metrics()
     for i in range(200):
         metrics.request_received()
-        metrics.request_done(f"/secret/{i}", 200 + i)
+        metrics.request_done(f"/secret/{i}", 200 + i, RequestSummary(request_id="a"))
         metrics.rejected(f"because {i}")
         finish(metrics, f"reason {i}")
     found = samples(text_of(metrics))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import http.server
+import importlib
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -63,13 +65,36 @@ def test_a_requests_life_over_a_router_and_its_server_is_one_trace(collector: tu
     assert route.parent_span_id.hex() == "00f067aa0ba902b7"
     assert serve.parent_span_id == route.span_id
     attributes = {attribute.key: attribute.value for attribute in serve.attributes}
-    assert attributes["gen_ai.usage.completion_tokens"].int_value == 8
+    assert attributes["gen_ai.operation.name"].string_value == "text_completion"
+    assert attributes["gen_ai.provider.name"].string_value == "quire"
+    assert attributes["gen_ai.request.model"].string_value == attributes["gen_ai.response.model"].string_value == "demo"
+    assert attributes["gen_ai.response.id"].string_value == json.loads(answer)["id"]
+    assert [each.string_value for each in attributes["gen_ai.response.finish_reasons"].array_value.values] == ["length"]
+    assert attributes["gen_ai.usage.output_tokens"].int_value == 8
+    assert attributes["gen_ai.usage.input_tokens"].int_value > 0
+    assert attributes["server.address"].string_value == "127.0.0.1"
+    assert server.url.endswith(f":{attributes['server.port'].int_value}")
+    names = {key for key in attributes if not key.startswith("quire.")} | {each.key for each in route.attributes}
+    assert {each for each in names if not each.startswith("quire.")} <= registered_names()
     prefill, decode = found["quire demo", "prefill"], found["quire demo", "decode"]
     assert prefill.parent_span_id == decode.parent_span_id == serve.span_id
     begin, end = serve.start_time_unix_nano, serve.end_time_unix_nano
     slack = 10_000_000  # the span began a moment after the request's clock
     assert begin - slack <= prefill.start_time_unix_nano <= prefill.end_time_unix_nano <= decode.end_time_unix_nano
     assert decode.end_time_unix_nano <= end + slack
+
+
+def registered_names() -> set[str]:
+    """The attributes of OpenTelemetry's registry that a span of generative AI may have."""
+    registry = "opentelemetry.semconv"
+    modules = (
+        f"{registry}._incubating.attributes.gen_ai_attributes",
+        *(f"{registry}.attributes.{name}_attributes" for name in ("server", "error")),
+    )
+    found = [vars(importlib.import_module(name)) for name in modules]
+    old = "gen_ai.completion", "gen_ai.prompt", "gen_ai.system", "gen_ai.usage.prompt_tokens"
+    old = *old, "gen_ai.usage.completion_tokens"
+    return {value for each in found for value in each.values() if isinstance(value, str)} - set(old)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:4318", "grpc://127.0.0.1:4317", ""])

@@ -274,8 +274,8 @@ class EdgeMiddleware:
             _log_unexpected(summary.request_id, error)
             await fail(api_error(error))
         finally:
-            metrics.request_done(_route_of(scope), status)
             summary.total_seconds = time.monotonic() - arrived
+            metrics.request_done(_route_of(scope), status, summary)
             if traces is not None:
                 traces.end(scope, summary)
             if summary.reason and self.context.server.log_requests:

@@ -116,6 +116,10 @@ def _block_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
         return
     help = "The share of KV blocks that requests hold, 0 to 1."
     yield _gauge("vllm:kv_cache_usage_perc", help, [(kv_use(stats),)])
+    if "block_size" in stats:
+        sizes = [(str(stats["block_size"]), str(stats["num_blocks"]), 1.0)]
+        help = "Always 1; the labels are the size of the KV cache, whatever the device."
+        yield _gauge("vllm:cache_config_info", help, sizes, "block_size", "num_gpu_blocks")
     held, free = stats["held_blocks"], stats["free_blocks"]
     blocks = [("held", held), ("cached", stats["num_blocks"] - held - free), ("free", free)]
     yield _gauge("quire:kv_blocks", "KV blocks held by requests, cached without a holder, and free.", blocks, "state")

@@ -154,13 +154,13 @@ class HttpOptions:
         """
         return None if self.ssl_certfile is None else ServerCertificate(self.ssl_certfile, self.ssl_keyfile)
 
-    def open_traces(self, service: str) -> Traces | None:
-        """The trace exporter, if one was requested; `service` is this process's name in traces."""
+    def open_traces(self, service: str, model: str = "") -> Traces | None:
+        """The trace exporter, if one was requested; see `Traces`."""
         if self.otlp_traces_endpoint is None:
             return None
         from quire.server.traces import Traces
 
-        return Traces(self.otlp_traces_endpoint, service)
+        return Traces(self.otlp_traces_endpoint, service, model)
 
 
 def check_place(given: Mapping[str, Any]) -> None:

@@ -60,8 +60,13 @@ class Family:
 
     @property
     def size(self) -> int:
-        """Number of cells: one per series; for a histogram, one per bucket, one for larger values, and the sum."""
-        return len(self.buckets) + 2 if self.buckets else len(self.series)
+        """Number of cells: `width` per series."""
+        return self.width * len(self.series)
+
+    @property
+    def width(self) -> int:
+        """Cells per series: one; for a histogram, one per bucket, one for larger values, and the sum."""
+        return len(self.buckets) + 2 if self.buckets else 1
 
 
 class Layout:
@@ -75,7 +80,7 @@ class Layout:
         for family in families:
             self.offsets[family.name] = self.size
             for index, values in enumerate(family.series):
-                self.cells[family.name, *values] = self.size + index
+                self.cells[family.name, *values] = self.size + index * family.width
             self.size += family.size
 
     def cell(self, name: str, values: Sequence[str]) -> int:
@@ -95,7 +100,10 @@ class Layout:
             if family.buckets:
                 histogram = HistogramMetricFamily(name, family.help, labels=names)
                 bounds = [*map(str, family.buckets), "+Inf"]
-                histogram.add_metric(values, list(zip(bounds, itertools.accumulate(own[:-1]), strict=True)), own[-1])
+                for series, (*counts, total) in zip(family.series, _pieces(own, family.width), strict=True):
+                    if any(counts) or not family.sparse:
+                        up_to = list(zip(bounds, itertools.accumulate(counts), strict=True))
+                        histogram.add_metric([*values, *series], up_to, total)
                 yield histogram
                 continue
             metric = (CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily)(
@@ -105,6 +113,10 @@ class Layout:
                 if value or not family.sparse:
                     metric.add_metric([*values, *series], value)
             yield metric
+
+
+def _pieces(cells: Sequence[float], width: int) -> Iterator[Sequence[float]]:
+    return (cells[first : first + width] for first in range(0, len(cells), width))
 
 
 class Histogram:
@@ -142,9 +154,10 @@ class Values:
                 for index in range(family.size):
                     self.cells[layout.offsets[family.name] + index] = 0.0
         self._histograms = {
-            name: Histogram(family.buckets, self.cell(name))
+            (name, *series): Histogram(family.buckets, self._at(layout.cell(name, series), family.width))
             for name, family in layout.families.items()
             if family.buckets
+            for series in family.series
         }
 
     def count(self, name: str, *labels: str) -> None:
@@ -153,11 +166,13 @@ class Values:
 
     def cell(self, name: str) -> memoryview[float]:
         """All cells of a metric, to be written."""
-        first = self._layout.offsets[name]
-        return self.cells[first : first + self._layout.families[name].size]
+        return self._at(self._layout.offsets[name], self._layout.families[name].size)
 
-    def histogram(self, name: str) -> Histogram:
-        return self._histograms[name]
+    def histogram(self, name: str, *labels: str) -> Histogram:
+        return self._histograms[name, *labels]
+
+    def _at(self, first: int, width: int) -> memoryview[float]:
+        return self.cells[first : first + width]
 
 
 def _map_file(path: Path, size: int) -> mmap.mmap:

@@ -1,7 +1,8 @@
 """The metrics of a server's HTTP processes, and `/metrics` with those of its engines (`engine_metrics.py`).
 
 A metric that vLLM has keeps vLLM's name, type, buckets and labels, so that its dashboards work; the names of the others
-begin with `quire:`. Label values come from closed sets; a value that is not in its set counts as the last one.
+begin with `quire:`, but for OpenTelemetry's `gen_ai.server.*`, whose histograms are here as its exporter for Prometheus
+names them. Label values come from closed sets; a value that is not in its set counts as the last one.
 
 Each HTTP process counts in a small file of its own (`metric_values.py`), so any of them can answer `/metrics` for all,
 and the counts of one that died are kept.
@@ -16,6 +17,7 @@ from pathlib import Path
 from prometheus_client.core import GaugeMetricFamily
 
 from quire.engine.outputs import RequestMetrics
+from quire.log import RequestSummary
 from quire.server.engine_metrics import EngineReading, engine_families
 from quire.server.metric_values import Family, Layout, Values, exposition, read_all
 
@@ -80,6 +82,17 @@ REJECTIONS = (
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
+OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/embeddings": "embeddings",
+}
+"""OpenTelemetry's `gen_ai.operation.name` of a route."""
+PROVIDER = "quire"
+"""Its `gen_ai.provider.name`."""
+
 # vLLM's buckets (vllm/v1/metrics/loggers.py), seconds.
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -94,6 +107,11 @@ _REQUEST = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 # vLLM ends these at the model's longest context; here they must be known before the model is.
+# Those of OpenTelemetry's semantic conventions for generative AI metrics.
+_OTEL_REQUEST = tuple(0.01 * 2**power for power in range(14))
+_OTEL_FIRST_TOKEN = _FIRST_TOKEN[:16]
+_OTEL_TOKEN = _TOKEN[:13]
+_OPERATION = {"gen_ai_operation_name": tuple(dict.fromkeys(OPERATIONS.values()))}
 _COUNT = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
@@ -121,6 +139,27 @@ _LAYOUT = Layout(
     Family("vllm:request_params_n", "A request's parameter n.", buckets=_CHOICES),
     Family("vllm:request_params_max_tokens", "A request's parameter max_tokens, if given.", buckets=_COUNT),
     Family("vllm:request_num_preemptions", "How often a request was preempted.", buckets=_PREEMPTIONS),
+    Family(
+        "gen_ai_server_request_duration_seconds",
+        "Seconds from a successful request's arrival to its end.",
+        labels=_OPERATION,
+        buckets=_OTEL_REQUEST,
+        sparse=True,
+    ),
+    Family(
+        "gen_ai_server_time_to_first_token_seconds",
+        "Seconds from a successful request's arrival to its first token.",
+        labels=_OPERATION,
+        buckets=_OTEL_FIRST_TOKEN,
+        sparse=True,
+    ),
+    Family(
+        "gen_ai_server_time_per_output_token_seconds",
+        "Seconds per token after the first of a successful request.",
+        labels=_OPERATION,
+        buckets=_OTEL_TOKEN,
+        sparse=True,
+    ),
     Family("quire:tokenize_seconds", "Seconds to render and tokenize a request's prompts.", buckets=_SHORT),
     Family("quire:detokenize_seconds", "Seconds to detokenize a request's tokens.", buckets=_SHORT),
     Family("quire:http_requests", "Answers.", labels={"route": ROUTES, "status": STATUSES}, sparse=True),
@@ -143,12 +182,13 @@ class HttpMetrics:
         """Count a request whose headers have been received. Each call is followed by one of `request_done`."""
         self._in_progress[0] += 1
 
-    def request_done(self, route: str, status: int) -> None:
+    def request_done(self, route: str, status: int, summary: RequestSummary) -> None:
         """Count a request that has ended.
 
         Args:
             route: the template that matched its path; any other text counts as "other".
             status: its HTTP status; 499 if the client disconnected before there was one.
+            summary: the content of its line in the log.
         """
         self._in_progress[0] -= 1
         self._values.count("quire:http_requests", route, str(status))
@@ -176,6 +216,21 @@ class Metrics(HttpMetrics):
         self._folder = folder
         self._model_name = model_name
         self._gaps = self._values.histogram("vllm:inter_token_latency_seconds")
+
+    def request_done(self, route: str, status: int, summary: RequestSummary) -> None:
+        super().request_done(route, status, summary)
+        operation, reasons = OPERATIONS.get(route), finish_reasons(summary)
+        if operation is None or not {"stop", "length"}.issuperset(reasons) or not reasons:
+            return
+        rate = summary.tokens_per_second
+        observed = {
+            "gen_ai_server_request_duration_seconds": summary.total_seconds,
+            "gen_ai_server_time_to_first_token_seconds": summary.first_token_seconds,
+            "gen_ai_server_time_per_output_token_seconds": None if rate is None else 1 / rate,
+        }
+        for name, value in observed.items():
+            if value is not None:
+                self._values.histogram(name, operation).observe(value)
 
     def queue(self, requests: int, tokens: int) -> None:
         """Set the number of requests that wait in this process, and of their tokens."""
@@ -242,14 +297,24 @@ class Metrics(HttpMetrics):
         there are several, this label, which is vLLM's, is "all".
         """
         cells, pids = read_all(_LAYOUT, self._folder, self._values)
-        labels = {"model_name": self._model_name, "engine": "0" if len(engines) == 1 else "all"}
+        vllm = {"model_name": self._model_name, "engine": "0" if len(engines) == 1 else "all"}
+        otel = {"gen_ai_provider_name": PROVIDER, "gen_ai_request_model": self._model_name}
+        labels = {"vllm:": vllm, "gen_ai_": otel}
         return exposition(
             [
-                *_LAYOUT.families_of(cells, lambda name: labels if name.startswith("vllm:") else {}),
+                *_LAYOUT.families_of(
+                    cells, lambda name: next((labels[each] for each in labels if name.startswith(each)), {})
+                ),
                 _memory_family(pids, [each.stats["pid"] for each in engines if each.stats and "pid" in each.stats]),
                 *engine_families(engines, self._model_name),
             ]
         )
+
+
+def finish_reasons(summary: RequestSummary) -> list[str]:
+    """The finish reasons of a request's choices, each once; none if it was not answered with choices."""
+    reasons = summary.reason.split(", ")
+    return reasons if set(FINISH_REASONS).issuperset(reasons) else []
 
 
 def _memory_family(http: Sequence[int], engines: Sequence[int]) -> GaugeMetricFamily:

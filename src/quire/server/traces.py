@@ -20,10 +20,13 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.trace.status import StatusCode
 
 from quire.log import RequestSummary
+from quire.server.metrics import OPERATIONS, PROVIDER, finish_reasons
 
 _SPAN = "quire.span"
 _PROPAGATOR = TraceContextTextMapPropagator()
 _HEADERS = (b"traceparent", b"tracestate")
+_SAME_ID = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+"""Where the id of the response is that of the request."""
 
 
 class Traces:
@@ -32,9 +35,11 @@ class Traces:
     Args:
         endpoint: the collector's URL, such as http://127.0.0.1:4318/v1/traces.
         service: this process's name in traces.
+        model: the model that answers; "" if that is another process's matter.
     """
 
-    def __init__(self, endpoint: str, service: str) -> None:
+    def __init__(self, endpoint: str, service: str, model: str = "") -> None:
+        self._model = model
         self._provider = TracerProvider(resource=Resource.create({"service.name": service}), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint), schedule_delay_millis=1000))
         self._tracer = self._provider.get_tracer("quire")
@@ -49,7 +54,7 @@ class Traces:
         """End the request's span."""
         span: Span = scope[_SPAN]
         end = time.time_ns()
-        span.set_attributes({name: value for name, value in _attributes(summary).items() if value not in ("", None)})
+        span.set_attributes({name: value for name, value in self._attributes(scope, summary).items() if value})
         if summary.error is not None:
             span.set_status(StatusCode.ERROR, summary.error)
         arrived = end - int(summary.total_seconds * 1e9)
@@ -69,20 +74,31 @@ class Traces:
         """Send the remaining spans."""
         self._provider.shutdown()
 
-
-def _attributes(summary: RequestSummary) -> dict[str, Any]:
-    """Names are those of OpenTelemetry's conventions for generative AI, as vLLM has them."""
-    return {
-        "gen_ai.request.id": summary.request_id,
-        "gen_ai.request.model": summary.model,
-        "gen_ai.usage.prompt_tokens": summary.prompt_tokens,
-        "gen_ai.usage.cached_tokens": summary.cached_tokens,
-        "gen_ai.usage.completion_tokens": summary.output_tokens,
-        "gen_ai.latency.time_to_first_token": summary.first_token_seconds,
-        "gen_ai.latency.e2e": summary.total_seconds,
-        "gen_ai.response.finish_reasons": summary.reason,
-        "quire.route": summary.route,
-    }
+    def _attributes(self, scope: Mapping[str, Any], summary: RequestSummary) -> dict[str, Any]:
+        """Names are those of OpenTelemetry's semantic conventions for generative AI spans, and Quire's own."""
+        host, port = scope.get("server") or (None, None)
+        reasons = finish_reasons(summary)
+        told: dict[str, Any] = {
+            "server.address": host,
+            "server.port": port,
+            "error.type": None if reasons or summary.error is None else summary.reason,
+            "quire.request.id": summary.request_id,
+            "quire.route": summary.route,
+        }
+        path = getattr(scope.get("route"), "path", summary.path)
+        if (operation := OPERATIONS.get(path)) is None:
+            return told
+        return told | {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": summary.model,
+            "gen_ai.response.model": self._model if reasons else None,
+            "gen_ai.response.id": summary.request_id if reasons and path in _SAME_ID else None,
+            "gen_ai.response.finish_reasons": reasons,
+            "gen_ai.usage.input_tokens": summary.prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": summary.cached_tokens,
+            "gen_ai.usage.output_tokens": summary.output_tokens,
+        }
 
 
 def _parts(summary: RequestSummary) -> list[tuple[str, float, float, dict[str, Any]]]:

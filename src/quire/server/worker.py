@@ -52,7 +52,7 @@ class HttpWorker:
             tenants=Tenants(server.api_key, server.metrics_key, secret),
             engine_options=start.engine_options,
             origins=start.origins,
-            traces=server.open_traces(f"quire {start.model_names[0]}"),
+            traces=server.open_traces(f"quire {start.model_names[0]}", start.model_names[0]),
         )
         self.app: ASGIApp = create_app(self.context)
         self._http = http
