@@ -100,11 +100,13 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "target_itl_ms": ("50.5", 50.5),
     "generation_config": ("off", "off"),
     "tool_format": ("hermes", "hermes"),
+    "chat_template": ("Say {{ messages }}", "Say {{ messages }}"),
     "speculative_config": ('{"method": "ngram"}', {"method": "ngram"}),
     "speculative_acceptance": ("rejection", "rejection"),
 }
 SAMPLING_VALUES: dict[str, tuple[str, Any]] = {
     "thinking_token_budget": ("64", 64),
+    "truncate_prompt_tokens": ("-1", -1),
     "n": ("3", 3),
     "temperature": ("0.7", 0.7),
     "top_p": ("0.9", 0.9),

@@ -11,6 +11,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import TokenLogprobs
 from quire.engine.frontend import Frontend, Prepared, _call_id
 from quire.engine.outputs import RequestOutput
+from quire.errors import PromptTooLongError
 from quire.text import detokenizer
 from quire.text.tokenizer import Tokenizer
 from tests.tokenizer_builders import panicking_json
@@ -78,6 +79,19 @@ def test_a_text_beyond_all_bounds_ends_its_own_request_alone(monkeypatch: pytest
     client.frontend.absorb([RequestUpdate(1, tokens=hello)])
     assert "longer than 12 characters; ask for fewer tokens" in (long.outputs[0].error or "")
     assert (long.outputs[0].text, short.outputs[0].text) == ("hellohello", "hello")
+
+
+@pytest.mark.parametrize(("most", "max_tokens", "kept"), [(3, 4, 3), (5000, 4, 1000), (-1, 4, 996), (-1, None, 999)])
+def test_the_last_tokens_of_a_prompt_are_kept(most: int, max_tokens: int | None, kept: int) -> None:
+    frontend = Client().frontend
+    params = SamplingParams(max_tokens=max_tokens, truncate_prompt_tokens=most)
+    ids = [number % 7 for number in range(1200 if most != 5000 else 999)]
+    prepared = frontend.check("text", ids, params, [])
+    assert prepared.token_ids == ids[-kept:] and prepared.text == (None if kept < len(ids) else "text")
+    assert frontend.check("text", [1, 2, 3], params, []).text == "text"
+    if most == 5000:
+        with pytest.raises(PromptTooLongError):
+            frontend.check("text", [1] * 1200, params, [])
 
 
 def test_ids_of_calls_are_the_same_wherever_a_request_runs_and_differ_otherwise() -> None:

@@ -54,6 +54,34 @@ def test_reasoning_stands_apart_from_content(text: str, in_reasoning: bool, reas
     assert (reply.reasoning, reply.content) == (reasoning, content)
 
 
+ANSWERS = msgspec.structs.replace(THINKS, answers=(("<response>", "</response>"), ("<answer>", "</answer>")))
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<think>Hm.</think>\n<answer>\nFour.\n</answer>", "Four."),
+        ("<think>Hm.</think><response>Four.</response>\n", "Four."),
+        ("<think>Hm.</think>\n\nFour. <answer>", "Four. <answer>"),
+        ("<think>Hm.</think><answer>It was cut\n", "It was cut\n"),
+        ("<think>Hm.</think><ans", "<ans"),
+        ("<answer>Four.</answer>", "<answer>Four.</answer>"),
+    ],
+)
+def test_tags_around_the_content_after_reasoning_are_no_part_of_it(text: str, content: str) -> None:
+    for pieces in ([text], text):
+        assert read(ReplyForm(ANSWERS), pieces).content == content
+    after = text.removeprefix("<think>Hm.</think>")
+    if after != text:
+        assert read(ReplyForm(ANSWERS, reasoned=True), after).content.strip() == content.strip()
+
+
+def test_tags_around_content_are_found_where_a_template_names_them() -> None:
+    source = "{{ 'thoughts between <think></think>, and the response between <response></response>' }}"
+    assert ChatTemplate(source).reply_syntax.answers == (("<response>", "</response>"),)
+    assert ChatTemplate("{{ '<response></response>' }}").reply_syntax.answers == ()
+
+
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<", "/thi", "a", " ", "\n", "nk>"])), st.booleans(), st.data())
 def test_a_reply_is_the_same_however_it_is_cut(parts: list[str], in_reasoning: bool, data: st.DataObject) -> None:
     text, form = "".join(parts), ReplyForm(THINKS, in_reasoning=in_reasoning)

@@ -132,6 +132,37 @@ HINTS = [
 ]
 
 
+def test_gpt_oss_reasons_and_says_in_any_number_of_messages(marked: bool) -> None:
+    syntax = template("harmony").reply_syntax
+    found = marked_tokenizer(markers_of(syntax) if marked else [])
+    parts = [("analysis", "a"), ("analysis", "b"), ("commentary", "c"), ("analysis", "d"), ("final", "e")]
+    text = "<|end|><|start|>assistant".join(f"<|channel|>{name}<|message|>{part}" for name, part in parts)
+    for wanted in (reply_request(TOOLS), ReplyRequest(structured=StructuredOutputsParams(regex="e"))):
+        written = text if wanted.tools else text.replace("commentary", "analysis")
+        made = reply_grammar(ReplyForm(syntax), wanted)
+        assert made.structured is not None
+        matcher = grammars_of(found).matcher(made.structured, [0])
+        parser = ReplyParser(made.form, found.special_texts)
+        detokenizer = Detokenizer(found, SamplingParams(), parser)
+        for token in found._controls().encode(written).ids:
+            assert np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[token]
+            matcher.append(token)
+            detokenizer.push([token])
+        detokenizer.finish()
+        reply = Reply.of(parser.events)
+        assert (reply.reasoning, reply.content) == (("abd", "ce") if wanted.tools else ("abcd", "e"))
+
+
+def test_a_call_that_gpt_oss_writes_without_tools_is_content_without_its_header() -> None:
+    text = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>"
+    for pieces in ([text + 'json<|message|>{"b": 1}'], text + 'json<|message|>{"b": 1}'):
+        parser = ReplyParser(ReplyForm(KNOWN["harmony"]))
+        for piece in pieces:
+            parser.text(piece)
+        parser.finish()
+        assert (Reply.of(parser.events).reasoning, Reply.of(parser.events).content) == ("a", '{"b": 1}')
+
+
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 

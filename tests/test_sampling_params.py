@@ -63,6 +63,7 @@ BAD: list[tuple[str, Any]] = [
     ("allowed_token_ids", []), ("allowed_token_ids", [1.5]), ("bad_words", [""]), ("bad_words", ["w"] * 300),
     ("logprobs", -1), ("logprobs", MAX_LOGPROBS + 1), ("logprobs", True), ("prompt_logprobs", 1.0),
     ("priority", 2**40), ("cache_salt", ""), ("cache_salt", "s" * 300), ("cache_salt", 7),
+    ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", "all"),
 ]  # fmt: skip
 
 

@@ -219,7 +219,7 @@ ASKING: dict[str, Any] = {
     "web_search_options": {}, "moderation": {}, "suffix": "x",
     "chat_template": "{{ x }}",
     "use_beam_search": True,
-    "truncate_prompt_tokens": 5, "best_of": 2,
+    "best_of": 2,
     "length_penalty": True, "prompt_embeds": "AAAA", "lora_path": "x", "mirostat": 2, "typical_p": 0.9,
     "dry_multiplier": 0.8, "xtc_probability": 0.5, "repeat_penalty": 1.1, "samplers": ["top_k"],
     "options": {"num_ctx": 4096},

@@ -249,6 +249,15 @@ def test_a_session_of_claude_code(site: tuple[str, str, ScriptedEngine]) -> None
         assert written(form, name, given) in engine.prompts[-1] and f"result {index}" in engine.prompts[-1]
 
 
+def test_a_turn_of_claude_code_that_was_cut_within_its_thinking_goes_on_there(
+    site: tuple[str, str, ScriptedEngine],
+) -> None:
+    cut = {"role": "assistant", "content": [{"type": "thinking", "thinking": "Two and", "signature": ""}]}
+    blocks, _ = claude_turn(site, [{"role": "user", "content": "2 + 2?"}, cut], " two.\n</think>\n\nFour.")
+    assert [block.get("thinking", block.get("text")) for block in blocks] == ["two.", "Four."]
+    assert site[2].prompts[-1].endswith("<think>\nTwo and")
+
+
 # -- many tools ------------------------------------------------------------------------------------------------------
 
 TYPES: tuple[dict[str, Any], ...] = (

@@ -31,6 +31,7 @@ from quire.errors import (
     UnknownTemplateVariableError,
 )
 from quire.text import tokenizer_pool
+from quire.text.chat_template import ChatOptions
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_pool import LARGE_BYTES, MAX_JOB_BYTES, TokenizerPool
 
@@ -111,7 +112,9 @@ async def test_answers_are_those_of_the_tokenizer_itself(start: Any, folder: Pat
 
 @pytest.mark.parametrize("content", ["hello", "<|im_end|> as text"])
 async def test_a_rendered_chat_is_that_of_the_tokenizer_itself(start: Any, folder: Path, content: str) -> None:
-    pool, tokenizer = await start(), Tokenizer.load(folder)
+    chats = ChatOptions(TEMPLATE + "{{ 'given' }}")
+    pool, tokenizer = await start(chats=chats), Tokenizer.load(folder, chats)
+    assert tokenizer.apply_chat_template(user("x")).text.endswith("given")
     options: list[dict[str, Any]] = [
         {"add_generation_prompt": True},
         {"add_generation_prompt": False},

@@ -14,6 +14,7 @@ import math
 import re
 import types
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from quire.devices import find_device
@@ -53,6 +54,25 @@ def option(default: Any, help: str, *, low: float | None = None, high: float | N
     against.
     """
     return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "short": short})
+
+
+def _template_text(given: str) -> str:
+    """The text of a chat template: a file's, or this one line, where backslashes escape as in Python.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if "{" in given:
+        return given if "\n" in given else given.encode("ascii", "backslashreplace").decode("unicode_escape")
+    try:
+        text = Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        message = f"chat_template={given[:200]} cannot be read ({why}); give a file, or a template in one line"
+        raise ConfigError(message) from None
+    if "{" not in text:
+        raise ConfigError(f"chat_template={given[:200]} is a file without a chat template, which has braces: {{{{ }}}}")
+    return text
 
 
 def parse_size(text: str) -> int:
@@ -252,6 +272,9 @@ class EngineConfig:
         "gemma4",
         "harmony",
     ] = option("auto", "format of tool calls: detected from the chat template (auto), none (off), or a known format")
+    chat_template: str | None = option(
+        None, "a file with a chat template, or a template in one line, in place of the checkpoint's"
+    )
     speculative_config: Mapping[str, Any] | None = option(
         None,
         "speculative decoding; JSON with method (ngram, draft_model, eagle, eagle3, mtp), model, ...",
@@ -290,6 +313,8 @@ class EngineConfig:
                 f"num_redundant_experts={self.num_redundant_experts} needs expert parallelism; set "
                 "enable_expert_parallel, or leave it out"
             )
+        if self.chat_template is not None:
+            object.__setattr__(self, "chat_template", _template_text(self.chat_template))
         self._check_replicas()
         self._check_machines()
         self._check_pipeline()

@@ -23,6 +23,7 @@ from quire.models.checkpoint import resolve
 from quire.models.model import Model
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.start import OnLoad
+from quire.text.chat_template import ChatOptions
 from quire.text.reply_grammar import ReplyRequest
 from quire.text.tokenizer import NO_TOKENIZER, RenderedChat, Tokenizer
 from quire.text.tokenizer_trial import TokenizerTrial
@@ -183,11 +184,12 @@ def _load_engine(config: EngineConfig, on_load: OnLoad | None) -> tuple[Engine, 
     if on_load is not None:
         on_load("finding the checkpoint", 0.0)
     folder = resolve(config.model, config.revision)
-    with TokenizerTrial(folder) as trial:
+    chats = ChatOptions.of(vars(config))
+    with TokenizerTrial(folder, chats) as trial:
         engine = Engine(dataclasses.replace(config, model=str(folder), revision=None), on_load)
         try:
             no_chats = trial.check()
-            tokenizer = Tokenizer.load_if_present(engine.path, config.tool_format)
+            tokenizer = Tokenizer.load_if_present(engine.path, chats)
             if tokenizer is not None and no_chats:
                 tokenizer.refuse_chats(no_chats)
             return engine, tokenizer

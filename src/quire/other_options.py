@@ -53,6 +53,7 @@ OTHER_OPTIONS: dict[str, OtherOption] = {
     "num_predict": OtherOption(OLLAMA, "max_tokens", values=_UNBOUNDED),
     "n_threads": OtherOption(LLAMA_CPP, "threads", short=("-t",)),
     "num_thread": OtherOption(OLLAMA, "threads"),
+    "chat_template_file": OtherOption(LLAMA_CPP, "chat_template"),
     "model_path": OtherOption(LLAMA_CPP, "model", short=("-m",)),
     "parallel": OtherOption(LLAMA_CPP, "max_num_seqs", short=("-np",)),
     "system_prompt": OtherOption(LLAMA_CPP, "system", short=("-sys",)),

@@ -104,7 +104,6 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     # what is not there
     "attention_backend": _only(str, why="kernels are chosen by the device; on a CPU see cpu_kernels"),
     "calculate_kv_scales": _off("an 8-bit cache has a scale for each token and head"),
-    "chat_template": _only(str, why="the checkpoint's is used; put another one there as chat_template.jinja"),
     "chat_template_content_format": _only(str, "auto", why="it is detected from the chat template"),
     "code_revision": _only(str, why="Quire never runs code from a checkpoint"),
     "compilation_config": _only(Mapping[str, Any], {}, why="models are not compiled; see cuda_graphs"),
@@ -154,7 +153,7 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
 
 VLLM_ARGUMENTS: dict[str, VllmOption] = {
     "use_tqdm": VllmOption(kind=bool, ours="progress"),
-    "chat_template": VLLM_OPTIONS["chat_template"],
+    "chat_template": _only(str, why="set it where the engine is made; it holds for all chats"),
     "chat_template_content_format": VLLM_OPTIONS["chat_template_content_format"],
     "lora_request": _only(object, why=_NO_LORA),
     "mm_processor_kwargs": _only(Mapping[str, Any], {}, why="only text models are supported"),

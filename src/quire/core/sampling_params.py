@@ -82,7 +82,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "skip_reading_prefix_cache": (False,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 """vLLM's sampling parameters that Quire does not have, with the values (besides None) that have no effect."""
@@ -150,6 +149,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
             ends when it is complete, unless a stop string, or a stop token that is text, ends it earlier.
         thinking_token_budget: most reasoning tokens of a chat reply; then its reasoning must end; -1 is no limit.
             None: no limit.
+        truncate_prompt_tokens: so many of the prompt's last tokens are kept; -1: as many as the context has room for
+            beside `max_tokens`. None: all, and a prompt that is too long is refused.
 
     Raises:
         SamplingParamsError: a value has the wrong type, is not finite, is out of range, or contradicts another field;
@@ -184,6 +185,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
     kv_transfer_params: Mapping[str, Any] | None = None
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -296,6 +298,13 @@ def _top_k(name: str, value: Any) -> int:
 def _budget(name: str, value: Any) -> int | None:
     number: int = _integer(-1, MAX_INT32, "None and -1: no limit; 0: no reasoning")(name, value)
     return None if number == -1 else number
+
+
+def _truncation(name: str, value: Any) -> int:
+    number: int = _integer(-1, MAX_INT32, "-1: as many as there is room for")(name, value)
+    if number == 0:
+        raise _refuse(name, value, "-1 or at least 1")
+    return number
 
 
 def _number(low: float, high: float, hint: str = "", above_low: bool = False) -> _Check:
@@ -418,6 +427,7 @@ _CHECKS: dict[str, _Check] = {
     "kv_transfer_params": _kv_transfer,
     "structured_outputs": lambda name, value: structured_outputs(value),
     "thinking_token_budget": _budget,
+    "truncate_prompt_tokens": _truncation,
 }
 
 _OPTIONAL = frozenset(

@@ -165,7 +165,8 @@ class Frontend:
         bad_words: list[list[int]],
         reply: ReplyForm | None = None,
     ) -> Prepared:
-        """Check a tokenized prompt. `max_tokens` is clamped to the rest of the context.
+        """Check a tokenized prompt. `max_tokens` is clamped to the rest of the context. A prompt that is truncated has
+        no text.
 
         Args:
             reply: for a chat, the form of the reply.
@@ -179,6 +180,7 @@ class Frontend:
             raise EmbeddingModelError(EMBEDS_ALONE)
         params.check_against(self.vocab_size)
         self._check_ids(token_ids)
+        text, token_ids = self._truncated(text, token_ids, params)
         room = self.max_model_len - len(token_ids)
         asked = params.max_tokens
         least = max(params.min_tokens, 0 if asked == 0 else 1)
@@ -193,6 +195,16 @@ class Frontend:
         max_tokens = room if asked is None else min(asked, room)
         clamped_from = asked if asked is not None and asked > room else None
         return Prepared(text, token_ids, params, max_tokens, bad_words, clamped_from, reply=reply)
+
+    def _truncated(
+        self, text: str | None, token_ids: list[int], params: SamplingParams
+    ) -> tuple[str | None, list[int]]:
+        most = params.truncate_prompt_tokens
+        if most == -1:
+            most = max(
+                1, self.max_model_len - max(1 if params.max_tokens is None else params.max_tokens, params.min_tokens)
+            )
+        return (text, token_ids) if most is None or len(token_ids) <= most else (None, token_ids[-most:])
 
     def _check_supported(self, params: SamplingParams, reply: ReplyForm | None) -> None:
         """Check that the checkpoint, and the chat template, have what parameters need."""

@@ -107,6 +107,9 @@ SAMPLING: dict[str, Schema] = {
     "thinking_token_budget": _integer(
         -1, limit.MAX_INT32, "For chats: most reasoning tokens of the reply; -1 means no limit."
     ),
+    "truncate_prompt_tokens": _integer(
+        -1, limit.MAX_INT32, "Keep so many of the prompt's last tokens; -1: as many as there is room for."
+    ),
 }
 """Fields of completions and chats that are passed to `SamplingParams` under their own names."""
 

@@ -333,8 +333,9 @@ class Generation:
         words = call.params.bad_words
         bad_words = await self._shared.pool.bad_words(list(words)) if words else []
         info = self._context.client.info
+        most = info.max_model_len if info is not None and call.params.truncate_prompt_tokens is None else None
         try:
-            prompts = await self._tokenize(call, info.max_model_len if info is not None else None)
+            prompts = await self._tokenize(call, most)
         except PromptTooLongError as error:
             error.param = self._prompt_field(call)
             raise

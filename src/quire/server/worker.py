@@ -24,6 +24,7 @@ from quire.server.errors import ApiError
 from quire.server.metrics import Metrics
 from quire.server.request_log import log_unread
 from quire.server.transport import HttpServer
+from quire.text.chat_template import ChatOptions
 from quire.text.tokenizer_pool import TokenizerPool
 
 logger = logging.getLogger(__name__)
@@ -90,10 +91,8 @@ class HttpWorker:
         await client.located.wait()
         if client.folder is None:
             raise RuntimeError("the checkpoint was located, but not where")
-        tool_format = str(self.context.engine_options.get("tool_format") or "auto")
-        pool = TokenizerPool(
-            client.folder, server.tokenizer_workers, server.tokenizer_deadline, tool_format=tool_format
-        )
+        chats = ChatOptions.of(self.context.engine_options)
+        pool = TokenizerPool(client.folder, server.tokenizer_workers, server.tokenizer_deadline, chats=chats)
         try:
             await pool.start()
         except BaseException:

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import jinja2
 import jinja2.meta
+import msgspec
 
 from quire.errors import ChatTemplateError, UnknownTemplateVariableError
 from quire.models.fields import has_file
@@ -43,6 +44,26 @@ _RESERVED = frozenset(("messages", "add_generation_prompt", "tools", *SPECIAL_NA
 
 MAX_DEPTH = 64
 """Maximum nesting of lists and dicts in messages."""
+
+
+class ChatOptions(msgspec.Struct, frozen=True):
+    """How chats are written where it is not as the checkpoint says.
+
+    Attributes:
+        template: Jinja text in place of the checkpoint's templates.
+        tool_format: see `EngineConfig.tool_format`.
+    """
+
+    template: str | None = None
+    tool_format: str = "auto"
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ChatOptions:
+        """From the fields of an `EngineConfig`."""
+        return cls(config.get("chat_template"), config.get("tool_format") or "auto")
+
+
+AS_THE_CHECKPOINT = ChatOptions()
 
 
 def load_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> tuple[dict[str, str], Path]:
@@ -133,6 +154,13 @@ def _text_part(where: str, part: Any) -> str:
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     raise ChatTemplateError(f'{where} is {_short(part)}; only text is supported, as {{"type": "text", "text": "..."}}')
+
+
+def open_reasoning(message: Message) -> str:
+    """The reasoning of a message to be continued that has no content yet; empty if it goes on with its content."""
+    if message["role"] != "assistant" or message.get("content"):
+        return ""
+    return next((message[name] for name in REASONING_NAMES if isinstance(message.get(name), str)), "")
 
 
 def joined(content: Any) -> Any:
@@ -302,8 +330,8 @@ class ChatTemplate:
         Args:
             messages: dicts with `role` and `content`.
             add_generation_prompt: end with the opening of the assistant's answer.
-            continue_final_message: end right after the last message's content, so that the model continues it.
-                Needs `add_generation_prompt=False`.
+            continue_final_message: end right after the last message's content, or after its reasoning if it has no
+                content yet, so that the model continues it. Needs `add_generation_prompt=False`.
             tools: JSON schemas of functions, for templates that support tools.
             variables: further variables of the template, like `enable_thinking`.
 
@@ -323,7 +351,7 @@ class ChatTemplate:
                 "continue_final_message goes on with the last message and add_generation_prompt opens a new one; "
                 "set one of them to false"
             )
-        return self._print_to_the_end_of(checked[-1], context)
+        return self._print_to_the_end_of(checked, context)
 
     def print_as_given(
         self,
@@ -393,28 +421,51 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
 
-    def _print_to_the_end_of(self, last: dict[str, Any], context: Mapping[str, Any]) -> str:
-        """Render, and cut after the content of the last message, as `transformers` does.
+    def reopened(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message to be continued; if its content is reasoning that is not closed, that is its reasoning."""
+        reasoning, content = self.reply_syntax.reasoning, message.get("content")
+        if reasoning is None or not isinstance(content, str) or reasoning.end in content:
+            return message
+        before, found, thought = content.partition(reasoning.start)
+        if before.strip() or not found:
+            return message
+        return {**message, "content": "", **dict.fromkeys(REASONING_NAMES, thought.lstrip("\n"))}
 
-        A tag after the content marks the place: a random one, which no message can hold. The space after it tells
-        whether the template trims the content, in which case what is before the tag must be trimmed too.
+    def _print_to_the_end_of(self, messages: list[dict[str, Any]], context: Mapping[str, Any]) -> str:
+        """Render, and cut after the last message, as `transformers` does.
+
+        A tag after its content, or reasoning, marks the place: a random one, which no message can hold. The space after
+        it tells whether the template trims the content, in which case what is before the tag must be trimmed too.
         """
+        last = messages[-1]
         if last.get("tool_calls"):
             raise ChatTemplateError("the last message calls tools, so continue_final_message has no text to go on with")
         tag = f"END_{secrets.token_hex(8)}"
-        holder, key = (
-            (last["content"][-1:] or [last], "text") if isinstance(last["content"], list) else ([last], "content")
-        )
-        content: str = holder[0].get(key) or ""
-        holder[0][key] = f"{content}{tag} "
+        holder, keys = last, ["content"]
+        thought = open_reasoning(last)
+        if thought:
+            keys = [name for name in REASONING_NAMES if name in last]
+        elif isinstance(last["content"], list) and last["content"]:
+            holder, keys = last["content"][-1], ["text"]
+        content: str = holder.get(keys[0]) or ""
+        holder.update(dict.fromkeys(keys, f"{content}{tag} "))
         printed = self._print(context)
         before, found, after = printed.rpartition(tag)
         if not found or not before.rstrip().endswith(content.strip()):
+            if thought and (opened := self._open_reasoning({**context, "messages": messages[:-1]})):
+                return opened + thought  # which the template leaves out
             raise ChatTemplateError(
                 "the chat template changes the last message or leaves it out, so continue_final_message cannot go on "
                 "with it; send the messages without it"
             )
         return before if after.startswith(" ") else before.rstrip()
+
+    def _open_reasoning(self, context: Mapping[str, Any]) -> str:
+        """A prompt that opens reasoning; empty if it is not known how."""
+        begun, reasoning = self._print({**context, "add_generation_prompt": True}), self.reply_syntax.reasoning
+        if reasoning is None or begun.rstrip().endswith(reasoning.start):
+            return begun if reasoning is not None else ""
+        return begun + reasoning.start if self.reply_syntax.content is not None else ""
 
     def _print(self, context: Mapping[str, Any]) -> str:
         try:

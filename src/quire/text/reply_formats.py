@@ -251,6 +251,9 @@ TOLD = {
 }
 """Marks (all of them) of what templates that print no calls tell the model of tools."""
 
+ANSWERS = ("<response>", "</response>"), ("<answer>", "</answer>")
+"""Tags in which content after reasoning stands, where a template names them."""
+
 _NAMES = "qzname", "qzother"
 _KEYS = "qzfirst", "qzsecond"
 _VALUES = ("qzone", "qztwo"), ("qzthree", "qzfour")
@@ -282,7 +285,8 @@ def find_syntax(template: ChatTemplate) -> ReplySyntax:
     found = _unless_it_fails("tool calls", lambda: _find_calls(template, reasoning), lost)
     found = found or ReplySyntax(reasoning=reasoning)
     headed = _unless_it_fails("headers of content", lambda: _with_headers(found, template), lost)
-    return msgspec.structs.replace(headed or found, lost="; ".join(lost))
+    answers = tuple(tags for tags in ANSWERS if reasoning is not None and all(tag in template.source for tag in tags))
+    return msgspec.structs.replace(headed or found, answers=answers, lost="; ".join(lost))
 
 
 def _unless_it_fails(what: str, find: Callable[[], Found], lost: list[str]) -> Found | None:
@@ -315,9 +319,11 @@ def in_format(found: ReplySyntax, tool_format: str) -> ReplySyntax:
     if tool_format == "auto":
         return found
     if tool_format == "off":
-        return ReplySyntax("off", found.reasoning)
+        return ReplySyntax("off", found.reasoning, answers=found.answers)
     known = KNOWN[tool_format]
-    return known if known.content is not None else ReplySyntax(known.name, found.reasoning, known.tools)
+    if known.content is not None:
+        return known
+    return ReplySyntax(known.name, found.reasoning, known.tools, answers=found.answers)
 
 
 def takes_argument_objects(template: ChatTemplate) -> bool:

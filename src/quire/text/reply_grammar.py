@@ -276,7 +276,7 @@ def _rest(content: Format | None, calls: _Calls | None, not_first: Sequence[str]
 
 
 def _messages(form: ReplyForm, content: Format | None, calls: _Calls | None) -> Format:
-    """A reply of messages with headers (Harmony): reasoning, a preamble, and content or calls."""
+    """A reply of messages with headers (Harmony): any number of reasoning and preambles, and content or calls."""
     headed, reasoning = form.syntax.content, form.syntax.reasoning
     if headed is None:
         raise RuntimeError("messages without a syntax for them")
@@ -287,15 +287,14 @@ def _messages(form: ReplyForm, content: Format | None, calls: _Calls | None) -> 
             last.append(tag(headed.starts[0], content, headed.end))
     if calls is not None:
         last.append(sequence(either(calls.first()), calls.then()))
-    glue, end = headed.glue, either(last)
+    end, early = headed.end + headed.glue, []
+    if reasoning is not None:
+        early.append(tag(reasoning.start, any_text(), reasoning.end + headed.glue))
     if calls is not None:
-        preambles = [tag(start, any_text(), headed.end + glue) for start in headed.starts[1:]]
-        end = either([end, *[sequence(preamble, end) for preamble in preambles]])
-    if reasoning is None:
-        return end
-    if form.in_reasoning:
-        return sequence(tag("", any_text(), reasoning.end + glue), end)
-    return either([end, sequence(tag(reasoning.start, any_text(), reasoning.end + glue), end)])
+        early += [tag(start, any_text(), end) for start in headed.starts[1:]]
+    begun = [tag("", any_text(), reasoning.end + headed.glue)] if reasoning is not None and form.in_reasoning else []
+    more: list[Format] = [{"type": "star", "content": either(early)}] if early else []
+    return sequence(*begun, *more, either(last))
 
 
 def _content(wanted: StructuredOutputsParams) -> Format:

@@ -81,6 +81,7 @@ class ReplyParser:
         self._called = ""  # the name of the current call's tool
         self._ids: set[str] = set()
         self._slots: dict[str, str] = {}  # what stands in the place of the current call's placeholders
+        self._answer_end = ""  # the tag that ends the content
         self._texts: Mapping[str, tuple[str, ...]] = {}  # parameters of the current call that are bare text
         self._types: tuple[str, ...] = ()  # of JSON that the current one may be instead
         self._scanned = 0  # how much of the buffer was searched for its end
@@ -90,7 +91,7 @@ class ReplyParser:
         if form.in_reasoning and form.syntax.reasoning is not None:
             self._step = self._reasoning
         elif form.reasoned:
-            self._step = self._begin_content
+            self._step = self._begin_answer
 
     @property
     def in_reasoning(self) -> bool:
@@ -126,6 +127,8 @@ class ReplyParser:
             parts += [(start, self._content, True) for start in syntax.content.starts]
             if self._tools is not None:
                 parts.append((self._tools.trigger, self._opening, False))
+            elif syntax.tools is not None and _first(syntax.tools.trigger) == _first(syntax.content.starts[0]):
+                parts.append((syntax.tools.trigger, self._header, True))  # a header like those of content
         text = self._buffer.lstrip()
         glue = self._marker(syntax.content.glue) if syntax.content is not None else ""
         if glue and text.startswith(glue):
@@ -142,6 +145,17 @@ class ReplyParser:
                 return False
         self._step = self._begin_content
         return True
+
+    def _header(self, final: bool) -> bool:
+        """The rest of the header of a call where there are no tools: its arguments are content."""
+        headed = self._form.syntax.content
+        if headed is None:
+            raise RuntimeError("a header without a syntax for it")
+        last = headed.starts[0]
+        found = self._take_until(self._marker(last[last.rindex("<") :]), final)[1]
+        if found:
+            self._step = self._content
+        return found
 
     def _reasoning(self, final: bool) -> bool:
         reasoning = self._form.syntax.reasoning
@@ -165,6 +179,20 @@ class ReplyParser:
         self._buffer = self._buffer.lstrip()
         if not self._buffer:
             return False
+        self._step = self._begin_content if self._answer_end else self._begin_answer
+        return True
+
+    def _begin_answer(self, final: bool) -> bool:
+        """Content that may stand in tags."""
+        text = self._buffer.lstrip()
+        for start, end in self._form.syntax.answers:
+            marker = self._marker(start)
+            if text.startswith(marker):
+                self._buffer, self._answer_end = text[len(marker) :], self._marker(end)
+                self._step = self._after_reasoning  # white space follows here, too
+                return True
+            if marker.startswith(text) and not final:
+                return False
         self._step = self._begin_content
         return True
 
@@ -196,20 +224,23 @@ class ReplyParser:
             if found:
                 self._step = self._begin
             return found
-        if tools is None or tools.anchored:
+        trigger = "" if tools is None or tools.anchored else self._marker(tools.trigger)
+        ends = [*filter(None, (trigger, self._answer_end))]
+        if not ends:
             text, self._buffer = self._buffer, ""
             self._emit(text)
             return False
-        trigger = self._marker(tools.trigger)
-        text, found = self._take_until(trigger, final)
+        text, found = self._take_until_first(ends, final)
         if final and not found:
             text, self._white = self._white + text, ""
             self._emit(text)
         else:
-            self._emit(self._hold_white(text, drop=found))
-        if found:
+            self._emit(self._hold_white(text, drop=bool(found)))
+        if found and found == trigger:
             self._buffer, self._step = trigger + self._buffer, self._opening
-        return found
+        elif found:
+            self._answer_end, self._step = "", self._content if tools is not None else self._rest
+        return bool(found)
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -465,6 +496,11 @@ class ReplyParser:
         keep = 0 if final else max(possible_start(text, marker) for marker in markers)
         self._buffer = text[len(text) - keep :]
         return text[: len(text) - keep], ""
+
+
+def _first(header: str) -> str:
+    """A header's first marker."""
+    return header.partition(">")[0]
 
 
 class _JsonScanner:

@@ -145,6 +145,7 @@ class ReplySyntax(msgspec.Struct, frozen=True):
 
     Attributes:
         name: its name for users.
+        answers: tags in which the content after reasoning may stand (Granite 3.3, Hunyuan); they are no part of it.
         no_chats: why chats are refused, if the checkpoint's template cannot be used.
         lost: what could not be derived from the template since that failed, and why.
     """
@@ -153,6 +154,7 @@ class ReplySyntax(msgspec.Struct, frozen=True):
     reasoning: ReasoningSyntax | None = None
     tools: ToolSyntax | None = None
     content: ContentSyntax | None = None
+    answers: tuple[tuple[str, str], ...] = ()
     no_chats: str = ""
     lost: str = ""
 

@@ -41,10 +41,13 @@ from quire.errors import (
 from quire.grammar.vocabulary import Vocabulary
 from quire.models.fields import has_file
 from quire.text.chat_template import (
+    AS_THE_CHECKPOINT,
+    ChatOptions,
     ChatTemplate,
     Message,
     check_messages,
     load_templates,
+    open_reasoning,
     plain_json,
 )
 from quire.text.reply_grammar import ReplyRequest, reply_grammar
@@ -135,7 +138,7 @@ class Tokenizer:
         self._anchor_length = len(self.decode(self._anchor, skip_special_tokens=False))
 
     @classmethod
-    def load(cls, folder: str | Path, tool_format: str = "auto") -> Tokenizer:
+    def load(cls, folder: str | Path, chats: ChatOptions = AS_THE_CHECKPOINT) -> Tokenizer:
         """Load the tokenizer of a checkpoint. Raises `TokenizerError` or `ChatTemplateError`."""
         folder = Path(folder)
         path = folder / TOKENIZER_FILE
@@ -150,14 +153,18 @@ class Tokenizer:
             config = _parse(_read(config_path), str(config_path))
         if not isinstance(config, dict):
             raise TokenizerError(f"{config_path} must hold an object")
-        templates, origin = load_templates(folder, config)
-        return cls(_read(path), config, templates, str(path), f"the chat template in {origin}", tool_format)
+        if chats.template is None:
+            templates, origin = load_templates(folder, config)
+            name = f"the chat template in {origin}"
+        else:
+            templates, name = {"default": chats.template}, "chat_template"
+        return cls(_read(path), config, templates, str(path), name, chats.tool_format)
 
     @classmethod
-    def load_if_present(cls, folder: str | Path, tool_format: str = "auto") -> Tokenizer | None:
+    def load_if_present(cls, folder: str | Path, chats: ChatOptions = AS_THE_CHECKPOINT) -> Tokenizer | None:
         """The tokenizer of a checkpoint, or None if it has no `tokenizer.json`. Raises as `load` does."""
         there = has_file(Path(folder) / TOKENIZER_FILE, TokenizerError)
-        return cls.load(folder, tool_format) if there else None
+        return cls.load(folder, chats) if there else None
 
     def __repr__(self) -> str:
         template = "with a chat template" if self._templates else "without a chat template"
@@ -372,9 +379,12 @@ class Tokenizer:
         wanted = reply or ReplyRequest()
         tools = wanted.tools if wanted.tool_choice != "none" else []
         template = self._template(bool(tools))
+        checked = check_messages(messages)
+        if continue_final_message:
+            checked[-1] = template.reopened(checked[-1])
         known, unused = template.known_variables(plain_json(dict(variables or {}), "the template's variables"))
         given: dict[str, Any] = {
-            "messages": template.as_known(check_messages(messages)),
+            "messages": template.as_known(checked),
             "tools": plain_json(tools, "tools") or None,
             "variables": known,
         }
@@ -390,7 +400,10 @@ class Tokenizer:
         back = str.maketrans({private: first for first, private in replaced.items()})
         shown = text.translate(back) if replaced else text
         self._check_fits(check_text(shown), max_tokens)
-        form = msgspec.structs.replace(_reply_form(template, text), continues=continue_final_message)
+        form = _reply_form(template, text)
+        if continue_final_message:
+            within = bool(open_reasoning(checked[-1])) and form.syntax.reasoning is not None
+            form = msgspec.structs.replace(form, continues=True, in_reasoning=form.in_reasoning or within)
         grammar = reply_grammar(form, wanted)
         made = grammar.form, grammar.structured, grammar.loosened, unused
         if not replaced:

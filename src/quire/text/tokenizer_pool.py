@@ -38,6 +38,7 @@ from quire.errors import (
     TokenizerUnavailableError,
     UnknownTemplateVariableError,
 )
+from quire.text.chat_template import AS_THE_CHECKPOINT, ChatOptions
 from quire.text.reply_grammar import ReplyRequest
 from quire.text.reply_syntax import ReplySyntax
 from quire.text.tokenizer import RenderedChat, check_text
@@ -125,12 +126,12 @@ class TokenizerPool:
         deadline: float,
         *,
         memory_bytes: int = MEMORY_BYTES,
-        tool_format: str = "auto",
+        chats: ChatOptions = AS_THE_CHECKPOINT,
         log: Callable[[str], None] = logger.warning,
     ) -> None:
         self.deadline = deadline
         self.reply_syntax = ReplySyntax()  # known once a worker is up
-        self._tool_format = tool_format
+        self._chats = chats
         self._folder, self._num_workers, self._memory, self._log = folder, workers, memory_bytes, log
         self._waiting: tuple[deque[_Queued], deque[_Queued]] = (deque(), deque())  # small and large jobs
         self._slots: list[asyncio.Task[None]] = []
@@ -251,7 +252,7 @@ class TokenizerPool:
         while True:
             await asyncio.sleep(pause)
             try:
-                worker = await _Worker.start(self._folder, self._memory, self._bell, self._tool_format)
+                worker = await _Worker.start(self._folder, self._memory, self._bell, self._chats)
             except QuireError as error:
                 pause = min(LONGEST_PAUSE, 2 * pause or 0.1)
                 self._cannot_start(error, first)
@@ -414,7 +415,7 @@ class _Worker:
         self._watch = asyncio.create_task(self._notice_death(bell))
 
     @classmethod
-    async def start(cls, folder: Path, memory_bytes: int, bell: asyncio.Event, tool_format: str = "auto") -> _Worker:
+    async def start(cls, folder: Path, memory_bytes: int, bell: asyncio.Event, chats: ChatOptions) -> _Worker:
         """Start a process and wait until it has loaded the tokenizer.
 
         Raises:
@@ -427,7 +428,7 @@ class _Worker:
                 try:
                     process = await child.spawn(
                         child.python("quire.text.tokenizer_worker"),
-                        WorkerStart(theirs.fileno(), str(folder), memory_bytes, tool_format),
+                        WorkerStart(theirs.fileno(), str(folder), memory_bytes, chats),
                         fds=[theirs.fileno()],
                         # Otherwise the library starts a thread per core in each worker.
                         environment={"TOKENIZERS_PARALLELISM": "false"},

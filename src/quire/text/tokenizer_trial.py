@@ -23,6 +23,7 @@ from quire import child, errors
 from quire.errors import TokenizerError, TokenizerFailedError
 from quire.models.fields import has_file
 from quire.models.hub import ASSETS
+from quire.text.chat_template import AS_THE_CHECKPOINT, ChatOptions
 from quire.text.reply_syntax import ReplySyntax
 from quire.text.tokenizer import TOKENIZER_FILE
 from quire.text.tokenizer_worker import LENGTH, Answer, Done, Failed, WorkerStart
@@ -44,13 +45,21 @@ class TokenizerTrial:
 
     Args:
         folder: the checkpoint; without a tokenizer, nothing is done.
+        chats: how chats are written where it is not as the checkpoint says.
 
     Raises:
         TokenizerError: the tokenizer's path is not a file.
         TokenizerFailedError: the process cannot be started.
     """
 
-    def __init__(self, folder: Path, deadline: float = DEADLINE, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        chats: ChatOptions = AS_THE_CHECKPOINT,
+        *,
+        deadline: float = DEADLINE,
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
         self._file, self._seconds, self._memory = folder / TOKENIZER_FILE, deadline, memory_bytes
         self._process: subprocess.Popen[bytes] | None = None
         if not has_file(self._file, TokenizerError) or folder.parent == ASSETS:
@@ -63,7 +72,7 @@ class TokenizerTrial:
             try:
                 self._process = child.spawn_quietly(
                     child.python("quire.text.tokenizer_worker"),
-                    WorkerStart(theirs.fileno(), str(folder), memory_bytes),
+                    WorkerStart(theirs.fileno(), str(folder), memory_bytes, chats),
                     fds=[theirs.fileno()],
                     environment={"TOKENIZERS_PARALLELISM": "false"},
                 )

@@ -31,6 +31,7 @@ from quire.errors import (
     TokenizerFailedError,
     TokenOutOfRangeError,
 )
+from quire.text.chat_template import AS_THE_CHECKPOINT, ChatOptions
 from quire.text.reply_grammar import ReplyRequest
 from quire.text.reply_syntax import ReplySyntax
 from quire.text.tokenizer import NO_TOKENIZER, TOKENIZER_FILE, Tokenizer
@@ -60,13 +61,13 @@ class WorkerStart(msgspec.Struct):
         socket: file descriptor of the inherited socket.
         folder: the checkpoint.
         memory_bytes: maximum growth of its memory while the tokenizer is loaded, and again after that.
-        tool_format: see `EngineConfig.tool_format`.
+        chats: how they are written where it is not as the checkpoint says.
     """
 
     socket: int
     folder: str
     memory_bytes: int
-    tool_format: str = "auto"
+    chats: ChatOptions = AS_THE_CHECKPOINT
 
 
 class Encode(msgspec.Struct, tag="encode"):
@@ -152,7 +153,7 @@ def main() -> None:
     with socket.socket(fileno=start.socket) as connection, contextlib.suppress(ConnectionError):
         _limit_memory(start.memory_bytes)
         try:
-            tokenizer = _load(Path(start.folder), start.tool_format)
+            tokenizer = _load(Path(start.folder), start.chats)
             syntax = ReplySyntax(no_chats=NO_TOKENIZER) if tokenizer is None else _reply_syntax(tokenizer)
         except QuireError as error:
             _send(connection, _refusal(error))
@@ -169,14 +170,14 @@ def main() -> None:
             _send(connection, _answer(tokenizer, grammars, body))
 
 
-def _load(folder: Path, tool_format: str) -> Tokenizer | None:
+def _load(folder: Path, chats: ChatOptions) -> Tokenizer | None:
     """The checkpoint's tokenizer, warmed up; None if it has none: then every job is refused.
 
     Raises:
         TokenizerError, ChatTemplateError: it cannot be loaded, for any reason.
     """
     try:
-        tokenizer = Tokenizer.load_if_present(folder, tool_format)
+        tokenizer = Tokenizer.load_if_present(folder, chats)
         if tokenizer is not None:
             tokenizer.warm_up()
     except (TokenizerError, ChatTemplateError):
