@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from quire.text.reply_arguments import LARK
+
 INPUT = "input"
 """The parameter of a custom tool."""
 
@@ -157,13 +159,11 @@ def _function(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _text_function(tool: CustomTool) -> dict[str, Any]:
-    """A grammar is a keyword of the text's schema: a regular expression the one that all schemas have; one in Lark is
-    told to the model, and not enforced, as `x-quire-loosened` says of all such keywords.
-    """
+    """A grammar is a keyword of the text's schema: see `reply_arguments.LARK`."""
     text: dict[str, Any] = {"type": "string"}
     if isinstance(tool.format, GrammarFormat):
         definition = tool.format.definition
-        text |= {"pattern": f"^(?:{definition})$"} if tool.format.syntax == "regex" else {"lark": definition}
+        text |= {"pattern": f"^(?:{definition})$"} if tool.format.syntax == "regex" else {LARK: definition}
     parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
     described = {} if tool.description is None else {"description": tool.description}
     return {"name": tool.name, **described, "parameters": parameters}

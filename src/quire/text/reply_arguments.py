@@ -15,15 +15,35 @@ from quire.text.parameter_values import PATTERNS, ParameterValue, parameter_valu
 from quire.text.reply_syntax import ParameterSyntax
 from quire.text.tag_formats import Format, any_text, const, either, optional, sequence, tag
 
+LARK = "lark"
+"""A keyword of ours: the grammar of a text."""
+
+
+def taken_grammars(syntax: ParameterSyntax | None, schema: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """A schema of arguments without the grammars of its texts, and these, by the parameters' names. They are enforced
+    where text is bare alone.
+    """
+    properties, grammars = schema.get("properties"), {}
+    if isinstance(properties, dict) and syntax is not None and not (syntax.python or syntax.quote):
+        for key, each in properties.items():
+            if isinstance(each, dict) and each.get("type") == "string" and isinstance(each.get(LARK), str):
+                grammars[key] = each[LARK]
+        properties = {key: {"type": "string"} if key in grammars else each for key, each in properties.items()}
+    return {**schema, **({"properties": properties} if grammars else {})}, grammars
+
 
 def parameters_format(
-    syntax: ParameterSyntax, schema: Mapping[str, Any], loosened: list[str] | None = None
+    syntax: ParameterSyntax,
+    schema: Mapping[str, Any],
+    loosened: list[str] | None = None,
+    grammars: Mapping[str, str] | None = None,
 ) -> tuple[Format, dict[str, tuple[str, ...]]]:
     """Arguments written one by one, in the order of the schema.
 
     Args:
         schema: of the arguments; an object's.
         loosened: takes what is not enforced, and why; None: then it is refused.
+        grammars: see `taken_grammars`.
 
     Returns:
         The format, and the parameters that may be bare text: see `ReplyForm.tools`.
@@ -58,6 +78,8 @@ def parameters_format(
         except SamplingParamsError as error:
             _loosen(loosened, f"the parameter {key!r}: {error}")
             value = value_of_type(each, schema)
+        if grammars and key in grammars:
+            value = ParameterValue({"type": "grammar", "grammar": grammars[key]})
         if value.text is not None:
             bare[key] = value.types
         one = _parameter(syntax, key, value, shared)

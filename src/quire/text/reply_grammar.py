@@ -17,7 +17,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import SamplingParamsError
 from quire.grammar.json_schema import call_schema, check_schema
 from quire.grammar.structural_tag import root_format
-from quire.text.reply_arguments import QuotedValues, parameter_names, parameters_format
+from quire.text.reply_arguments import QuotedValues, parameter_names, parameters_format, taken_grammars
 from quire.text.reply_syntax import NAME, OPTIONAL, PLACEHOLDERS, ReasoningSyntax, ReplyForm, ToolSyntax, pieces
 from quire.text.tag_formats import Format, any_text, const, either, optional, sequence, tag
 
@@ -340,9 +340,10 @@ def _arguments(
     try:
         if schema["type"] != "object":
             raise SamplingParamsError(f"its type is {str(schema['type'])[:80]!r}; arguments are an object")
+        schema, grammars = taken_grammars(tools.parameters, schema)
         schema = call_schema(schema, dropped)
         if tools.parameters is not None:
-            made = parameters_format(tools.parameters, schema, dropped)
+            made = parameters_format(tools.parameters, schema, dropped, grammars)
         else:
             made = {"type": "json_schema", "json_schema": schema}, {}
     except SamplingParamsError as error:

@@ -230,17 +230,17 @@ class ReplyParser:
             text, self._buffer = self._buffer, ""
             self._emit(text)
             return False
-        text, found = self._take_until_first(ends, final)
-        if final and not found:
+        text, marker = self._take_until_first(ends, final)
+        if final and not marker:
             text, self._white = self._white + text, ""
             self._emit(text)
         else:
-            self._emit(self._hold_white(text, drop=bool(found)))
-        if found and found == trigger:
+            self._emit(self._hold_white(text, drop=bool(marker)))
+        if marker and marker == trigger:
             self._buffer, self._step = trigger + self._buffer, self._opening
-        elif found:
+        elif marker:
             self._answer_end, self._step = "", self._content if tools is not None else self._rest
-        return bool(found)
+        return bool(marker)
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
