@@ -199,7 +199,9 @@ def test_the_thread_that_brings_blocks_leaves_the_cores_to_steps(options: dict[s
     engine.close()
 
 
-def test_a_request_may_say_where_its_prompt_is_computed(options: dict[str, Any], prefill: Prefill) -> None:
+def test_a_request_may_say_where_its_prompt_is_computed(
+    options: dict[str, Any], prefill: Prefill, caplog: pytest.LogCaptureFixture
+) -> None:
     other = Prefill(**options)
     engine = decoder(options, prefill, other, prefill_min_tokens=100)
     importer = engine.tiers.importer
@@ -213,6 +215,14 @@ def test_a_request_may_say_where_its_prompt_is_computed(options: dict[str, Any],
         engine.add(Request(index, prompt(length, index), one, max_tokens=8))
     assert rest(engine, 3) == expected
     assert prefill.computed + other.computed == 1 and peer(engine) == 3
+    assert "ask for a prompt" not in caplog.text
+    for index in (3, 4):  # a foreign proxy names an engine that this one may not ask
+        said = {"do_remote_prefill": True, "remote_engine_id": f"stranger-{index}"}
+        one = msgspec.structs.replace(params(0), kv_transfer_params=said)
+        engine.add(Request(index, prompt(20), one, max_tokens=1))
+    rest(engine, 5)
+    [warning] = [each for each in caplog.messages if "ask for a prompt" in each]
+    assert "ask for a prompt from engine stranger-3, but this engine reads from " in warning
     engine.close()
     other.close()
 

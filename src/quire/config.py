@@ -209,6 +209,11 @@ class EngineConfig:
         None,
         "where engines that share KV publish which blocks they have, e.g. redis://HOST:6379/0; needs kv_role",
     )
+    kv_events_config: Mapping[str, Any] | None = option(
+        None,
+        "events of cached blocks over ZeroMQ, as vLLM has them, for routers that follow engines by these, e.g. "
+        '\'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}\'; they have the text of prompts as token ids',
+    )
     kv_transport: Literal["shared_memory", "socket", "mooncake", "nixl"] | None = option(
         None, "how KV is transferred from another engine; default: shared_memory on one machine, otherwise socket"
     )

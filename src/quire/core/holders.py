@@ -191,11 +191,14 @@ class Published:
     its host tier.
 
     Changes are determined on request, by looking at the blocks that were touched since the last time.
+
+    Attributes:
+        blocks: those that there were the last time. touched: those that may have come or gone since.
     """
 
     def __init__(self, tier: Tier) -> None:
         self.blocks: set[bytes] = set()
-        self._tier, self._touched = tier, set[bytes]()
+        self._tier, self.touched = tier, set[bytes]()
         tier.changed = self.touch
 
     @classmethod
@@ -207,11 +210,11 @@ class Published:
 
     def touch(self, name: bytes) -> None:
         """A block may have been added or removed."""
-        self._touched.add(name)
+        self.touched.add(name)
 
     def reset(self) -> None:
         """Any block may have been added or removed."""
-        self._touched |= self.blocks
+        self.touched |= self.blocks
 
     def changes(self, caches: Sequence[PrefixCache]) -> tuple[list[bytes], list[bytes]]:
         """The blocks added since the last call, and those that are not there any more, published or not.
@@ -219,9 +222,9 @@ class Published:
         Args:
             caches: the node's prefix caches, one for each data-parallel replica.
         """
-        if not self._touched:
+        if not self.touched:
             return [], []
-        touched, self._touched = self._touched, set()
+        touched, self.touched = self.touched, set()
         there = {each for each in touched if each in self._tier or any(cache.part(each) for cache in caches)}
         came, went = there - self.blocks, touched - there
         self.blocks -= went

@@ -218,6 +218,7 @@ class Engine:
         replicas = config.data_parallel_size
         self._stats = EngineStats(
             num_blocks=self.memory_plan.num_usable * replicas,
+            block_size=config.block_size,
             kv_block_bytes=KVLayout.of(self.kv_cache[0], self.model).block_bytes,
         )
         schedulers = [
@@ -338,6 +339,7 @@ class Engine:
         """Queue a request; see `Scheduler.add`. It waits until its grammar is compiled."""
         self._check_open()
         self.blocked = False
+        self.tiers.check_asked(request)
         self.scheduler.add(request)
         self._stats.prompt_tokens += request.num_prompt
 

@@ -24,7 +24,7 @@ class EngineStats:
         verifications: spans that verified drafts.
         drafted, accepted: verified drafts, and those of them that were accepted.
         accepted_by_position: how often at least 1, 2, ... drafts of a span were accepted.
-        peak_blocks: most blocks held at once. num_blocks: usable blocks of the pools.
+        peak_blocks: most blocks held at once. num_blocks: usable blocks of the pools. block_size: their tokens.
         kv_tiers: for each tier below the pool, blocks `stored` in it, `loaded` from it, and `bad` ones, whose bytes
             were not those stored; they were recomputed.
         kv_slots: slots of the host tier by state: "free", "filling" (a block is on its way), "kept" (it has a block),
@@ -48,6 +48,7 @@ class EngineStats:
     preemptions: int = 0
     peak_blocks: int = 0
     num_blocks: int = 0
+    block_size: int = 0
     running: int = 0
     waiting: int = 0
     kv_tiers: dict[str, dict[str, int]] = field(default_factory=dict)

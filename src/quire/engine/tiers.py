@@ -21,9 +21,11 @@ from quire.core.holders import Holders, Published
 from quire.core.kv_manager import KVManager
 from quire.core.lockstep import Lockstep
 from quire.core.orders import Ban, Forget, Gone, Lacks, Locate, Prefill, Pull, Read, Write
+from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.sources import Sources
 from quire.core.tier import DISK, HOST, PEER, REMOTE
+from quire.engine.kv_events import KVEvents, publisher
 from quire.errors import ConfigError
 from quire.kv.disk import DiskTier, DiskTierError, open_folder
 from quire.kv.host import HostTier
@@ -39,6 +41,7 @@ from quire.kv.mailbox import (
     Released,
     Wanted,
 )
+from quire.log import sanitize
 from quire.runner.memory_plan import format_size
 
 if TYPE_CHECKING:  # imported only if there are other engines
@@ -54,6 +57,9 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.01
 """How long to wait for the tiers when nothing else can be done."""
+
+SAY_SECONDS = 60.0
+"""Least seconds between two warnings about engines that cannot be asked."""
 
 STORE = "mooncake://"
 """Prefix of a `kv_directory` that is a store's URL."""
@@ -83,6 +89,7 @@ class KVTiers:
         exporter: None if other engines cannot read here. importer: None if no other engine computes prompts.
         agent: None without a directory. nodes: None if no blocks are read from other nodes.
         store: agent and nodes in one, if a store has the blocks themselves; otherwise None.
+        events: tells routers of other systems what is cached; None if they are not told.
         to_compute, dropped: prompts to compute for other engines, and those no longer needed; taken by whoever drives
             the engine.
         notes: messages for the user.
@@ -96,11 +103,13 @@ class KVTiers:
         self.agent: DirectoryAgent | StoreAgent | None = None
         self.nodes: NodeReaders | StoreAgent | None = None
         self.store: StoreAgent | None = None
+        self.events: KVEvents | None = None
         elsewhere = config.disk_kv_path is not None or config.kv_role is not None
         self.mailbox = Mailbox() if elsewhere else None
         self.to_compute: list[PrefillRequest] = []
         self.dropped: list[int] = []
         self.notes: list[str] = []
+        self._say_again = 0.0  # when the next warning about an engine that cannot be asked may come
         self._config = config
         self._cluster_key = _cluster_key(config)
         self._transports = contextlib.ExitStack()
@@ -125,9 +134,9 @@ class KVTiers:
             identity: everything that a block's bytes depend on.
 
         Raises:
-            ConfigError: a transport or a port is not available.
+            ConfigError: a transport or a port is not available, or `kv_events_config` is not valid.
         """
-        self.host = host
+        self.host, self.events = host, publisher(self._config.kv_events_config)
         if host is None:
             return
         if self._folder is not None:
@@ -200,6 +209,8 @@ class KVTiers:
         if self.agent is not None:
             sources.holders = Holders() if self.nodes else None
             sources.published = Published(sources.tier) if self.exporter else None
+        if self.events is not None:
+            sources.published = sources.published or Published(sources.tier)
 
     def follow(self, scheduler: Scheduler | Lockstep, gone: Callable[[Iterable[bytes]], None]) -> None:
         """Call `gone` with blocks of which no part is in a pool or in a tier any more."""
@@ -270,7 +281,10 @@ class KVTiers:
         kvs = scheduler.kvs
         sources = kvs[0].sources
         if published := sources.published:
-            came, went = published.changes([kv.cache for kv in kvs])
+            touched, caches = published.touched, [kv.cache for kv in kvs]
+            came, went = published.changes(caches)
+            if self.events is not None and touched:
+                self.events.tell(touched, published.blocks, caches)
             if gone := [each for each in went if not self._cached(each)]:
                 self._on_gone(gone)
             if self.agent is not None and self.exporter is not None and (came or went):
@@ -284,6 +298,22 @@ class KVTiers:
             for told in exports.advance(kvs):
                 to = self.store if self.store is not None and told.number >= STORE_NUMBERS else self.exporter
                 to.announce(told)
+
+    def check_asked(self, request: Request) -> None:
+        """Say so if a request's prompt cannot come from the engine that its `kv_transfer_params` name: it is computed
+        here then, or by another engine."""
+        asked = request.params.kv_transfer_params or {}
+        name, now = asked.get("remote_engine_id") or "", time.monotonic()
+        known = [each.engine for each in self.importer.prefillers if each.engine] if self.importer else []
+        if not asked.get("do_remote_prefill") or (name in known if name else known) or now < self._say_again:
+            return
+        self._say_again = now + SAY_SECONDS
+        logger.warning(
+            "kv_transfer_params ask for a prompt from %s, but this engine reads from %s, and computes the rest; start "
+            "it with --role decode and that server among its --prefill-url",
+            f"engine {sanitize(name)}" if name else "another engine",
+            ", ".join(known) or "none",
+        )
 
     def _order(self, sources: Sources) -> None:
         disk, importer, agent, nodes = self.disk, self.importer, self.agent, self.nodes
@@ -397,7 +427,7 @@ class KVTiers:
 
     def close(self) -> None:
         """Finish all writes, release the folder, and disconnect from other engines."""
-        for each in (self.agent, self.importer, self.nodes, self.exporter, self.disk):
+        for each in (self.agent, self.importer, self.nodes, self.exporter, self.disk, self.events):
             if each is not None:
                 each.close()
         self._transports.close()
@@ -405,9 +435,8 @@ class KVTiers:
             os.close(self._folder[2])
         if self.mailbox is not None:
             self.mailbox.close()
-        self.host = self.disk = self._folder = self.importer = self.exporter = self.agent = self.nodes = self.store = (
-            None
-        )
+        self.host = self.disk = self._folder = self.importer = self.exporter = self.agent = self.nodes = None
+        self.store = self.events = None
 
 
 def cluster_name(key: bytes) -> str:

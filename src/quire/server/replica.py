@@ -20,6 +20,7 @@ import msgspec
 
 from quire import log
 from quire.config import EngineConfig
+from quire.engine.kv_events import of_replica
 from quire.errors import ConfigError, QuireError, ServerError
 from quire.ipc import wire
 from quire.ipc.board import Board
@@ -173,6 +174,8 @@ class Replica:
         config = dataclasses.asdict(options)
         if options.replicas > 1:
             config |= {"data_parallel_size": 1, **self.found}
+            if options.kv_events_config is not None:
+                config["kv_events_config"] = of_replica(options.kv_events_config, self.index)
             if options.disk_kv_path is not None:  # a folder of blocks has one writer
                 config["disk_kv_path"] = str(Path(options.disk_kv_path).expanduser() / f"replica-{self.index}")
         if self.state.path is not None:  # the files with which open requests have begun
