@@ -171,13 +171,13 @@ class KVEvents:
                     socket.send_multipart([client, b"", *message])
 
 
-def publisher(given: Mapping[str, Any] | None) -> KVEvents | None:
+def publisher(given: Mapping[str, Any]) -> KVEvents | None:
     """What `kv_events_config` asks for; None for no events.
 
     Raises:
         ConfigError: it is not valid.
     """
-    config = KVEventsConfig.of(given or {})
+    config = KVEventsConfig.of(given)
     return KVEvents(config) if config.enable_kv_cache_events and config.publisher == "zmq" else None
 
 

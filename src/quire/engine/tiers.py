@@ -25,7 +25,6 @@ from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.sources import Sources
 from quire.core.tier import DISK, HOST, PEER, REMOTE
-from quire.engine.kv_events import KVEvents, publisher
 from quire.errors import ConfigError
 from quire.kv.disk import DiskTier, DiskTierError, open_folder
 from quire.kv.host import HostTier
@@ -45,6 +44,7 @@ from quire.log import sanitize
 from quire.runner.memory_plan import format_size
 
 if TYPE_CHECKING:  # imported only if there are other engines
+    from quire.engine.kv_events import KVEvents
     from quire.kv import wire
     from quire.kv.directory.agent import DirectoryAgent
     from quire.kv.exporter import Exporter
@@ -136,7 +136,11 @@ class KVTiers:
         Raises:
             ConfigError: a transport or a port is not available, or `kv_events_config` is not valid.
         """
-        self.host, self.events = host, publisher(self._config.kv_events_config)
+        self.host = host
+        if self._config.kv_events_config is not None:
+            from quire.engine.kv_events import publisher  # not above: few want it, and it imports ZeroMQ
+
+            self.events = publisher(self._config.kv_events_config)
         if host is None:
             return
         if self._folder is not None:
