@@ -23,6 +23,7 @@ import yaml
 
 from quire.cli.options import CommandParser
 from quire.router.config import RouterConfig
+from quire.router.metrics import RouterMetrics
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.processes import listening
@@ -55,16 +56,29 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     for name, service in compose["services"].items():
         if service["image"].startswith("quire"):
             yield f"compose {name}", service["command"]
-    for file in sorted((DEPLOY / "kubernetes").glob("*.yaml")):
-        for resource in yaml.safe_load_all(file.read_text()):
-            for container in containers(resource):
-                if container["image"] == "quire":
-                    yield f"kubernetes {resource['metadata']['name']}", container["args"]
+    for resource in resources():
+        for container in containers(resource):
+            if container["image"] == "quire":
+                yield f"kubernetes {resource['metadata']['name']} {container['args'][0]}", container["args"]
+
+
+def resources(kind: str = "") -> list[dict[str, Any]]:
+    """Those of the folder for Kubernetes, also those that need more than every cluster has."""
+    files = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    found = [one for file in files for one in yaml.safe_load_all(file.read_text())]
+    return [one for one in found if one.get("kind", "") == kind or not kind]
+
+
+def pods(resource: dict[str, Any]) -> list[dict[str, Any]]:
+    """The templates of its pods."""
+    spec = resource.get("spec", {})
+    groups = spec.get("leaderWorkerTemplate", {})
+    found = [spec.get("template"), groups.get("leaderTemplate"), groups.get("workerTemplate")]
+    return [one for one in found if one]
 
 
 def containers(resource: dict[str, Any]) -> list[dict[str, Any]]:
-    template = resource.get("spec", {}).get("template", {})
-    return list(template.get("spec", {}).get("containers", []))
+    return [container for pod in pods(resource) for container in pod["spec"]["containers"]]
 
 
 @pytest.mark.parametrize(("name", "command"), [pytest.param(*one, id=one[0]) for one in commands()])
@@ -73,19 +87,56 @@ def test_every_command_line_has_flags_that_there_are(name: str, command: list[st
     parser = CommandParser(prog=f"quire {command[0]}", description="")
     module.add_arguments(parser)
     given = vars(parser.parse([argument.replace("${MODEL:-demo}", "demo") for argument in command[1:]]))
+    if command[0] == "rank":
+        return
     assert given["api_key"]
     config = RouterConfig if command[0] == "route" else ServerConfig
     assert given.get("port", config.__dataclass_fields__["port"].default) == 8000  # what is published, and asked
 
 
 def test_containers_run_without_root_and_with_probes() -> None:
-    for file in (DEPLOY / "kubernetes").glob("*.yaml"):
-        for resource in yaml.safe_load_all(file.read_text()):
-            for container in containers(resource):
-                assert resource["spec"]["template"]["spec"]["securityContext"]["runAsNonRoot"]
-                assert "readinessProbe" in container and container["securityContext"]["capabilities"] == {
-                    "drop": ["ALL"]
-                }
+    for resource in resources():
+        assert all(pod["spec"]["securityContext"]["runAsNonRoot"] for pod in pods(resource))
+        for container in containers(resource):
+            assert "readinessProbe" in container or container["args"][0] == "rank"  # which nobody asks anything
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_prometheus_is_let_in_with_a_key_that_opens_nothing_else() -> None:
+    [monitor] = resources("PodMonitor")
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    file = endpoint["authorization"]["credentials"]["key"]
+    asked = [each for one in resources() for each in containers(one) if each["args"][0] in ("serve", "route")]
+    assert len(asked) == 4
+    for container in asked:
+        assert f"--metrics-key=@/keys/{file}" in container["args"]
+        assert {"name": endpoint["port"], "containerPort": 8000} in container["ports"]
+    [kustomization] = resources("Kustomization")
+    assert file in kustomization["secretGenerator"][0]["files"]
+    annotated = [pod for one in resources() for pod in pods(one) if "annotations" in pod["metadata"]]
+    assert not annotated  # what looks for annotations sends no key
+    [policy] = [one for one in resources("NetworkPolicy") if one["metadata"]["name"] == "metrics"]
+    assert policy["spec"]["podSelector"] == {"matchLabels": {"app": "quire"}}
+    [rule] = policy["spec"]["ingress"]
+    assert "namespaceSelector" in rule["from"][0] and rule["ports"] == [{"port": endpoint["port"]}]
+
+
+def test_what_chooses_pods_chooses_some() -> None:
+    labels = [pod["metadata"]["labels"] for one in resources() for pod in pods(one)]
+    budgets, [pool] = resources("PodDisruptionBudget"), resources("InferencePool")
+    for one in (*budgets, pool):
+        chosen = one["spec"]["selector"]["matchLabels"]
+        assert any(chosen.items() <= each.items() for each in labels), one["metadata"]["name"]
+    assert len(budgets) == 2 and pool["spec"]["targetPorts"] == [{"number": 8000}]
+
+
+def test_servers_are_added_by_metrics_that_there_are() -> None:
+    [scaled] = resources("ScaledObject")
+    target, [trigger] = scaled["spec"]["scaleTargetRef"], scaled["spec"]["triggers"]
+    assert target["name"] in [one["metadata"]["name"] for one in resources(target["kind"])]
+    exported, _ = RouterMetrics().render([])
+    asked = re.findall(r"quire:\w+", trigger["metadata"]["query"])
+    assert len(asked) == 2 and all(f"# HELP {name} ".encode() in exported for name in asked)
 
 
 def test_the_image_has_the_torch_that_is_tested() -> None:
@@ -102,20 +153,31 @@ def test_kustomize_renders_everything_once_the_keys_are_there(tmp_path: Path) ->
     shutil.copytree(DEPLOY / "kubernetes", folder, ignore=shutil.ignore_patterns("*.key"))
     missing = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
     assert missing.returncode != 0 and "cluster.key" in missing.stderr
-    for name in ("cluster.key", "api.key"):
+    for name in ("cluster.key", "api.key", "metrics.key"):
         (folder / name).write_text("made up\n")
     rendered = checked("kubectl", "kustomize", folder)
-    resources = list(yaml.safe_load_all(rendered))
-    [secret] = [one for one in resources if one["kind"] == "Secret"]
-    assert set(secret["data"]) == {"cluster.key", "api.key"}
-    volumes = [
+    kustomization = folder / "kustomization.yaml"
+    kustomization.write_text(re.sub(r"^#(  - \w+\.yaml)", r"\1", kustomization.read_text(), flags=re.MULTILINE))
+    plain, more = (list(yaml.safe_load_all(text)) for text in (rendered, checked("kubectl", "kustomize", folder)))
+    assert {one["kind"] for one in more} - {one["kind"] for one in plain} == {
+        "PodMonitor",
+        "ScaledObject",
+        "InferencePool",
+        "LeaderWorkerSet",
+    }
+    [secret] = [one for one in more if one["kind"] == "Secret"]
+    assert set(secret["data"]) == {"cluster.key", "api.key", "metrics.key"}
+    used = [
         volume["secret"]["secretName"]
-        for one in resources
-        for volume in one.get("spec", {}).get("template", {}).get("spec", {}).get("volumes", [])
+        for one in more
+        for pod in pods(one)
+        for volume in pod["spec"].get("volumes", [])
         if "secret" in volume
     ]
-    assert volumes and set(volumes) == {secret["metadata"]["name"]}  # with the hash that kustomize adds
-    images = {container["image"] for one in resources for container in containers(one)}
+    [monitor] = [one for one in more if one["kind"] == "PodMonitor"]
+    used.append(monitor["spec"]["podMetricsEndpoints"][0]["authorization"]["credentials"]["name"])
+    assert len(used) == 6 and set(used) == {secret["metadata"]["name"]}  # with the hash that kustomize adds
+    images = {container["image"] for one in more for container in containers(one)}
     assert "quire:cpu" in images and "quire" not in images
     if shutil.which("kubernetes-validate"):
         (tmp_path / "all.yaml").write_text(rendered)

@@ -14,6 +14,7 @@ class Address:
 
     Attributes:
         uds: the path of the Unix socket; None if the server has a host and a port.
+        endpoint: host and port, as a gateway names it; "" for a Unix socket.
 
     Raises:
         ValueError: this is not such a URL.
@@ -36,7 +37,8 @@ class Address:
         self.port = port or (443 if self.tls else 80)
         self.prefix = parts.path.rstrip("/").removesuffix("/v1")
         shown = f"[{self.host}]" if ":" in self.host else self.host
-        self.name = f"{shown}:{self.port}{self.prefix}" if self.uds is None else url
+        self.endpoint = f"{shown}:{self.port}" if self.uds is None else ""
+        self.name = f"{self.endpoint}{self.prefix}" if self.uds is None else url
         self.url = f"{parts.scheme}://{self.name}" if self.uds is None else url
         self._head = f"{{}} {self.prefix}{{}} HTTP/1.1\r\nhost: {shown}:{self.port}\r\n"
 

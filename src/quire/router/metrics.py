@@ -77,6 +77,11 @@ _LAYOUT = Layout(
         buckets=_FIRST_TOKEN,
     ),
     Family("quire:router_sent", "Requests sent to a server.", labels={"kind": ("first", "resumed")}),
+    Family(
+        "quire:router_picked",
+        "Requests sent for which a picker had named servers: to one of these, or to another, as none could take them.",
+        labels={"sent_to": ("picked", "other")},
+    ),
 )
 
 
@@ -91,9 +96,11 @@ class RouterMetrics(HttpMetrics):
         """A stream's first bytes came this many seconds after the request."""
         self._first_token.observe(seconds)
 
-    def routed(self, again: bool) -> None:
-        """A request was sent to a server; with `again`, to resume its stream."""
+    def routed(self, again: bool, as_picked: bool | None = None) -> None:
+        """A request was sent to a server; with `again`, to resume its stream. `as_picked`: see `Choice`."""
         self._values.count("quire:router_sent", "resumed" if again else "first")
+        if as_picked is not None:
+            self._values.count("quire:router_picked", "picked" if as_picked else "other")
 
     def render(self, servers: Iterable[Server]) -> tuple[bytes, str]:
         """All metrics in Prometheus' text format, and the content type."""

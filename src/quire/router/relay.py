@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from quire.fleet.prompt import Prompt, read_prompt
+from quire.router.picked import NOTHING_PICKED, SERVED, SUBSET, Picked, read_picked
 from quire.router.resume import CannotResumeError, Journal
 from quire.router.servers import Choice, Server
 from quire.router.site import KEPT_NAMES, Sending, Site
@@ -125,6 +126,8 @@ class Relay:
         self._has_journal = False  # the server keeps one
         self._fingerprint: str | None = None  # of the server that began the stream
         self._seed: dict[str, object] = {}
+        self._picked = read_picked(scope["headers"])
+        self._served: list[tuple[bytes, bytes]] = []  # headers that say which endpoint answers
 
     async def run(self, receive: Receive, send: Send) -> None:
         """Relay the request and its response.
@@ -195,7 +198,7 @@ class Relay:
         """Choose a server; None if there is none left, in which case the last refusal has been sent to the client."""
         servers, said = self._site.servers, time.monotonic()
         while True:
-            choice = servers.choose(prompt, self._tried, self._fingerprint)
+            choice = servers.choose(prompt, self._tried, self._fingerprint, self._picked)
             if choice is not None:
                 return choice
             if self._refusal is not None and not self._begun:
@@ -206,12 +209,12 @@ class Relay:
                 if not servers.has_model(prompt.model):
                     raise unknown_model(servers.by_name.values())
                 waits = time.monotonic() < self._patience_end or (
-                    self._begun and servers.hangs(prompt.model, self._fingerprint)
+                    self._begun and servers.hangs(prompt.model, self._fingerprint, self._picked)
                 )
                 if not waits:
-                    if self._begun and servers.able(prompt.model):
+                    if self._begun and servers.able(prompt.model, picked=self._picked):
                         raise CannotResumeError("the server died, and no other one computes in its way; try again")
-                    raise no_server()
+                    raise no_server(self._picked)
             self._tried.clear()  # servers that died may be back, and busy ones may have room
             await servers.wait_for_change(0.25 if self._refusal is None else BUSY_SECONDS)
             if self._left:
@@ -256,6 +259,7 @@ class Relay:
         choice.engine.load.sent(sending.sent, choice.missing)
         servers.knowledge.sent(choice.engine.name, prompt.hashes)
         server.num_requests += 1
+        self._served = [(SERVED, server.address.endpoint.encode())] if choice.as_picked else []
         answer = None
         try:
             answer = await server.upstream.ask(self._request(prompt, choice), self._on_asked)
@@ -319,7 +323,8 @@ class Relay:
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._begun = True
         self._summary.end("answered" if status == 200 else f"refused {status}")
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        own = self._served if status == 200 else []
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *own]})
 
     async def _whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         own = [header for header in headers if header[0] not in _HOP]
@@ -460,9 +465,11 @@ def _not_resumed(status: int) -> str:
     return f"the server died, and {why}; try again"
 
 
-def no_server() -> ApiError:
-    """The error when no server is up."""
+def no_server(picked: Picked = NOTHING_PICKED) -> ApiError:
+    """The error when no server is up, or none of those that may be used."""
     message = "no server can take requests now; try again"
+    if picked.among is not None:
+        message = f"no server named in {SUBSET.decode()} can take requests now; try again, or name others"
     return ApiError(503, message, code="no_server", headers={"retry-after": str(RETRY_RESTARTING)})
 
 

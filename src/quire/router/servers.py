@@ -25,6 +25,7 @@ from quire.fleet.prompt import CHUNK_BYTES, Prompt
 from quire.log import event
 from quire.router.address import Address
 from quire.router.answers import identity, read_models, read_prompts, wrong_key
+from quire.router.picked import NOTHING_PICKED, Picked
 from quire.router.upstream import FETCHED_BYTES, Connections, Upstream, UpstreamError
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,11 @@ class Server:
     @property
     def is_up(self) -> bool:
         return self.state == "up" and not self.draining
+
+    @property
+    def works(self) -> bool:
+        """Whether any of its engines is up."""
+        return any(engine.is_up for engine in self.engines)
 
     @property
     def fingerprint(self) -> str:
@@ -276,20 +282,24 @@ class Servers:
 
     # -- choosing ------------------------------------------------------------------------------------------
 
-    def choose(self, prompt: Prompt, avoid: Collection[str] = (), goes_on: str | None = None) -> Choice | None:
+    def choose(
+        self, prompt: Prompt, avoid: Collection[str] = (), goes_on: str | None = None, picked: Picked = NOTHING_PICKED
+    ) -> Choice | None:
         """Choose a server for a request; None if none can take it now.
 
         Args:
             avoid: servers that have been tried.
             goes_on: its stream has begun on another server with this fingerprint, so only such a one can resume it.
+            picked: what a picker has said; if none of those that it prefers can take the request, the cost decides.
         """
-        able = [one for one in self.able(prompt.model, goes_on) if one.name not in avoid]
+        able = [one for one in self.able(prompt.model, goes_on, picked) if one.name not in avoid]
         plain = [one for one in able if one.role == "serve"] or able  # a prefill server can serve if no other is left
         prefill = [] if prompt.moved or plain is able else [one for one in able if one.role == "prefill"]
         tokens = self.tokens_of(prompt.size)
         sources = self._candidates(_engines(prefill), prompt, tokens)
         source = self._sources.choose(tokens, b"", sources)  # the one that would have the prompt first
-        places = [(server, engine) for server, engine in _engines(plain) if goes_on is None or engine.is_up]
+        best = _engines(picked.best_of(plain))
+        places = [(server, engine) for server, engine in best if goes_on is None or engine.is_up]
         candidates = self._candidates(places, prompt, tokens, source)
         decision = self._chooser.choose(tokens, prompt.hashes[0], candidates)
         if decision is None:
@@ -298,7 +308,7 @@ class Servers:
         computes = None
         if source is not None and decision.chosen.fetch:
             computes = next(one for one, engine in _engines(prefill) if engine.name == source.server)
-        return Choice(server, engine, decision, tokens, computes)
+        return Choice(server, engine, decision, tokens, computes, picked)
 
     def _candidates(
         self, places: Sequence[tuple[Server, Engine]], prompt: Prompt, tokens: int, source: Decision | None = None
@@ -335,17 +345,18 @@ class Servers:
         if tokens >= 8:
             self.bytes_per_token += 0.05 * (min(64.0, max(0.25, size / tokens)) - self.bytes_per_token)
 
-    def able(self, model: str | None, goes_on: str | None = None) -> list[Server]:
-        """The servers that accept requests for this model; None: for any. `goes_on`: see `choose`."""
-        found = [one for one in self.by_name.values() if model is None or model in one.models]
+    def able(self, model: str | None, goes_on: str | None = None, picked: Picked = NOTHING_PICKED) -> list[Server]:
+        """The servers that accept requests for this model; None: for any. `goes_on`, `picked`: see `choose`."""
+        allowed = [one for one in self.by_name.values() if picked.allows(one.address.endpoint)]
+        found = [one for one in allowed if model is None or model in one.models]
         if goes_on is None:
             return [one for one in found if one.is_up]
         alike = [one for one in found if one.is_quire and one.fingerprint == goes_on]
         return [one for one in alike if one.is_up or (one.state == "aside" and not one.draining)]
 
-    def hangs(self, model: str | None, goes_on: str | None) -> bool:
+    def hangs(self, model: str | None, goes_on: str | None, picked: Picked = NOTHING_PICKED) -> bool:
         """Whether a server could take a request, see `choose`, but for its engines, none of which works now."""
-        return any(not any(engine.is_up for engine in one.engines) for one in self.able(model, goes_on))
+        return any(not one.works for one in self.able(model, goes_on, picked))
 
     def has_model(self, model: str | None) -> bool:
         """Whether any server, even one that is down, serves this model; True while no server's models are known."""
@@ -504,7 +515,7 @@ class Servers:
     def _leave_stalled(self, server: Server) -> None:
         """If all its engines hang, its requests go on elsewhere, where they can."""
         others = [one for one in self.by_name.values() if one.is_up and one.models.keys() & server.models.keys()]
-        works = any(engine.is_up for one in others if one is not server for engine in one.engines)
+        works = any(one.works for one in others if one is not server)
         if works and all(engine.stalled for engine in server.engines):
             server.upstream.break_off()
 
@@ -546,27 +557,34 @@ class Servers:
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Where a request goes: a server and which of its engines, why, the estimated number of prompt tokens, and the
-    server that computes the prompt if that is another one."""
+    """Where a request goes: a server and which of its engines, why, the estimated number of prompt tokens, the server
+    that computes the prompt if that is another one, and what a picker had said."""
 
     server: Server
     engine: Engine
     decision: Decision
     tokens: int
     prefill: Server | None = None
+    picked: Picked = NOTHING_PICKED
 
     @property
     def missing(self) -> int:
         """Prompt tokens that the server must compute."""
         return max(1, self.tokens - self.decision.chosen.held) if self.prefill is None else 1
 
+    @property
+    def as_picked(self) -> bool | None:
+        """Whether it is one that the picker prefers; None: it said nothing of that."""
+        return self.picked.prefers(self.server.address.endpoint)
+
     def described(self) -> str:
         """The choice and the servers' costs, for the log."""
         pair = f" with {self.prefill.name}" if self.prefill is not None else ""
+        how = self.picked.described(self.server.address.endpoint)
         shown = self.decision.shown
         others = len(self.decision.costs) - len(shown)
         more = [f"{others} others"] if others else []
-        return f"to {self.engine.name}{pair}: " + "; ".join([*map(str, shown), *more])
+        return f"to {self.engine.name}{pair}{how}: " + "; ".join([*map(str, shown), *more])
 
 
 def _engines(servers: Iterable[Server]) -> list[tuple[Server, Engine]]:

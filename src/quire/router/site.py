@@ -88,7 +88,7 @@ class Site:
 
     def routed(self, summary: RequestSummary, sending: Sending) -> None:
         """Record that a request is sent to a server."""
-        self.metrics.routed(sending.again)
+        self.metrics.routed(sending.again, sending.choice.as_picked)
         self.sendings.append(sending)
         if self.config.log_requests:
             more = f"{summary.route}; then " if summary.route else ""

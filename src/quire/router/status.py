@@ -48,6 +48,7 @@ def _sending(one: Sending, now: float) -> dict[str, Any]:
         "prefill": choice.prefill.name if choice.prefill else None,
         "prompt_tokens": choice.tokens,
         "resumed": one.again,
+        "as_picked": choice.as_picked,
         "first_s": None if one.first is None else round(one.first - one.arrived, 5),
         "total_s": None if one.ended is None else round(one.ended - one.arrived, 5),
         "lost": one.lost,
