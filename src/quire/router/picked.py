@@ -44,10 +44,13 @@ class Picked(NamedTuple):
 
     def best_of(self, servers: Sequence[Server]) -> Sequence[Server]:
         """Those at the first preferred endpoint that can take a request now; if there is none, all."""
-        for endpoint in self.first:
-            if found := [one for one in servers if one.address.endpoint == endpoint and one.works]:
-                return found
-        return servers
+        if not self.first:
+            return servers
+        ready: dict[str, list[Server]] = {}
+        for one in servers:
+            if one.works:
+                ready.setdefault(one.address.endpoint, []).append(one)
+        return next((ready[endpoint] for endpoint in self.first if endpoint in ready), servers)
 
     def described(self, endpoint: str) -> str:
         """For the log: whether what was chosen is what was picked."""

@@ -308,7 +308,8 @@ class Servers:
         computes = None
         if source is not None and decision.chosen.fetch:
             computes = next(one for one, engine in _engines(prefill) if engine.name == source.server)
-        return Choice(server, engine, decision, tokens, computes, picked)
+        endpoint = server.address.endpoint
+        return Choice(server, engine, decision, tokens, computes, picked.prefers(endpoint), picked.described(endpoint))
 
     def _candidates(
         self, places: Sequence[tuple[Server, Engine]], prompt: Prompt, tokens: int, source: Decision | None = None
@@ -558,33 +559,29 @@ class Servers:
 
 class Choice(msgspec.Struct, frozen=True):
     """Where a request goes: a server and which of its engines, why, the estimated number of prompt tokens, the server
-    that computes the prompt if that is another one, and what a picker had said."""
+    that computes the prompt if that is another one, whether the server is one that a picker prefers (None: it named
+    none), and what the log says of that."""
 
     server: Server
     engine: Engine
     decision: Decision
     tokens: int
     prefill: Server | None = None
-    picked: Picked = NOTHING_PICKED
+    as_picked: bool | None = None
+    how: str = ""
 
     @property
     def missing(self) -> int:
         """Prompt tokens that the server must compute."""
         return max(1, self.tokens - self.decision.chosen.held) if self.prefill is None else 1
 
-    @property
-    def as_picked(self) -> bool | None:
-        """Whether it is one that the picker prefers; None: it said nothing of that."""
-        return self.picked.prefers(self.server.address.endpoint)
-
     def described(self) -> str:
         """The choice and the servers' costs, for the log."""
         pair = f" with {self.prefill.name}" if self.prefill is not None else ""
-        how = self.picked.described(self.server.address.endpoint)
         shown = self.decision.shown
         others = len(self.decision.costs) - len(shown)
         more = [f"{others} others"] if others else []
-        return f"to {self.engine.name}{pair}{how}: " + "; ".join([*map(str, shown), *more])
+        return f"to {self.engine.name}{pair}{self.how}: " + "; ".join([*map(str, shown), *more])
 
 
 def _engines(servers: Iterable[Server]) -> list[tuple[Server, Engine]]:
