@@ -221,7 +221,7 @@ def test_no_conversation_makes_room_for_others(browser: Chromium, server: StandI
       const { newConversation, saveConversation, loadConversations } = await import('/static/js/store.js');
       for (let i = 0; i < 70; i += 1) {
         const messages = [{ role: 'user', content: 'x'.repeat(i < 65 ? 10 : 700000) }];
-        await saveConversation({ ...newConversation('chat'), updated: i, title: `t${i}`, messages });
+        await saveConversation({ ...newConversation(), updated: i, title: `t${i}`, messages });
       }
       return (await loadConversations()).map((one) => one.title);
     })()""")

@@ -300,6 +300,7 @@ def test_conversations_of_the_earlier_form_are_read(browser: Chromium, server: S
         "id": "a",
         "title": "Old",
         "mode": "chat",
+        "tools": "[]",
         "updated": 1,
         "messages": [{"role": "user", "content": "One"}, answer],
     }
@@ -308,6 +309,7 @@ def test_conversations_of_the_earlier_form_are_read(browser: Chromium, server: S
     page.go(server.url + "/?again")
     page.wait("document.querySelectorAll('.message').length === 2")
     page.wait(READY)
+    assert page.evaluate("document.querySelector('[data-name=tools]').value") == "[]"
     ask(page, "Two")
     page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 4")
     assert sent(server) == ["One", "Hi", "Two"]
@@ -336,6 +338,81 @@ def test_a_conversation_goes_on_after_the_server_was_started_anew(browser: Chrom
 
 
 # -- parameters ----------------------------------------------------------------------------------------------
+
+
+def fields(page: Page, *names: str) -> list[str]:
+    values: list[str] = page.evaluate(
+        f"{json.dumps(names)}.map((name) => document.querySelector(`[data-name=${{name}}]`).value)"
+    )
+    return values
+
+
+def test_parameters_are_a_conversations_own_and_new_ones_begin_with_the_last_used(
+    browser: Chromium, server: StandIn
+) -> None:
+    page = opened(browser, server)
+    page.type("[data-name=temperature]", "0.2")
+    page.type("[data-name=system]", "Be brief.")
+    talk(page, "One")
+    page.click(".side .new")
+    assert fields(page, "temperature", "system") == ["0.2", "Be brief."]
+    page.type("[data-name=temperature]", "1.5")
+    page.type("[data-name=system]", "")
+    page.type("[data-name=presence_penalty]", "1")
+    talk(page, "Two")
+    page.evaluate("window.isOld = true")
+    page.call("Page.reload")
+    page.wait(f"!window.isOld && {READY} && document.querySelectorAll('.conversation').length === 2")
+    assert fields(page, "temperature", "system", "presence_penalty") == ["1.5", "", "1"]
+    assert page.evaluate("document.querySelector('[data-name=presence_penalty]').checkVisibility()")  # unfolded
+    page.click("li:nth-child(2) .conversation")
+    assert fields(page, "temperature", "system", "presence_penalty") == ["0.2", "Be brief.", ""]
+    ask(page, "Three")
+    page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 4")
+    body = server.script.bodies[-1][1]
+    assert (body["temperature"], body["messages"][0]["content"]) == (0.2, "Be brief.")
+    assert "presence_penalty" not in body
+    choose(page, "New conversation from here", f"document.querySelector('{ANSWER}')")
+    page.type("[data-name=temperature]", "0.9")
+    page.click("li:nth-child(3) .conversation")
+    assert fields(page, "temperature") == ["0.2"]
+    settle(server, page)
+
+
+def test_presets_are_saved_chosen_and_deleted(browser: Chromium, server: StandIn) -> None:
+    page = opened(browser, server)
+    preset = "document.querySelector('#preset')"
+
+    def pick(name: str) -> None:
+        page.evaluate(f"{preset}.value = {name!r}; {preset}.dispatchEvent(new Event('change')); 0")
+
+    page.type("[data-name=temperature]", "0.2")
+    page.type("[data-name=tools]", "[]")
+    press(page, "Save as ...")
+    assert violations(page) == []
+    page.type("#preset-name", "Careful")
+    press(page, "Save")
+    page.wait(f"{preset}.value === 'Careful' && !document.querySelector('dialog')")
+    page.type("[data-name=temperature]", "1")
+    assert page.evaluate(f"{preset}.value") == ""  # what is set is no preset any more
+    pick("Careful")
+    assert fields(page, "temperature", "tools") == ["0.2", "[]"]
+    press(page, "Undo")
+    assert fields(page, "temperature", "tools") == ["1", "[]"]
+    talk(page, "One")
+    page.evaluate("window.isOld = true")
+    page.call("Page.reload")
+    page.wait(f"!window.isOld && {READY}")
+    pick("Careful")
+    ask(page, "Two")
+    page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 4")
+    assert server.script.bodies[-1][1]["temperature"] == 0.2
+    press(page, "Delete", "document.querySelector('.settings')")
+    assert page.evaluate(f"[...{preset}.options].map((one) => one.textContent)") == ["None saved"]
+    assert fields(page, "temperature") == ["0.2"]
+    press(page, "Undo")
+    assert page.evaluate(f"{preset}.value") == "Careful"
+    settle(server, page)
 
 
 def test_sliders_show_the_models_own_defaults(browser: Chromium, server: StandIn) -> None:
@@ -632,6 +709,7 @@ def test_fingers_find_targets_of_44_pixels(browser: Chromium, server: StandIn) -
     server.script.pieces = CALLS
     talk(page, "Two")
     page.click("[title=Conversations]")
+    page.click("[title=Parameters]")
     small = page.evaluate("""[...document.querySelectorAll('button, .tabs a')].filter((one) => one.checkVisibility())
       .map((one) => [one.title || one.textContent, one.getBoundingClientRect().height])
       .filter(([, height]) => height < 43.5)""")

@@ -338,7 +338,7 @@ HISTORIES = """(async () => {
   const { checkedConversation, newConversation } = await import('/static/js/store.js');
   let state = %d;
   const draw = (n) => ((state = (state * 1103515245 + 12345) %% 2147483648), Math.floor(state / 65536) %% n);
-  let conversation = newConversation('chat');
+  let conversation = newConversation();
   const found = [];
   const reply = () => {
     const toolCalls = Array.from({ length: draw(3) }, (_, i) =>
@@ -413,7 +413,9 @@ def test_tools_calls_and_unsent_results_are_a_conversations_own_and_outlive_the_
     chosen = (
         "[document.querySelector('[data-name=tools]').value, document.querySelector('[data-name=toolChoice]').value]"
     )
-    assert page.evaluate(chosen) == ["", "auto"]
+    assert page.evaluate(chosen) == [json.dumps(TOOLS), "function:clock"]  # the last used settings
+    page.type("[data-name=tools]", "")
+    pick(page, "auto")
     talk(page, "Without")
     assert "tools" not in server.script.bodies[-1][1]
     page.evaluate("window.isOld = true")
@@ -435,15 +437,13 @@ def test_tools_calls_and_unsent_results_are_a_conversations_own_and_outlive_the_
     settle(server, page)
 
 
-def test_tools_are_kept_before_anything_is_said(browser: Chromium, server: StandIn) -> None:
+def test_tools_outlive_the_page_before_anything_is_said(browser: Chromium, server: StandIn) -> None:
     page = opened(browser, server)
     give_tools(page)
     page.evaluate("window.isOld = true")
     page.call("Page.reload")
     page.wait(f"!window.isOld && {READY}")
     assert page.evaluate("document.querySelector('[data-name=tools]').value") == json.dumps(TOOLS)
-    assert page.evaluate("document.querySelectorAll('.conversation').length") == 1
-    page.type("[data-name=tools]", "")
     assert page.evaluate("document.querySelectorAll('.conversation').length") == 0
     assert page.evaluate(f"{KEPT}.then((all) => all.length)") == 0
 
@@ -462,7 +462,7 @@ def test_exports_have_tools_calls_and_results(browser: Chromium, server: StandIn
           return error.message;
         }
       });
-      return [asMarkdown(importJson(text)[0], 'model'), importJson(text)[0].tools, ...refused];
+      return [asMarkdown(importJson(text)[0], 'model'), importJson(text)[0].settings.tools, ...refused];
     })()""")
     assert texts[0] == (
         "# Will it rain?\n\n## You\n\nWill it rain?\n\n## model\n\nCalls `weather`:\n\n"

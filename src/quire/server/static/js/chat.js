@@ -45,7 +45,7 @@ export class ChatView {
   constructor(root, server, conversations) {
     this.root = root;
     this.server = server;
-    this.settings = loadSettings();
+    this.lastUsed = loadSettings(); // what new conversations begin with
     this.conversations = conversations;
     this.unkept = false; // what was last to be kept could not be, and that was told
     this.generations = new Map(); // by conversation id: those that run
@@ -81,9 +81,9 @@ export class ChatView {
     this.title = h("h1", { class: "for-readers" });
     this.thread = h("div", { class: "thread" });
     this.scroller = h("div", { class: "scroller", tabindex: 0, role: "region", "aria-label": "Thread" }, this.thread);
-    this.panel = new SettingsPanel(this.settings, {
+    this.panel = new SettingsPanel({
       onClose: () => this.showPanel("settings", false),
-      onConversation: (conversation) => this.keep(conversation),
+      onChange: (conversation) => this.keepSettings(conversation),
     });
     this.jump = h(
       "button",
@@ -124,7 +124,7 @@ export class ChatView {
       event.preventDefault();
       if (!this.generations.has(this.conversation.id)) this.submit();
     });
-    this.mode = segments(
+    this.modes = segments(
       [
         ["chat", "Chat"],
         ["completion", "Complete"],
@@ -155,7 +155,7 @@ export class ChatView {
         "div",
         { class: "composer-row" },
         this.toggles.side,
-        this.mode,
+        this.modes,
         this.toggles.settings,
         this.attachments.button,
         this.attachments.field,
@@ -183,10 +183,10 @@ export class ChatView {
 
   /** Show a conversation; null begins a new one. */
   open(conversation) {
-    this.conversation = conversation || newConversation(this.suitableMode());
+    this.conversation = conversation || newConversation(this.lastUsed);
     this.showPanel("side", false);
     this.panel.open(this.conversation);
-    this.mode.press(this.conversation.mode);
+    this.showMode();
     this.drawThread();
     this.sidebar.draw();
     this.showServer();
@@ -232,7 +232,7 @@ export class ChatView {
   }
 
   welcome() {
-    const { mode } = this.conversation;
+    const { mode } = this;
     const use = (text) => () => {
       this.input.value = text;
       this.grow();
@@ -272,7 +272,7 @@ export class ChatView {
     this.sendButton.setAttribute("aria-label", running ? "Stop" : "Send");
     this.sendButton.classList.toggle("stop", running);
     fill(this.sendButton, icon(running ? "stop" : "send"));
-    const chat = this.conversation.mode === "chat";
+    const chat = this.mode === "chat";
     this.input.placeholder = chat ? `Message ${this.server.model || "the model"}` : "Text to continue";
     if (this.welcomeTitle)
       setText(
@@ -286,19 +286,18 @@ export class ChatView {
     setText(this.hint, this.contextHint());
   }
 
-  /** What new conversations are: as the last one that was chosen, else what suits the model. Embedded ones only complete. */
-  suitableMode() {
-    return this.settings.mode ?? (this.server.description ? "completion" : "chat");
+  /** How what is written is used: as was chosen, else as suits the model. Embedded ones only complete. */
+  showMode() {
+    const mode = this.conversation.settings.mode ?? (this.server.description ? "completion" : "chat");
+    if (mode === this.mode) return;
+    this.mode = mode;
+    this.modes.press(mode);
+    if (!this.conversation.messages.length) this.drawThread();
   }
 
   /** The server is another one, or in another state. */
   meet() {
-    const { conversation } = this;
-    if (!conversation.messages.length && conversation.mode !== this.suitableMode()) {
-      conversation.mode = this.suitableMode();
-      this.mode.press(conversation.mode);
-      this.drawThread();
-    }
+    this.showMode();
     this.panel.meet(this.server.defaults, this.server.suggested);
     this.showServer();
   }
@@ -409,10 +408,9 @@ export class ChatView {
   }
 
   setMode(mode) {
-    this.conversation.mode = this.settings.mode = mode;
-    this.mode.press(mode);
-    saveSettings(this.settings);
-    if (!this.conversation.messages.length) this.drawThread();
+    this.conversation.settings.mode = mode;
+    this.keepSettings(this.conversation);
+    this.showMode();
     this.showServer();
   }
 
@@ -436,7 +434,7 @@ export class ChatView {
     conversation.title ||= (text.trim() || files[0].name).replace(/\s+/g, " ").slice(0, 60);
     const question = add(conversation, { role: "user", content: text, ...(files.length ? { files } : {}) }, parent);
     if (!this.conversations.includes(conversation)) this.conversations.unshift(conversation);
-    this.answer(add(conversation, blank(conversation.mode), question));
+    this.answer(add(conversation, blank(this.mode), question));
   }
 
   /** Another answer beside this one; one that failed is replaced. */
@@ -453,6 +451,7 @@ export class ChatView {
     const { conversation } = this;
     if (this.generations.has(conversation.id)) return;
     conversation.updated = Date.now();
+    this.keepSettings(conversation);
     const generation = new Generation(conversation, message, this.inEffect(), this.server.model);
     this.generations.set(conversation.id, generation);
     message.running = true;
@@ -467,8 +466,9 @@ export class ChatView {
   /** The settings, with what is suggested for those that are not set. */
   inEffect() {
     const { suggested } = this.server;
-    const unset = Object.keys(suggested).filter((name) => this.settings[name] === null);
-    return { ...this.settings, ...Object.fromEntries(unset.map((name) => [name, suggested[name]])) };
+    const { settings } = this.conversation;
+    const unset = Object.keys(suggested).filter((name) => settings[name] === null);
+    return { ...settings, ...Object.fromEntries(unset.map((name) => [name, suggested[name]])) };
   }
 
   changed(conversation, message) {
@@ -495,7 +495,7 @@ export class ChatView {
   }
 
   async save(conversation) {
-    if (!this.conversations.includes(conversation)) return; // deleted while it ran
+    if (!this.conversations.includes(conversation)) return; // nothing was said yet, or it was deleted while it ran
     try {
       await saveConversation(conversation);
       this.unkept = false;
@@ -507,17 +507,11 @@ export class ChatView {
     }
   }
 
-  /** Something beside its messages was changed: one that holds nothing but tools is kept, too. */
-  keep(conversation) {
-    const { conversations } = this;
-    const holds = conversation.messages.length > 0 || conversation.tools !== "";
-    if (holds && !conversations.includes(conversation)) conversations.unshift(conversation);
-    if (!holds && conversations.includes(conversation)) {
-      this.conversations = conversations.filter((one) => one !== conversation);
-      deleteConversation(conversation.id);
-    }
+  /** A conversation's settings were changed or used: they are kept with it, and new ones begin with them. */
+  keepSettings(conversation) {
+    this.lastUsed = conversation.settings;
+    saveSettings(this.lastUsed);
     this.save(conversation);
-    this.sidebar.draw();
   }
 
   /** Take in conversations (a branch, a file's), and show the first. */

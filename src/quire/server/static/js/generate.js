@@ -75,7 +75,7 @@ function take(answer, { content, reasoning, tool_calls: calls }) {
 
 function chatRequest(conversation, answer, settings) {
   const isFirst = turns(conversation).at(-1).at(-2)?.role !== "assistant";
-  const tools = field("tools", "The tools", () => toolFields(conversation.tools ?? "", conversation.toolChoice ?? "auto", isFirst));
+  const tools = field("tools", "The tools", () => toolFields(settings.tools, settings.toolChoice, isFirst));
   const body = { messages: history(conversation, answer, settings.system), ...tools };
   if (settings.reasoning_effort) body.reasoning_effort = settings.reasoning_effort;
   if (settings.thinking_token_budget !== null) body.thinking_token_budget = settings.thinking_token_budget;

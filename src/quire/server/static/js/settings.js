@@ -1,8 +1,9 @@
-// The panel of parameters: how is sampled, the same for all conversations, and the tools of the one that is open. An
-// empty field means the server's default, which is shown: then nothing is sent.
+// The panel of parameters: the settings of the conversation that is open. An empty field means the server's default, which
+// is shown: then nothing is sent.
 
 import { fill, h, iconButton, toast } from "./dom.js";
-import { DEFAULTS, saveSettings } from "./store.js";
+import { Presets } from "./presets.js";
+import { DEFAULTS } from "./store.js";
 import { choicesOf, EXAMPLE, toolsOf } from "./tools.js";
 
 /** The longest continuation of a text, unless another one is set: a model of texts may never end. */
@@ -47,15 +48,16 @@ export function schemaOf(text) {
 }
 
 export class SettingsPanel {
-  /** `onConversation`: something that is kept with the open conversation was changed. */
-  constructor(settings, { onClose, onConversation }) {
-    this.settings = settings;
-    this.conversation = { tools: "", toolChoice: "auto" };
-    this.onConversation = onConversation;
+  /** `onChange(conversation)`: its settings were changed. */
+  constructor({ onClose, onChange }) {
+    this.conversation = { settings: { ...DEFAULTS } };
+    this.onChange = onChange;
     this.defaults = {};
     this.suggested = {};
     this.shown = []; // functions that show what is set
     this.judges = {}; // by field: says what is wrong with it, or what the server says
+    this.presets = new Presets({ read: () => this.settings, take: (settings, said) => this.take(settings, said) });
+    this.shown.push(() => this.presets.show());
     const system = this.text("system", "System message", { rows: 4, placeholder: "None" });
     const stop = this.text("stop", "Stop at", { rows: 2, placeholder: "None", mono: true }, "One string per line; \\n stands for a line break");
     const schema = this.text(
@@ -72,24 +74,29 @@ export class SettingsPanel {
         "div",
         { class: "panel-head" },
         h("h2", {}, "Parameters"),
-        h("button", { class: "button small", type: "button", onclick: () => this.reset() }, "Reset"),
+        h("button", { class: "button small", type: "button", onclick: () => this.take(DEFAULTS, "The parameters were reset.") }, "Reset"),
         iconButton("close", "Close", onClose, "panel-close"),
       ),
+      this.presets.root,
       system,
       ...FIELDS.map((field) => this.number(...field)),
       stop,
       h(
         "details",
-        { class: "setting-group", open: Boolean(settings.reasoning_effort || settings.thinking_token_budget !== null) },
+        { class: "setting-group" },
         h("summary", {}, "Reasoning"),
         this.choice("reasoning_effort", "Effort", () => EFFORTS, "For chats, if the model's template supports it"),
         this.number(...BUDGET),
       ),
       h("details", { class: "setting-group" }, h("summary", {}, "Penalties"), ...PENALTIES.map((field) => this.number(...field))),
-      h("details", { class: "setting-group", open: Boolean(settings.schema) }, h("summary", {}, "Structured output"), schema),
+      h("details", { class: "setting-group" }, h("summary", {}, "Structured output"), schema),
       this.tools(),
     );
     for (const show of this.shown) show();
+  }
+
+  get settings() {
+    return this.conversation.settings;
   }
 
   /** The model's own defaults, which unset fields mean, and what is sent instead of some. */
@@ -99,11 +106,12 @@ export class SettingsPanel {
     for (const show of this.shown) show();
   }
 
-  /** Another conversation is open. */
+  /** Another conversation is open, or its settings are others; what is set does not lie folded. */
   open(conversation) {
     this.conversation = conversation;
-    this.toolBox.open ||= Boolean(conversation.tools);
     for (const show of this.shown) show();
+    const isSet = ({ dataset: { name } }) => this.settings[name] !== DEFAULTS[name];
+    for (const box of this.root.querySelectorAll("details")) box.open ||= [...box.querySelectorAll("[data-name]")].some(isSet);
   }
 
   /** Unfold a field, and put the cursor there. */
@@ -120,19 +128,28 @@ export class SettingsPanel {
 
   set(name, value) {
     this.settings[name] = value;
-    saveSettings(this.settings);
+    this.onChange(this.conversation);
+    this.presets.show();
   }
 
-  setOfConversation(name, value) {
-    this.conversation[name] = value;
-    this.onConversation(this.conversation);
+  /** Set all that stands here at once. What was set is lost then, unless a preset has it; so that can be undone. */
+  take(settings, said) {
+    const { conversation } = this;
+    const before = conversation.settings;
+    const put = (all) => {
+      conversation.settings = { ...all, mode: conversation.settings.mode };
+      this.onChange(conversation);
+      if (conversation === this.conversation) this.open(conversation);
+    };
+    const isKept = this.presets.chosen() !== null;
+    put(settings);
+    if (!isKept) toast(said, "Undo", () => put(before));
   }
 
   /** What may be called, and whether it must be. */
   tools() {
-    const place = [() => this.conversation.tools, (value) => this.setOfConversation("tools", value)];
     const help = "In OpenAI's format. You enter the results of calls yourself";
-    const list = this.text("tools", "List of functions", { rows: 9, placeholder: '[{"type": "function", ...}]', mono: true }, help, toolsOf, place);
+    const list = this.text("tools", "List of functions", { rows: 9, placeholder: '[{"type": "function", ...}]', mono: true }, help, toolsOf);
     const area = list.querySelector("textarea");
     const insert = () => {
       area.value = EXAMPLE;
@@ -143,33 +160,23 @@ export class SettingsPanel {
     const choice = this.choice(
       "toolChoice",
       "Tool choice",
-      () => choicesOf(this.conversation.tools, this.conversation.toolChoice),
+      () => choicesOf(this.settings.tools, this.settings.toolChoice),
       "For the first reply to a message; with results, the model decides",
-      [() => this.conversation.toolChoice, (value) => this.setOfConversation("toolChoice", value)],
     );
     const showChoice = this.shown.at(-1);
     const showExample = () => {
-      example.hidden = Boolean(this.conversation.tools.trim());
+      example.hidden = Boolean(this.settings.tools.trim());
     };
     area.addEventListener("input", () => {
       showChoice();
       showExample();
     });
     this.shown.push(showExample);
-    this.toolBox = h(
-      "details",
-      { class: "setting-group" },
-      h("summary", {}, "Tools"),
-      list,
-      example,
-      choice,
-    );
-    return this.toolBox;
+    return h("details", { class: "setting-group" }, h("summary", {}, "Tools"), list, example, choice);
   }
 
-  /** A field for text; `check` throws for what is not allowed; `place` reads and keeps it. */
-  text(name, label, { rows, placeholder, mono }, help, check, place) {
-    const [read, keep] = place ?? [() => this.settings[name], (value) => this.set(name, value)];
+  /** A field for text; `check` throws for what is not allowed. */
+  text(name, label, { rows, placeholder, mono }, help, check) {
     const id = `setting-${name}`;
     const area = h("textarea", { class: `field${mono ? " mono" : ""}`, id, rows, placeholder, "data-name": name, spellcheck: mono ? "false" : null });
     const note = help && h("span", { class: "setting-help", id: `${id}-help` }, help);
@@ -188,25 +195,24 @@ export class SettingsPanel {
     };
     this.judges[name] = judge;
     area.addEventListener("input", () => {
-      keep(area.value);
+      this.set(name, area.value);
       judge();
     });
     this.shown.push(() => {
-      if (area.value !== read()) area.value = read();
+      if (area.value !== this.settings[name]) area.value = this.settings[name];
       judge();
     });
     return h("div", { class: "setting" }, h("label", { class: "setting-name", for: id }, label), area, note);
   }
 
-  /** A field for one of `options()`: [[value, label], ...]; `place` reads and keeps it. */
-  choice(name, label, options, help, place) {
-    const [read, keep] = place ?? [() => this.settings[name], (value) => this.set(name, value)];
+  /** A field for one of `options()`: [[value, label], ...]. */
+  choice(name, label, options, help) {
     const id = `setting-${name}`;
     const field = h("select", { class: "field", id, "data-name": name, "aria-describedby": `${id}-help` });
-    field.addEventListener("change", () => keep(field.value));
+    field.addEventListener("change", () => this.set(name, field.value));
     this.shown.push(() => {
       fill(field, ...options().map(([value, text]) => h("option", { value }, text)));
-      field.value = read();
+      field.value = this.settings[name];
     });
     return h(
       "div",
@@ -266,20 +272,6 @@ export class SettingsPanel {
       range,
       note,
     );
-  }
-
-  reset() {
-    const { conversation } = this;
-    const before = [{ ...this.settings }, { tools: conversation.tools, toolChoice: conversation.toolChoice }];
-    const put = ([settings, ofConversation]) => {
-      Object.assign(this.settings, settings);
-      Object.assign(conversation, ofConversation);
-      saveSettings(this.settings);
-      this.onConversation(conversation);
-      for (const show of this.shown) show();
-    };
-    put([{ ...DEFAULTS, mode: this.settings.mode }, { tools: "", toolChoice: "auto" }]);
-    toast("The parameters were reset.", "Undo", () => put(before));
   }
 }
 

@@ -1,14 +1,17 @@
-// What is kept in this browser: settings in the local storage, conversations in a database, each under its id, so that
-// two tabs do not overwrite each other's. Nothing is dropped to make room: what cannot be kept is told.
+// What is kept in this browser: conversations with their settings in a database, each under its id; in the local storage
+// the settings that were used last, and presets, each under its name. So two tabs do not overwrite each other's. Nothing is
+// dropped to make room: what cannot be kept is told.
 
 import { asTree, newKey } from "./thread.js";
 
 const SETTINGS = "quire.settings";
+const PRESET = "quire.preset."; // before the name of one
 const DATABASE = "quire";
 const CONVERSATIONS = "conversations";
 const EARLIER = "quire.conversation."; // keys of conversations in the local storage, where they were kept before
 const PATIENCE = 3000; // milliseconds, for a database that never opens
 
+/** The settings of a conversation. */
 export const DEFAULTS = {
   system: "",
   temperature: null,
@@ -24,7 +27,9 @@ export const DEFAULTS = {
   schema: "", // JSON
   reasoning_effort: "",
   thinking_token_budget: null,
-  mode: null, // what suits the model
+  tools: "", // JSON
+  toolChoice: "auto",
+  mode: null, // "chat" or "completion"; null is what suits the model
 };
 
 function storage() {
@@ -43,8 +48,20 @@ function readJson(key) {
   }
 }
 
+/** Settings that were kept or exported; what is missing, or is none, has its default. */
+function checkedSettings(found) {
+  const fits = {
+    string: (value) => typeof value === "string",
+    object: (value) => value === null || Number.isFinite(value), // a number that is not set
+    mode: (value) => [null, "chat", "completion"].includes(value),
+  };
+  const check = ([name, usual]) => [name, (fits[name] ?? fits[typeof usual])(found?.[name]) ? found[name] : usual];
+  return Object.fromEntries(Object.entries(DEFAULTS).map(check));
+}
+
+/** The settings that were used last: new conversations begin with them. */
 export function loadSettings() {
-  return { ...DEFAULTS, ...readJson(SETTINGS) };
+  return checkedSettings(readJson(SETTINGS));
 }
 
 export function saveSettings(settings) {
@@ -55,8 +72,22 @@ export function saveSettings(settings) {
   }
 }
 
-export function newConversation(mode) {
-  return { id: newKey(), title: "", mode, updated: Date.now(), messages: [], leaf: null, tools: "", toolChoice: "auto" };
+/** All presets, by name in order: Map(name -> settings). */
+export function loadPresets() {
+  const keys = Object.keys(storage() ?? {}).filter((key) => key.startsWith(PRESET));
+  return new Map(keys.sort().map((key) => [key.slice(PRESET.length), checkedSettings(readJson(key))]));
+}
+
+/** Keep settings under a name; null: none any more. Throws Error where they cannot be kept. */
+export function savePreset(name, settings) {
+  const place = storage();
+  if (!place) throw new Error("this browser keeps nothing for this page");
+  if (settings) place.setItem(PRESET + name, JSON.stringify(settings));
+  else place.removeItem(PRESET + name);
+}
+
+export function newConversation(settings = DEFAULTS) {
+  return { id: newKey(), title: "", updated: Date.now(), messages: [], leaf: null, settings: { ...settings } };
 }
 
 let database = null; // once it is open
@@ -121,19 +152,17 @@ export function checkedConversation(found) {
   if (!found || !isText(found.id) || !Array.isArray(found.messages) || !found.messages.every(isMessage)) return null;
   asTree(found);
   for (const message of found.messages) message.running = false; // whatever ran has ended with its page
+  const { mode = "chat", tools = "", toolChoice = "auto", ...rest } = found; // all settings it had, in the earlier form
   return {
-    mode: "chat",
-    ...found,
+    ...rest,
     title: isText(found.title) ? found.title : "",
     updated: Number(found.updated) || 0,
-    tools: isText(found.tools) ? found.tools : "",
-    toolChoice: isText(found.toolChoice) ? found.toolChoice : "auto",
+    settings: checkedSettings(found.settings ?? { ...loadSettings(), mode, tools, toolChoice }),
   };
 }
 
-/** Keep a conversation that holds something. Throws Error where it cannot be kept. */
+/** Keep a conversation. Throws Error where it cannot be kept. */
 export async function saveConversation(conversation) {
-  if (!(conversation.messages.length || conversation.tools)) return;
   await inDatabase("readwrite", (store) => store.put(conversation));
 }
 

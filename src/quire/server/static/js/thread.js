@@ -142,7 +142,8 @@ export function branch(conversation, message) {
   const messages = structuredClone(shown.slice(0, shown.indexOf(message) + 1));
   messages.forEach((one, index) => Object.assign(one, { parent: messages[index - 1]?.key ?? null, running: false }));
   const title = `${conversation.title || "Untitled"} (branch)`;
-  return { ...conversation, id: newKey(), title, updated: Date.now(), messages, leaf: messages.at(-1).key };
+  const settings = { ...conversation.settings };
+  return { ...conversation, settings, id: newKey(), title, updated: Date.now(), messages, leaf: messages.at(-1).key };
 }
 
 const length = (turn) => turn.reduce((sum, one) => sum + textOf(one).length, 0);
