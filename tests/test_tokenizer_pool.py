@@ -522,13 +522,13 @@ async def test_grammars_that_take_much_memory_are_refused_and_leave_none(start: 
     pool = await start()
     ordinary = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "string"}}})
     await pool.compile_grammar(ordinary)
-    [worker] = children_of(os.getpid())
+    [worker] = pool.pids
     before = resident_bytes(worker)
     for number in range(4):
         with pytest.raises(SamplingParamsError, match="MiB when it is compiled"):
             await pool.compile_grammar(StructuredOutputsParams(regex=f"(a{{{400 + number}}}){{1000}}"))
     await pool.compile_grammar(ordinary)
-    assert children_of(os.getpid()) == [worker] and resident_bytes(worker) - before < 300 << 20
+    assert pool.pids == [worker] and resident_bytes(worker) - before < 300 << 20
     small = await start(memory_bytes=64 << 20)
     with pytest.raises((TokenizerFailedError, RequestError)):
         await small.compile_grammar(StructuredOutputsParams(regex="(a{400}){1000}"))
