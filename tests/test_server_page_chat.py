@@ -651,6 +651,7 @@ def test_shortcuts_are_listed_and_can_be_turned_off(browser: Chromium, server: S
     assert violations(page) == []
     page.click("#shortcuts-dialog input")
     page.click("#shortcuts-dialog .primary")
+    page.wait("document.querySelector('dialog') === null")
     key("?")
     key("s")
     assert page.evaluate("document.querySelector('dialog') === null && document.activeElement === document.body")
