@@ -13,13 +13,16 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
 from tests.costs import Costs
 from tests.http_tools import CHECKED, ServeProcess
+
+if TYPE_CHECKING:
+    from tests.router_fakes import Loop
 
 gc.disable()  # until tests are collected: it is a third of what that takes
 os.environ["TRITON_INTERPRET"] = "1"
@@ -120,3 +123,13 @@ def interfaces_server() -> Iterator[ServeProcess]:
     keys = ("--api-key", "k1", "--api-key", "k2", "--admin")
     with ServeProcess(*keys, *CHECKED, "--max-queued-requests", "4", key="k1") as process:
         yield process
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    """An event loop in a thread, for servers that stand in for others."""
+    from tests.router_fakes import Loop
+
+    one = Loop()
+    yield one
+    one.close()

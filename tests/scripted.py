@@ -19,7 +19,6 @@ from quire.engine.frontend import Prepared
 from quire.engine.outputs import RequestOutput
 from quire.server.app import create_app
 from quire.text.detokenizer import Detokenizer
-from quire.text.reply_grammar import ReplyRequest
 from quire.text.reply_parser import ReplyParser
 from quire.text.reply_syntax import ReplyForm
 from quire.text.tokenizer import RenderedChat, Tokenizer
@@ -28,44 +27,42 @@ from tests.test_reply_grammar import grammars_of
 
 
 class ScriptedPool(FakeTokenizerPool):
-    """A tokenizer and its template, in this process."""
+    """A tokenizer and its template, in this process.
+
+    Attributes:
+        tokenizer: what it has; see `use`.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
-        self.reply_syntax = tokenizer.reply_syntax
-        self._tokenizer = tokenizer
+        self.use(tokenizer)
 
-    async def render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: dict[str, Any] | None = None,
-        reply: ReplyRequest | None = None,
-        max_tokens: int | None = None,
-    ) -> RenderedChat:
-        return self._tokenizer.apply_chat_template(
-            list(messages),
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-            reply=reply,
-            max_tokens=max_tokens,
-        )
+    def use(self, tokenizer: Tokenizer) -> None:
+        """From now on the model is another one."""
+        self.tokenizer, self.reply_syntax = tokenizer, tokenizer.reply_syntax
+        self.grammars = grammars_of(tokenizer)
+
+    async def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> RenderedChat:
+        return self.tokenizer.apply_chat_template(list(messages), **options)
 
     async def compile_grammar(self, wanted: StructuredOutputsParams) -> None:
-        grammars_of(self._tokenizer).matcher(wanted, [0])
+        self.grammars.matcher(wanted, [0])
 
 
 class ScriptedEngine(FakeEngineClient):
-    """Writes `replies`, one a request, and keeps the `prompts`."""
+    """Writes `replies`, one a request, and keeps the `prompts`.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(info=engine_info(vocab_size=tokenizer.vocab_size, max_model_len=1 << 20))
+    Attributes:
+        pool: has the model.
+        corrected: what the mask did not let the model write; None: that is an error.
+    """
+
+    def __init__(self, pool: ScriptedPool) -> None:
+        super().__init__(info=engine_info(vocab_size=1 << 20, max_model_len=1 << 20))
+        self.pool = pool
         self.replies: list[str] = []
         self.prompts: list[str] = []
-        self._tokenizer = tokenizer
+        self.corrected: list[str] | None = None
 
     def prepare(
         self,
@@ -81,23 +78,29 @@ class ScriptedEngine(FakeEngineClient):
 
     async def generate(self, prepared: Prepared, *, name: str, **_: Any) -> AsyncGenerator[RequestOutput, None]:
         self.prompts.append(prepared.text or "")
-        found, output = self._tokenizer, _empty_output(name, prepared, 0)
+        model, output = self.pool.tokenizer, _empty_output(name, prepared, 0)
         [choice] = output.outputs
-        parser = ReplyParser(prepared.reply or ReplyForm(), found.special_texts)
-        choice.events, detokenizer = parser.events, Detokenizer(found, prepared.params, parser)
+        parser = ReplyParser(prepared.reply or ReplyForm(), model.special_texts)
+        choice.events, detokenizer = parser.events, Detokenizer(model, prepared.params, parser)
         wanted = prepared.params.structured_outputs
-        matcher = None if wanted is None else grammars_of(found).matcher(wanted, [0])
-        for token in found._controls().encode(self.replies.pop(0)).ids:
+        matcher = None if wanted is None else self.pool.grammars.matcher(wanted, [0])
+        for token in model.encode(self.replies.pop(0), add_special_tokens=False, parse_special=True):
             if matcher is not None:
-                bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
-                assert bits[token], f"masked: {found.decode([token], False)!r} after {choice.text!r}"
+                allowed = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+                if not allowed[token]:
+                    assert self.corrected is not None, f"masked: {model.decode([token], False)!r} after {choice.text!r}"
+                    self.corrected.append(model.token_text(token))
+                    token = int(np.flatnonzero(allowed)[0])
                 matcher.append(token)
             output.begin_deltas()
             choice.token_ids.append(token)
-            choice.text += detokenizer.push([token])
+            choice.delta += detokenizer.push([token])
+            choice.text += choice.delta
             yield output.hand_out()
-        assert matcher is None or np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[0], "it may not end"
-        choice.text += detokenizer.finish()
+        ends = matcher is None or np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[0]
+        assert ends or self.corrected, "it may not end"
+        output.begin_deltas()
+        choice.delta += detokenizer.finish()
         choice.finish_reason = "stop"
         yield output.hand_out()
 
@@ -105,7 +108,8 @@ class ScriptedEngine(FakeEngineClient):
 @contextlib.contextmanager
 def scripted_server(tokenizer: Tokenizer) -> Iterator[tuple[str, ScriptedEngine]]:
     """The app on a port of this process, and its engine."""
-    engine = ScriptedEngine(tokenizer)
-    context = app_context(engine, ScriptedPool(tokenizer))
+    pool = ScriptedPool(tokenizer)
+    engine = ScriptedEngine(pool)
+    context = app_context(engine, pool)
     with AppThread(lambda: create_app(context)) as thread:
         yield thread.url, engine

@@ -11,6 +11,7 @@ of a prompt.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -66,8 +67,6 @@ SETTINGS = {
 }
 IN_FULL = ["bfloat16", "float32", "sliding window", "windows in some layers"]
 IN_PART = [name for name in SETTINGS if name not in IN_FULL]
-SLOWEST = "torch, int4 weights, int8 cache"
-BUT_SLOWEST = [pytest.param(name, marks=pytest.mark.slow if name == SLOWEST else ()) for name in SETTINGS]
 
 
 class Switches(NamedTuple):
@@ -200,21 +199,16 @@ def assert_switches_change_nothing(
 
 
 CACHES, BLOCK_SIZES, CHUNKS = ("radix", "hash", "off"), (16, 32, 64), (40, 173, 2048)
-EVERY_PAIR = [
-    pytest.param(setting, size, cache, half, marks=() if not (i + j + k) % 3 and half == i % 2 else pytest.mark.slow)
-    for i, setting in enumerate(IN_FULL)
-    for j, size in enumerate(BLOCK_SIZES)
-    for k, cache in enumerate(CACHES)
-    for half in (0, 1)
-]
-"""Each setting meets each block size and each kind of cache, and these each other; and each length of chunks in a small
-pool and in a large one. `make test-slow` adds the rest."""
 
 
 @pytest.mark.quick(
     "bfloat16-64-hash-0", "float32-32-hash-1", "sliding window-64-off-0", "windows in some layers-16-radix-1"
 )
-@pytest.mark.parametrize(("setting", "block_size", "cache", "half"), EVERY_PAIR, indirect=["setting"])
+@pytest.mark.parametrize(
+    ("setting", "block_size", "cache", "half"),
+    list(itertools.product(IN_FULL, BLOCK_SIZES, CACHES, (0, 1))),
+    indirect=["setting"],
+)
 def test_nothing_around_a_request_changes_its_tokens(setting, alone, block_size, cache, half):
     small = [bool((half + BLOCK_SIZES.index(block_size) + place) % 2) for place in range(len(CHUNKS))]
     pairs = zip(CHUNKS, small, strict=True)
@@ -239,11 +233,7 @@ def test_nothing_around_a_request_changes_its_tokens_in_any_kernels_and_formats(
 @pytest.mark.quick("bfloat16-2", "float32-1")
 @pytest.mark.parametrize(
     ("setting", "depth"),
-    [
-        pytest.param(name, depth, marks=() if i % 2 == depth % 2 else pytest.mark.slow)
-        for i, name in enumerate(IN_FULL)
-        for depth in (1, 2)
-    ],
+    list(itertools.product(IN_FULL, (1, 2))),
     indirect=["setting"],
 )
 def test_steps_in_flight_do_not_change_tokens(setting, alone, depth):
@@ -259,7 +249,7 @@ def test_steps_in_flight_do_not_change_tokens(setting, alone, depth):
 
 
 @pytest.mark.quick("bfloat16", "windows in some layers", "int4 weights", "int8 cache", "latent attention")
-@pytest.mark.parametrize("setting", BUT_SLOWEST, indirect=True)
+@pytest.mark.parametrize("setting", SETTINGS, indirect=True)
 def test_prompt_logprobs_do_not_depend_on_chunks_or_company(setting):
     prompt = prompts()[4]
 
@@ -331,7 +321,7 @@ def scored(engine: Engine, texts: Mapping[int, list[int]]) -> dict[int, Scores]:
 
 
 @pytest.mark.quick("bfloat16", "windows in some layers", "int4 weights", "int8 cache", "latent attention")
-@pytest.mark.parametrize("setting", BUT_SLOWEST, indirect=True)
+@pytest.mark.parametrize("setting", SETTINGS, indirect=True)
 def test_the_logprob_of_a_sampled_token_is_the_one_of_scoring_it_as_a_prompt(setting):
     """Bit by bit: who trains on what was sampled computes the same numbers from the text."""
     common = {**setting, "max_model_len": 320, "max_num_seqs": 8}

@@ -66,17 +66,11 @@ ALL, DECODES = (sizes(8, LARGEST_SMALL_GRAPH) for sizes in (all_sizes, decode_si
 CACHES = {"radix": (22, 40), "hash": (400, 173), "off": (22, 2048)}
 """Kinds of prefix cache, with the blocks and the largest chunks that they are tested with."""
 
-ALWAYS = (("lazy", "radix", True), ("lazy", "off", False), ("eager", "hash", True), ("off", "radix", False))
-"""`make test-slow` adds the other combinations of graphs, caches and whether steps overlap."""
-
 
 @pytest.mark.quick("eager-hash-True", "off-radix-False")
 @pytest.mark.parametrize(
     ("graphs", "cache", "overlap"),
-    [
-        pytest.param(*each, marks=() if each in ALWAYS else pytest.mark.slow)
-        for each in itertools.product(("lazy", "eager", "off"), CACHES, (True, False))
-    ],
+    list(itertools.product(("lazy", "eager", "off"), CACHES, (True, False))),
 )
 def test_a_device_gives_the_same_tokens(folder, alone, graphs, cache, overlap):
     device = DelayedDevice()

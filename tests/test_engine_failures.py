@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import sys
@@ -203,12 +204,7 @@ def test_memory_that_a_cpu_lacks_halves_a_step(folder, outcomes, error, caplog):
 @pytest.mark.quick("inline-wait-KeyboardInterrupt", "thread-launch-KeyboardInterrupt", "device-launch-SystemExit")
 @pytest.mark.parametrize(
     ("way", "place", "error"),
-    [
-        pytest.param(way, place, error, marks=pytest.mark.slow if (i + j + k) % 2 else ())
-        for i, way in enumerate(WAYS)
-        for j, place in enumerate(("launch", "wait"))
-        for k, error in enumerate((SystemExit, KeyboardInterrupt))
-    ],
+    list(itertools.product(WAYS, ("launch", "wait"), (SystemExit, KeyboardInterrupt))),
 )
 def test_whatever_comes_out_of_a_step_the_next_one_goes_on_without_it(folder, outcomes, way, place, error, monkeypatch):
     engine = start(folder, outcomes, way, drafts=3)

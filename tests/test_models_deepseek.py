@@ -104,7 +104,7 @@ def test_a_half_precision_model_errs_no_more_than_transformers(architecture: str
         pytest.param("bfloat16", None, id="bfloat16-chosen"),
         pytest.param("float32", None, id="float32-chosen"),
         pytest.param("bfloat16", Kernels(), id="bfloat16-torch"),
-        pytest.param("float32", Kernels(), id="float32-torch", marks=pytest.mark.slow),
+        pytest.param("float32", Kernels(), id="float32-torch"),
     ],
 )
 def test_chunks_of_any_length_give_the_same_bits(dtype: str, kernels: Kernels | None, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: str, tmp_path:
         pytest.param(torch.bfloat16, None, id="bfloat16-chosen"),
         pytest.param(torch.float32, None, id="float32-chosen"),
         pytest.param(torch.bfloat16, Kernels(), id="bfloat16-torch"),
-        pytest.param(torch.float32, Kernels(), id="float32-torch", marks=pytest.mark.slow),
+        pytest.param(torch.float32, Kernels(), id="float32-torch"),
     ],
 )
 def test_chunks_of_any_length_give_the_same_bits(dtype: torch.dtype, kernels: Kernels | None, tmp_path: Path) -> None:

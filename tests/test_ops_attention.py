@@ -162,12 +162,7 @@ def run(
 @pytest.mark.quick("shape0-dtype0-None", "shape5-dtype5-150", "shape6-dtype6-None")
 @pytest.mark.parametrize(
     ("shape", "dtype", "window"),
-    [
-        pytest.param(shape, dtype, window, marks=pytest.mark.slow if (i + j + k) % 2 else ())
-        for i, shape in enumerate(((4, 2, 64), (3, 1, 32), (5, 5, 16)))
-        for j, dtype in enumerate((torch.bfloat16, torch.float32))
-        for k, window in enumerate((None, 150))
-    ],
+    list(itertools.product(((4, 2, 64), (3, 1, 32), (5, 5, 16)), (torch.bfloat16, torch.float32), (None, 150))),
 )
 def test_bits_do_not_depend_on_chunks_neighbours_or_block_size(
     shape: tuple[int, int, int], dtype: torch.dtype, window: int | None

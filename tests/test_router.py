@@ -31,13 +31,6 @@ from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, erro
 from tests.server_fakes import wait_until
 
 
-@pytest.fixture(scope="module")
-def loop() -> Iterator[Loop]:
-    one = Loop()
-    yield one
-    one.close()
-
-
 @pytest.fixture
 def pair(loop: Loop) -> Iterator[list[FakeServer]]:
     servers = [FakeServer(loop), FakeServer(loop, chunk=7)]

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
@@ -18,14 +17,6 @@ from quire.router.upstream import Answer, Connections, Upstream
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
 from tests.server_fakes import wait_until
 from tests.test_router_serve import RouteProcess
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[Loop]:
-    one = Loop()
-    yield one
-    one.close()
-
 
 FAST, SLOW = {"prefill_tokens_per_second": 1e6}, {"prefill_tokens_per_second": 1.0}
 """Of two servers that tell this, the first is asked first."""

@@ -46,13 +46,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     one.close()
 
 
-@pytest.fixture(scope="module")
-def loop() -> Iterator[Loop]:
-    one = Loop()
-    yield one
-    one.close()
-
-
 @pytest.mark.slow
 def test_the_page_shows_who_holds_what_and_where_a_requests_time_went(loop: Loop, browser: Chromium) -> None:
     told = {"told": TOLD, "lives": [LIFE | {"id": "mine"}]}

@@ -20,13 +20,6 @@ FAST, SLOW = {"prefill_tokens_per_second": 1e6}, {"prefill_tokens_per_second": 1
 NOBODY = "127.0.0.1:1"
 
 
-@pytest.fixture(scope="module")
-def loop() -> Iterator[Loop]:
-    one = Loop()
-    yield one
-    one.close()
-
-
 @pytest.fixture
 def fast(loop: Loop) -> Iterator[FakeServer]:
     one = FakeServer(loop, told=FAST)

@@ -5,27 +5,18 @@ never does, since each text is what its family is trained to write.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import httpx2
-import numpy as np
 import pytest
 
-from quire.core.sampling_params import SamplingParams
-from quire.engine.frontend import Prepared
-from quire.engine.outputs import RequestOutput
-from quire.server.app import create_app
-from quire.text.detokenizer import Detokenizer
-from quire.text.reply_parser import ReplyParser
-from quire.text.reply_syntax import ReplyForm
-from quire.text.tokenizer import RenderedChat, Tokenizer
+from quire.text.tokenizer import Tokenizer
 from tests.reply_templates import FORMATS
-from tests.server_fakes import AppThread, FakeEngineClient, FakeTokenizerPool, _empty_output, app_context, engine_info
-from tests.test_reply_grammar import SPECIALS, grammars_of, marked_tokenizer, markers_of, template
+from tests.scripted import ScriptedEngine, scripted_server
+from tests.test_reply_grammar import SPECIALS, marked_tokenizer, markers_of, template
 
 THOUGHT = "I need a forecast."
 CITY: dict[str, Any] = {"city": "São Paulo", "day": "2024-01-01"}
@@ -89,95 +80,28 @@ WRITTEN = {
 
 
 @dataclass
-class ScriptedModel(FakeEngineClient):
-    """Writes a text.
-
-    Attributes:
-        written: the text. model: its tokenizer. corrected: the tokens that the mask did not let it write.
-    """
-
-    written: str = ""
-    model: Tokenizer = field(default_factory=marked_tokenizer)
-    corrected: list[str] = field(default_factory=list)
-
-    def prepare(
-        self,
-        text: str | None,
-        token_ids: list[int],
-        params: SamplingParams,
-        bad_words: Sequence[list[int]] = (),
-        reply: object = None,
-    ) -> Prepared:
-        prepared = super().prepare(text, token_ids, params, bad_words)
-        return dataclasses.replace(prepared, reply=cast(ReplyForm, reply))
-
-    async def generate(self, prepared: Prepared, *, name: str, **_: Any) -> AsyncGenerator[RequestOutput, None]:
-        output = _empty_output(name, prepared, 0)
-        [choice] = output.outputs
-        assert prepared.reply is not None and prepared.params.structured_outputs is not None
-        parser = ReplyParser(prepared.reply, self.model.special_texts)
-        choice.events = parser.events
-        detokenizer = Detokenizer(self.model, prepared.params, parser)
-        matcher = grammars_of(self.model).matcher(prepared.params.structured_outputs, [0])
-        self.corrected = []
-        for token in self.model.encode(self.written, add_special_tokens=False, parse_special=True):
-            output.begin_deltas()
-            allowed = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
-            if not allowed[token]:
-                self.corrected.append(self.model.token_text(token))
-                token = int(np.flatnonzero(allowed)[0])
-            matcher.append(token)
-            choice.token_ids.append(token)
-            choice.delta += detokenizer.push([token])
-            yield output.hand_out()
-        output.begin_deltas()
-        if not np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[0]:
-            self.corrected.append("the end")
-        choice.delta += detokenizer.finish()
-        choice.finish_reason = "stop"
-        yield output.hand_out()
-
-
-class RealPool(FakeTokenizerPool):
-    """Renders chats with the tokenizer of the model that answers."""
-
-    client: ScriptedModel
-
-    async def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> RenderedChat:
-        return self.client.model.apply_chat_template(messages, **options)
-
-    async def compile_grammar(self, wanted: Any) -> None:
-        pass
-
-
-@dataclass
 class Site:
-    client: ScriptedModel
+    engine: ScriptedEngine
     http: httpx2.Client
 
-    def play(self, name: str, written: str) -> None:
-        """From now on the model writes this in the format with a name."""
+    def play(self, name: str, *written: str) -> None:
+        """From now on the model has the format with a name, and writes these replies."""
         base = marked_tokenizer(tuple(markers_of(template(name).reply_syntax)))
-        self.client.model = Tokenizer(base._source, SPECIALS, {"default": FORMATS[name]})
-        self.client.written = written
+        self.engine.pool.use(Tokenizer(base._source, SPECIALS, {"default": FORMATS[name]}))
+        self.engine.replies, self.engine.corrected = [*written], None
 
     def post(self, path: str, **body: Any) -> Any:
         answer = self.http.post(path, json={"model": "demo", **body})
-        assert answer.status_code == 200 and not self.client.corrected, (answer.text, self.client.corrected)
-        return (
-            answer.json()
-            if not body.get("stream")
-            else [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-        )
+        assert answer.status_code == 200, answer.text
+        if not body.get("stream"):
+            return answer.json()
+        return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
 
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    pool = RealPool()
-    client = pool.client = ScriptedModel(info=engine_info(vocab_size=100_000, max_model_len=8192))
-    context = app_context(client, pool)
-    with AppThread(lambda: create_app(context)) as thread, httpx2.Client(base_url=thread.url, timeout=60) as http:
-        yield Site(client, http)
+    with scripted_server(marked_tokenizer()) as (url, engine), httpx2.Client(base_url=url, timeout=60) as http:
+        yield Site(engine, http)
 
 
 ASKED = [{"role": "user", "content": "Will it rain in São Paulo?"}]
@@ -185,7 +109,7 @@ ASKED = [{"role": "user", "content": "Will it rain in São Paulo?"}]
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_a_model_writes_comes_out_of_the_chat_route_as_calls(site: Site, name: str) -> None:
-    site.play(name, WRITTEN[name])
+    site.play(name, WRITTEN[name], WRITTEN[name])
     calls = [CITY] if name in ("llama3_json", "harmony") else [CITY, DAYS]
     answer = site.post("/v1/chat/completions", messages=ASKED, tools=TOOLS)
     message, reason = answer["choices"][0]["message"], answer["choices"][0]["finish_reason"]
@@ -202,7 +126,7 @@ def test_what_a_model_writes_comes_out_of_the_chat_route_as_calls(site: Site, na
 
 @pytest.mark.parametrize("name", ["hermes", "glm45", "minimax_m2"])
 def test_reasoning_and_calls_come_out_of_the_other_routes(site: Site, name: str) -> None:
-    site.play(name, WRITTEN[name])
+    site.play(name, WRITTEN[name], WRITTEN[name])
     tools = [{"name": "weather", "description": "w", "input_schema": PARAMETERS}]
     answer = site.post("/v1/messages", messages=ASKED, tools=tools, max_tokens=1000)
     assert [part["type"] for part in answer["content"]] == ["thinking", "tool_use", "tool_use"]
@@ -217,5 +141,6 @@ def test_reasoning_and_calls_come_out_of_the_other_routes(site: Site, name: str)
 
 def test_the_mask_corrects_what_a_tool_does_not_take(site: Site) -> None:
     site.play("qwen3_coder", WRITTEN["qwen3_coder"].replace(">\n3\n<", ">\nthree\n<"))
-    answer = site.http.post("/v1/chat/completions", json={"model": "demo", "messages": ASKED, "tools": TOOLS})
-    assert answer.status_code == 200 and site.client.corrected[0] != "the end"
+    site.engine.corrected = []
+    site.post("/v1/chat/completions", messages=ASKED, tools=TOOLS)
+    assert site.engine.corrected

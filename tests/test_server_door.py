@@ -56,13 +56,6 @@ def site(files: Files) -> Iterator[AppThread]:
         yield thread
 
 
-@pytest.fixture(scope="module")
-def loop() -> Iterator[Loop]:
-    one = Loop()
-    yield one
-    one.close()
-
-
 def client(site: AppThread, files: Files) -> httpx2.Client:
     return httpx2.Client(base_url=site.url, verify=client_context(str(files.cert)), timeout=60)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import logging
 import random
 import weakref
@@ -231,10 +232,7 @@ def plain(request, plain_of) -> Plain:
 )
 @pytest.mark.parametrize(
     ("plain", "choice"),
-    [
-        *(("bfloat16", choice) for choice in CHOICES),
-        *(pytest.param("float32", choice, marks=pytest.mark.slow) for choice in CHOICES),
-    ],
+    list(itertools.product(("bfloat16", "float32"), CHOICES)),
     indirect=["plain"],
 )
 @pytest.mark.parametrize("lengths", [(1, 8), pytest.param((3,), marks=pytest.mark.slow)])
@@ -255,11 +253,7 @@ def test_whatever_is_drafted_the_output_is_the_same(plain, choice, lengths):
 )
 @pytest.mark.parametrize(
     ("plain", "choice"),
-    [
-        pytest.param(kind, choice, marks=() if number % 2 == (choice == "trees") else pytest.mark.slow)
-        for number, kind in enumerate(KINDS)
-        for choice in ("right, then wrong", "trees")
-    ],
+    list(itertools.product(KINDS, ("right, then wrong", "trees"))),
     indirect=["plain"],
 )
 def test_drafts_change_nothing_in_any_kernels_and_formats(plain, choice):
@@ -277,17 +271,7 @@ def test_drafts_change_nothing_in_any_kernels_and_formats(plain, choice):
 @pytest.mark.quick("sliding window-right, then wrong-1")
 @pytest.mark.parametrize(
     ("plain", "choice", "depth"),
-    [
-        pytest.param(
-            kind,
-            choice,
-            depth,
-            marks=() if (choice == "trees") == (kind == "bfloat16") == (depth != 1) else pytest.mark.slow,
-        )
-        for kind in ("bfloat16", "sliding window")
-        for choice in ("trees", "right, then wrong")
-        for depth in (0, 1, 2)
-    ],
+    list(itertools.product(("bfloat16", "sliding window"), ("trees", "right, then wrong"), (0, 1, 2))),
     indirect=["plain"],
 )
 def test_drafts_change_nothing_while_requests_preempt_each_other(plain, choice, depth):
@@ -318,11 +302,7 @@ def test_a_request_may_switch_it_off(plain):
 @pytest.mark.quick("sliding window-1")
 @pytest.mark.parametrize(
     ("plain", "depth"),
-    [
-        pytest.param(kind, depth, marks=() if (kind == "bfloat16") == (depth != 1) else pytest.mark.slow)
-        for kind in ("bfloat16", "sliding window")
-        for depth in (0, 1, 2)
-    ],
+    list(itertools.product(("bfloat16", "sliding window"), (0, 1, 2))),
     indirect=["plain"],
 )
 def test_requests_that_are_let_go_give_the_same_tokens_beside_those_that_are_drafted(plain, depth, monkeypatch):
@@ -403,9 +383,7 @@ def test_a_device_that_works_by_itself_verifies_drafts_too(plain, choice, overla
 
 @pytest.mark.quick("5-bfloat16", "8-bfloat16")
 @pytest.mark.parametrize("plain", ["bfloat16"], indirect=True)
-@pytest.mark.parametrize(
-    "drafts", [1, 2, 5, 8, *(pytest.param(drafts, marks=pytest.mark.slow) for drafts in (3, 4, 6, 7))]
-)
+@pytest.mark.parametrize("drafts", range(1, 9))
 def test_drafts_of_any_length_change_nothing_alone_and_in_company(plain, drafts):
     folder, options, outcomes = plain
     for choice in ("right, then wrong", "trees"):

@@ -307,9 +307,11 @@ class KVTiers:
         """Say so if a request's prompt cannot come from the engine that its `kv_transfer_params` name: it is computed
         here then, or by another engine."""
         asked = request.params.kv_transfer_params or {}
+        if not asked.get("do_remote_prefill"):
+            return
         name, now = asked.get("remote_engine_id") or "", time.monotonic()
         known = [each.engine for each in self.importer.prefillers if each.engine] if self.importer else []
-        if not asked.get("do_remote_prefill") or (name in known if name else known) or now < self._say_again:
+        if (name in known if name else known) or now < self._say_again:
             return
         self._say_again = now + SAY_SECONDS
         logger.warning(

@@ -3,8 +3,8 @@
 Keys, all of which begin with `PREFIX`: `owner`, the cluster that these nodes belong to; `nodes`, their names; `n:NAME`,
 a node's epoch and address, which expires with its lease; `b:HASH`, by node name, the epochs in which nodes published a
 block. An entry counts while its epoch is that of its node's lease, so nothing has to be cleaned up after a crash. Only
-Redis measures time, so the nodes' clocks are never compared. A script deletes
-a key of another type, which something else has made.
+Redis measures time, so the nodes' clocks are never compared. A script deletes a key of another type, which something
+else has made.
 """
 
 from __future__ import annotations
