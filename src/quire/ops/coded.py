@@ -1,0 +1,158 @@
+"""Weights as published files store them: codes, what they stand for, and scales in groups; the definition.
+
+One description serves all formats that store whole numbers with scales: Q4_0 to Q6_K and IQ4_XS of GGUF, AWQ, GPTQ,
+compressed-tensors, NVFP4. Nothing that a file says is rounded again: scales keep the file's own type, and a number is
+
+    factor[o] * (scale[o, g] * TABLE[code[o, i]] - offset[o, g])
+
+with g the group of the input i. Where `Scheme.block` is set, a group's scale and offset are small whole numbers, and
+are multiplied by those of their block. Whole offsets without a block's count steps of their group's scale, as the zero
+points of AWQ and GPTQ do. MXFP4 (`ops.mxfp4`) and fp8 (`ops.fp8`) are apart, since they meet activations that are not
+quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+
+from quire.errors import CheckpointError
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+WHOLE = (torch.uint8, torch.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What a weight's codes mean.
+
+    Attributes:
+        name: for people, such as "Q4_K".
+        bits: of a code: 4 or 8.
+        group: inputs that share a scale and an offset; 0: there are no scales but the outputs' factors.
+        table: with 4 bits, the 16 whole numbers (from -128 to 127) that codes stand for. None: for themselves, 0 to 15
+            or -128 to 127.
+        block: inputs that share a scale of scales, a multiple of `group`; None: scales stand for themselves.
+        activations: how many inputs of a row of activations share a scale when it is quantized: a `block` of 256
+            (`ops.quantized.BLOCK`), or the whole `row`, where the format says so.
+    """
+
+    name: str
+    bits: Literal[4, 8]
+    group: int
+    table: tuple[int, ...] | None = None
+    block: int | None = None
+    activations: Literal["block", "row"] = "block"
+
+
+@dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """A weight [out, in] row by row; its tensors may be views of a mapped file.
+
+    Attributes:
+        codes: uint8 [out, in / 2], two codes a byte, the even input's in the lower half; or int8 [out, in].
+        scales: [out, in / group], floats, or whole numbers (uint8 or int8) with a block; None without groups.
+        offsets: the same, or None where they are 0. Whole numbers without a block's offsets count steps of `scales`.
+        block_scales, block_offsets: floats [out, in / block].
+        factors: fp32 [out], or None where they are 1.
+
+    Raises:
+        CheckpointError: the tensors are not those that the scheme prescribes.
+    """
+
+    scheme: Scheme
+    codes: torch.Tensor
+    scales: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    block_scales: torch.Tensor | None = None
+    block_offsets: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        scheme, (rows, inputs) = self.scheme, (self.out_features, self.in_features)
+        self._check("codes", (torch.uint8,) if scheme.bits == 4 else (torch.int8,), (rows, inputs * scheme.bits // 8))
+        if scheme.group:
+            if inputs % scheme.group or (scheme.block and inputs % scheme.block):
+                raise CheckpointError(
+                    f"{scheme.name}: groups of {scheme.block or scheme.group} do not divide {inputs} inputs"
+                )
+            groups = rows, inputs // scheme.group
+            self._check("scales", WHOLE if scheme.block else FLOATS, groups)
+            self._check(
+                "offsets", WHOLE if self.block_offsets is not None else (*WHOLE, *FLOATS), groups, optional=True
+            )
+        if scheme.block:
+            blocks = rows, inputs // scheme.block
+            self._check("block_scales", FLOATS, blocks)
+            self._check("block_offsets", FLOATS, blocks, optional=self.offsets is None)
+        self._check("factors", (torch.float32,), (rows,), optional=bool(scheme.group))
+
+    def _check(
+        self, name: str, dtypes: Sequence[torch.dtype], shape: tuple[int, ...], *, optional: bool = False
+    ) -> None:
+        found: torch.Tensor | None = getattr(self, name)
+        if found is None and optional:
+            return
+        if found is None or found.dtype not in dtypes or tuple(found.shape) != shape:
+            what = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+            wanted = " or ".join(map(str, dtypes))
+            raise CheckpointError(f"{self.scheme.name}: {name} must be {wanted} {list(shape)}, found {what}")
+
+    @property
+    def out_features(self) -> int:
+        return len(self.codes)
+
+    @property
+    def in_features(self) -> int:
+        return self.codes.shape[1] * 8 // self.scheme.bits
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "scheme"}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def outputs(self, wanted: range | torch.Tensor) -> CodedWeight:
+        """Of these outputs alone: a view of a range, a copy for indices int64 [n]."""
+        if isinstance(wanted, range) and len(wanted) == self.out_features:
+            return self
+        rows = slice(wanted.start, wanted.stop) if isinstance(wanted, range) else wanted
+        parts: dict[str, Any] = {name: tensor[rows] for name, tensor in self._tensors().items()}
+        return replace(self, **parts)
+
+    def numbers(self) -> torch.Tensor:
+        """What the codes stand for: whole numbers, int32 [out, in]."""
+        if self.scheme.bits == 8:
+            return self.codes.int()
+        codes = torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(1).int()
+        return codes if self.scheme.table is None else torch.tensor(self.scheme.table, dtype=torch.int32)[codes]
+
+    def group_scales(self) -> torch.Tensor | None:
+        """The scales of groups, fp32 [out, in / group], exact: at most 11 and 8 bits are multiplied."""
+        return None if self.scales is None else self._times(self.scales, self.block_scales)
+
+    def group_offsets(self) -> torch.Tensor | None:
+        """The offsets of groups, fp32 [out, in / group]."""
+        if self.offsets is None:
+            return None
+        whole = self.offsets.dtype in WHOLE and self.block_offsets is None
+        return self._times(self.offsets, self.scales if whole else self.block_offsets)
+
+    def _times(self, numbers: torch.Tensor, units: torch.Tensor | None) -> torch.Tensor:
+        if units is None:
+            return numbers.float()
+        return numbers.float() * units.float().repeat_interleave(numbers.shape[1] // max(units.shape[1], 1), dim=1)
+
+    def restored(self) -> torch.Tensor:
+        """The numbers, [out, in] fp32: a product rounded once, and once more where an offset is subtracted."""
+        numbers, scales, offsets = self.numbers().float(), self.group_scales(), self.group_offsets()
+        if scales is not None:
+            groups = numbers.view(len(numbers), -1, self.scheme.group)
+            groups = groups * scales.unsqueeze(-1)
+            numbers = (groups if offsets is None else groups - offsets.unsqueeze(-1)).flatten(1)
+        return numbers if self.factors is None else numbers * self.factors.unsqueeze(-1)
