@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -195,14 +196,15 @@ def test_servers_of_a_pool_read_what_another_one_has_and_tell_of_it(key: str) ->
         url = redis.url.replace("//", "//:sesame@")
         role = "--role", "both", "--kv-directory", url, "--cluster-key-file", key, "--admin"
         with ServeProcess(*role) as first, ServeProcess(*role) as second:
-            asked = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 9}
-            expected = first.json("/v1/completions", asked)["choices"]
+            asked: dict[str, object] = {"model": "demo", "temperature": 0, "max_tokens": 9}
+            tries = itertools.count()
 
             def remote(counter: str) -> int:
                 return int(second.json("/view")["stats"]["kv_tiers"]["remote"][counter])
 
-            def read() -> bool:  # anew: the directory may not have heard of it yet, or be late
-                second.json("/reset_prefix_cache", {})
+            def read() -> bool:  # of another prompt each time: the directory may not have heard of it yet, or be late
+                asked["prompt"] = f"# {next(tries)}\n{PROMPT}"
+                expected = first.json("/v1/completions", asked)["choices"]
                 assert second.json("/v1/completions", asked)["choices"] == expected
                 return remote("loaded") >= 16
 
@@ -215,6 +217,7 @@ def test_servers_of_a_pool_read_what_another_one_has_and_tell_of_it(key: str) ->
             options = second.json("/server_info")["engine_options"]
             assert options["kv_directory"]["value"] == redis.url.replace("//", "//:***@")
             assert "sesame" not in second.stderr + str(second.json("/view"))
+            expected = second.json("/v1/completions", asked)["choices"]
             first.kill("engine")
             second.json("/reset_prefix_cache", {})
             assert second.json("/v1/completions", asked)["choices"] == expected
