@@ -16,7 +16,7 @@ import torch
 
 from quire.cli.doctor import Package, machine, memory, missing_packages, slow_instruction_sets
 from quire.cli.main import main
-from quire.ops import Kernels, KVCache, Product, QuantizedWeight, RaggedBatch, choose_kernels, self_test
+from quire.ops import Kernels, KVCache, Product, QuantizedWeight, RaggedBatch, StoredWeight, choose_kernels, self_test
 from quire.ops.cpu import library
 from quire.ops.fp8 import Fp8Weight
 from quire.ops.mxfp4 import Mxfp4Weight
@@ -256,7 +256,7 @@ def test_the_self_test_notices_kernels_that_err(monkeypatch: pytest.MonkeyPatch)
 
 def test_weights_in_fp8_are_tried_where_kernels_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(Kernels):
-        def keeps(self, weight: Mxfp4Weight | Fp8Weight) -> bool:
+        def keeps(self, weight: StoredWeight) -> bool:
             return True
 
         def pack_fp8(self, parts: Sequence[Fp8Weight], dtype: torch.dtype, *given: Any) -> Product:

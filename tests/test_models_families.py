@@ -27,7 +27,7 @@ from quire.models.fp8 import restore
 from quire.models.layout import partly_turned
 from quire.models.random_checkpoint import write_checkpoint
 from quire.models.registry import load_model, read_config
-from quire.ops import Fp8Weight, Kernels, Mxfp4Weight, Product
+from quire.ops import Fp8Weight, Kernels, Product, StoredWeight
 from quire.ops.elementwise import rotate
 from tests import test_determinism as product
 from tests import test_triton_engine as triton
@@ -453,7 +453,7 @@ class KeepsFp8(Kernels):
 
     kept = 0
 
-    def keeps(self, weight: Mxfp4Weight | Fp8Weight) -> bool:
+    def keeps(self, weight: StoredWeight) -> bool:
         return True
 
     def pack_fp8(self, parts: Sequence[Fp8Weight], *more: Any) -> Product:

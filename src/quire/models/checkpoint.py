@@ -26,8 +26,7 @@ from quire.models.hub import resolve
 from quire.models.identify import identify
 from quire.models.safetensors_file import FLOAT_DTYPES, map_tensor
 from quire.models.safetensors_header import TensorEntry, read_header
-from quire.ops.fp8 import Fp8Weight
-from quire.ops.mxfp4 import Mxfp4Weight
+from quire.ops import StoredWeight
 
 __all__ = ["Checkpoint", "choose_dtype", "content_hash", "resolve"]
 
@@ -69,8 +68,8 @@ class Checkpoint:
         """A tensor as a view of its mapped file: pages are read when touched, and freed with the view."""
         return map_tensor(self.entries[name], dtypes)
 
-    def coded(self, name: str) -> Mxfp4Weight | Fp8Weight | None:
-        """A tensor as it is stored, if that is in MXFP4 or fp8; otherwise None."""
+    def coded(self, name: str) -> StoredWeight | None:
+        """A tensor as it is stored, if that is in MXFP4, in fp8 or coded; otherwise None."""
         return None
 
 

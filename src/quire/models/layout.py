@@ -21,8 +21,7 @@ from quire.errors import TensorShapeError, UnexpectedTensorError
 from quire.models.checkpoint import Checkpoint
 from quire.models.safetensors_file import FLOAT_DTYPES
 from quire.models.safetensors_header import TensorEntry
-from quire.ops.fp8 import Fp8Weight
-from quire.ops.mxfp4 import Mxfp4Weight
+from quire.ops import CodedWeight, Mxfp4Weight, StoredWeight
 
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Names of a layer's experts in one tensor, "PREFIX.experts.gate_up_proj" [experts, outputs, inputs], and in separate
@@ -118,14 +117,22 @@ class LaidOutCheckpoint(Checkpoint):
             return tensor
         return tensor.view(-1, len(order), *tensor.shape[1:])[:, list(order)].reshape(tensor.shape)
 
-    def coded(self, name: str) -> Mxfp4Weight | Fp8Weight | None:
-        """See `Checkpoint`; with the model's name, and in fp8 with permuted heads. None for parts of fused ones."""
+    def coded(self, name: str) -> StoredWeight | None:
+        """See `Checkpoint`; with the model's name, and with permuted heads.
+
+        None for parts of fused ones, but for outputs of a coded one that lie side by side.
+        """
         stored, where = self._parts[name]
-        weight, order = None if where else self._base.coded(stored), self._layout.order
-        if order is None or not HEADS.fullmatch(name) or not isinstance(weight, Fp8Weight):
+        weight, order = self._base.coded(stored), self._layout.order
+        if where:
+            rows = where[0] if len(where) == 1 and stored not in self._heads else None
+            if not isinstance(weight, CodedWeight) or not isinstance(rows, slice) or stored in self._transposed:
+                return None
+            weight = weight.outputs(range(*rows.indices(weight.out_features)))
+        if weight is None or isinstance(weight, Mxfp4Weight) or order is None or not HEADS.fullmatch(name):
             return weight
-        rows = torch.arange(weight.out_features).view(-1, len(order))[:, list(order)]
-        return weight.outputs(rows.flatten())
+        permuted = torch.arange(weight.out_features).view(-1, len(order))[:, list(order)]
+        return weight.outputs(permuted.flatten())
 
     def _add(self, stored: str, entry: TensorEntry) -> None:
         name = self._layout.name(stored)

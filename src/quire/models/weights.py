@@ -24,7 +24,7 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.config import PER_LAYER_TABLE
 from quire.models.quantized_folder import PACKED, RECORD_FILE, SCALES, product_name, read_weight
 from quire.models.safetensors_file import FLOAT_DTYPES, read_ahead
-from quire.ops import Fp8Weight, Kernels, Mxfp4Weight, Product, Quantization, QuantizedWeight
+from quire.ops import CodedWeight, Fp8Weight, Kernels, Mxfp4Weight, Product, Quantization, QuantizedWeight, StoredWeight
 from quire.ops.quantized import layout
 from quire.parallel.group import Gather, Group, OneRank, Split, share
 
@@ -229,10 +229,12 @@ class Weights:
             self.products[product] = quantized
         return self.kernels.pack_quantized(quantized, joined_bias, *shared)
 
-    def _codes(self, parts: Sequence[tuple[str, range]]) -> list[Mxfp4Weight | Fp8Weight]:
-        """Weights that are used as they are stored, in MXFP4 or fp8; empty if one of them cannot be."""
+    def _codes(self, parts: Sequence[tuple[str, range]]) -> list[StoredWeight]:
+        """Weights that are used as they are stored; empty if one of them cannot be, or is of another kind."""
         codes = [self._checkpoint.coded(f"{name}.weight") for name, _ in parts]
-        kept = [code for code in codes if code is not None and self.kernels.keeps(code)]
+        kept = [
+            code for code in codes if type(code) is type(codes[0]) and code is not None and self.kernels.keeps(code)
+        ]
         if len(kept) < len(parts):
             return []
         found = [code.outputs(own) for code, (_, own) in zip(kept, parts, strict=True)]
@@ -240,19 +242,22 @@ class Weights:
         return found
 
     def _coded(
-        self, name: str, codes: Sequence[Mxfp4Weight | Fp8Weight], bias: torch.Tensor | None, outputs: int | None = None
+        self, name: str, codes: Sequence[StoredWeight], bias: torch.Tensor | None, outputs: int | None = None
     ) -> Product:
         """A product with weights that are used as they are stored, concatenated."""
         numbers = sum(part.out_features * part.in_features for part in codes)
         self._saved[name] = numbers * self.dtype.itemsize - sum(part.nbytes for part in codes)
         in_mxfp4 = [part for part in codes if isinstance(part, Mxfp4Weight)]
-        if in_mxfp4:
-            return self.kernels.pack_mxfp4(in_mxfp4, bias)
+        in_fp8 = [part for part in codes if isinstance(part, Fp8Weight)]
+        coded = [part for part in codes if isinstance(part, CodedWeight)]
         try:
-            in_fp8 = [part for part in codes if isinstance(part, Fp8Weight)]
+            if in_mxfp4:
+                return self.kernels.pack_mxfp4(in_mxfp4, bias)
+            if coded:
+                return self.kernels.pack_coded(coded, bias)
             return self.kernels.pack_fp8(in_fp8, self.dtype, bias, outputs)
         except CheckpointError as error:
-            raise CheckpointError(f"{self._checkpoint.folder}: {name}.weight in fp8: {error}") from error
+            raise CheckpointError(f"{self._checkpoint.folder}: {name}.weight as it is stored: {error}") from error
 
     def _read(self, names: Sequence[str], product: str, how: Quantization, rows: Sequence[range]) -> QuantizedWeight:
         shapes = [self._shapes[f"{name}.weight"] for name in names]

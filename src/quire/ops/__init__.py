@@ -2,9 +2,19 @@
 
 from quire.ops.attention import paged_attention, store_kv
 from quire.ops.choose import choice_note, choose_kernels, lost_kernels
+from quire.ops.coded import CodedWeight
 from quire.ops.elementwise import activate, rms_norm, rotate
 from quire.ops.fp8 import Fp8Weight
-from quire.ops.kernels import AttentionParts, ExpertsParts, HeadNorm, Kernels, LatentParts, LayerParts, MLPParts
+from quire.ops.kernels import (
+    AttentionParts,
+    ExpertsParts,
+    HeadNorm,
+    Kernels,
+    LatentParts,
+    LayerParts,
+    MLPParts,
+    StoredWeight,
+)
 from quire.ops.kv_cache import BLOCK_SIZES, KVCache, KVShape
 from quire.ops.linear import PackedWeight, Product
 from quire.ops.mxfp4 import Mxfp4Weight
@@ -14,6 +24,7 @@ from quire.ops.ragged import RaggedBatch
 __all__ = [
     "BLOCK_SIZES",
     "AttentionParts",
+    "CodedWeight",
     "ExpertsParts",
     "Fp8Weight",
     "HeadNorm",
@@ -29,6 +40,7 @@ __all__ = [
     "Quantization",
     "QuantizedWeight",
     "RaggedBatch",
+    "StoredWeight",
     "activate",
     "choice_note",
     "choose_kernels",

@@ -9,10 +9,15 @@ with g the group of the input i. Where `Scheme.block` is set, a group's scale an
 are multiplied by those of their block. Whole offsets without a block's count steps of their group's scale, as the zero
 points of AWQ and GPTQ do. MXFP4 (`ops.mxfp4`) and fp8 (`ops.fp8`) are apart, since they meet activations that are not
 quantized.
+
+Products quantize activations as those of int8 and int4 do (`ops.quantized`). What a `Scheme.segment` of inputs brings
+is a whole number, and exact; a block of 256 inputs sums its segments' in ascending order, each times its scale and less
+its offset times the sum of the activations' codes; blocks come in ascending order, times the row's scale; factors last.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -20,6 +25,7 @@ from typing import Any, Literal
 import torch
 
 from quire.errors import CheckpointError
+from quire.ops.quantized import BLOCK, fused_multiply_add, quantize_activations, quantize_rows
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 WHOLE = (torch.uint8, torch.int8)
@@ -46,6 +52,11 @@ class Scheme:
     table: tuple[int, ...] | None = None
     block: int | None = None
     activations: Literal["block", "row"] = "block"
+
+    @property
+    def segment(self) -> int:
+        """Inputs whose products are summed exactly: within a group, and within a block of activations."""
+        return math.gcd(self.group, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +167,78 @@ class CodedWeight:
             groups = groups * scales.unsqueeze(-1)
             numbers = (groups if offsets is None else groups - offsets.unsqueeze(-1)).flatten(1)
         return numbers if self.factors is None else numbers * self.factors.unsqueeze(-1)
+
+    def check_finite(self) -> None:
+        """Raises CheckpointError where a scale, an offset or a factor is not finite: products would be lost."""
+        for name, tensor in self._tensors().items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise CheckpointError(f"{self.scheme.name}: {name} are not all finite. Download the file again.")
+
+
+class CodedProduct:
+    """The product in plain torch: the oracle of the faster ones' tests. A row's bits depend on nothing but the row.
+
+    Args:
+        parts: with the same inputs; their outputs come side by side. They may have different schemes.
+
+    Raises:
+        CheckpointError: parts with other inputs, or numbers that are not finite.
+    """
+
+    outputs_at_once = 1024
+    """Outputs whose codes are unpacked at a time."""
+
+    def __init__(self, parts: Sequence[CodedWeight], bias: torch.Tensor | None = None) -> None:
+        self.in_features, self.out_features = check_parts(parts)
+        at_once = self.outputs_at_once
+        self._pieces = [
+            part.outputs(range(first, min(first + at_once, part.out_features)))
+            for part in parts
+            for first in range(0, part.out_features, at_once)
+        ]
+        self._bias = None if bias is None else bias.detach().float()
+
+    def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See `Product`."""
+        out = torch.cat([_times(x, piece) for piece in self._pieces], 1)
+        if self._bias is not None:
+            out = out + self._bias
+        return out.to(out_dtype or x.dtype)
+
+
+def check_parts(parts: Sequence[CodedWeight]) -> tuple[int, int]:
+    """The inputs, and all outputs, of the parts of a product. Raises CheckpointError: see `CodedProduct`."""
+    inputs = parts[0].in_features
+    if {part.in_features for part in parts} != {inputs}:
+        raise CheckpointError(f"the parts of a product differ in inputs: {[part.in_features for part in parts]}")
+    for part in parts:
+        part.check_finite()
+    return inputs, sum(part.out_features for part in parts)
+
+
+def _times(x: torch.Tensor, weight: CodedWeight) -> torch.Tensor:
+    """x [rows, in] times a weight: fp32 [rows, out]."""
+    scheme, (codes, row_scales) = weight.scheme, _quantized(x, weight.scheme)
+    numbers, segment, group = weight.numbers().float(), weight.scheme.segment, scheme.group or BLOCK
+    scales, offsets = weight.group_scales(), weight.group_offsets()
+    total = codes.new_zeros(len(x), len(numbers))
+    for start in range(0, weight.in_features, BLOCK):
+        block = torch.zeros_like(total)
+        for first in range(start, min(start + BLOCK, weight.in_features), segment):
+            inputs = slice(first, min(first + segment, weight.in_features))
+            dots = codes[:, inputs] @ numbers[:, inputs].T  # whole numbers below 2^24
+            block = dots if scales is None else fused_multiply_add(dots, scales[:, first // group], block)
+            if offsets is not None:
+                block = fused_multiply_add(codes[:, inputs].sum(1, keepdim=True), -offsets[:, first // group], block)
+        total = fused_multiply_add(block, row_scales[:, start // BLOCK, None], total)
+    return total if weight.factors is None else total * weight.factors
+
+
+def _quantized(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of activations in fp32 [rows, at least in], and a scale for each `BLOCK` of a row."""
+    if scheme.activations == "block":
+        codes, scales = quantize_activations(x)
+    else:
+        codes, of_rows = quantize_rows(x)
+        scales = of_rows.unsqueeze(1).expand(-1, -(-x.shape[1] // BLOCK))
+    return codes.float(), scales

@@ -28,6 +28,7 @@ from quire.ops import (
     states,
     step_inputs,
 )
+from quire.ops.coded import CodedProduct, CodedWeight
 from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts, Routing
 from quire.ops.fp8 import Fp8Weight
@@ -44,6 +45,9 @@ from quire.ops.sparse import Choice
 from quire.ops.states import DeltaNetWeights, StateCache
 from quire.ops.threads import torch_threads
 from quire.parallel.group import Gather
+
+StoredWeight = Mxfp4Weight | Fp8Weight | CodedWeight
+"""A weight as a checkpoint stores it, with fewer bits than the data type of the computation has."""
 
 
 class HeadNorm(NamedTuple):
@@ -248,9 +252,9 @@ class Kernels:
         """The product with a quantized weight, whose tensors are used in place; `outputs`: see `pack`."""
         return QuantizedProduct(weight, bias)
 
-    def keeps(self, weight: Mxfp4Weight | Fp8Weight) -> bool:
+    def keeps(self, weight: StoredWeight) -> bool:
         """Whether such a weight is used as it is stored; otherwise it is dequantized when it is loaded."""
-        return isinstance(weight, Mxfp4Weight)
+        return not isinstance(weight, Fp8Weight)
 
     def pack_fp8(
         self,
@@ -265,6 +269,14 @@ class Kernels:
     def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
         """The product with a weight in MXFP4, packed for this implementation: see `pack`."""
         return Mxfp4Product(parts, bias)
+
+    def pack_coded(self, parts: Sequence[CodedWeight], bias: torch.Tensor | None = None) -> Product:
+        """The product with coded weights, packed for this implementation: see `pack`. Their schemes may differ.
+
+        Raises:
+            CheckpointError: see `CodedProduct`.
+        """
+        return CodedProduct(parts, bias)
 
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
         """A kernel for a whole decoder layer; None if there is none, so that its kernels are called one by one."""

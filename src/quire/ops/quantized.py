@@ -379,13 +379,15 @@ class QuantizedProduct:
                 if self._weight.group is None:
                     block = dots
                 else:
-                    block = _fma(dots, self._weight.scales[panels, first // group].flatten().float(), block)
-            total = _fma(block, row_scales[:, start // BLOCK, None], total)
+                    block = fused_multiply_add(
+                        dots, self._weight.scales[panels, first // group].flatten().float(), block
+                    )
+            total = fused_multiply_add(block, row_scales[:, start // BLOCK, None], total)
         if self._weight.group is None:
             total *= self._weight.scales.view(-1, PANEL)[panels].flatten()
         return total
 
 
-def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a * b + c, rounded once, to fp32."""
     return (a.double() * b.double() + c).float()

@@ -26,7 +26,7 @@ from quire.ops.cpu.layer import CpuLayer
 from quire.ops.cpu.library import VERSION, Library
 from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts, LoopedExperts, Routing
-from quire.ops.kernels import Kernels, LayerParts, WholeLayer
+from quire.ops.kernels import Kernels, LayerParts, StoredWeight, WholeLayer
 from quire.ops.linear import Product
 from quire.ops.mamba import MambaWeights
 from quire.ops.memory import Scratch, WeightMemory
@@ -108,6 +108,9 @@ class CpuKernels(Kernels):
         self, weight: QuantizedWeight, bias: torch.Tensor | None = None, outputs: int | None = None
     ) -> Product:
         return linear.CpuProduct(self._lib, weight, bias, self._scratch, self._weights)
+
+    def keeps(self, weight: StoredWeight) -> bool:
+        return isinstance(weight, Mxfp4Weight)
 
     def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
         return linear.CpuProduct(self._lib, parts, bias, self._scratch, self._weights)

@@ -12,7 +12,7 @@ import triton
 from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts
 from quire.ops.fp8 import Fp8Weight
-from quire.ops.kernels import Kernels
+from quire.ops.kernels import Kernels, StoredWeight
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import Product
 from quire.ops.mxfp4 import Mxfp4Weight
@@ -91,8 +91,8 @@ class TritonKernels(Kernels):
     ) -> Product:
         return linear.pack_quantized(weight, bias, self.device, outputs)
 
-    def keeps(self, weight: Mxfp4Weight | Fp8Weight) -> bool:
-        return isinstance(weight, Mxfp4Weight) or can_multiply(weight)
+    def keeps(self, weight: StoredWeight) -> bool:
+        return isinstance(weight, Mxfp4Weight) or (isinstance(weight, Fp8Weight) and can_multiply(weight))
 
     def pack_fp8(
         self,
