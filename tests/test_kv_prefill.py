@@ -4,12 +4,14 @@ it.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -216,15 +218,99 @@ def test_a_request_may_say_where_its_prompt_is_computed(
     assert rest(engine, 3) == expected
     assert prefill.computed + other.computed == 1 and peer(engine) == 3
     assert "ask for a prompt" not in caplog.text
-    for index in (3, 4):  # a foreign proxy names an engine that this one may not ask
-        said = {"do_remote_prefill": True, "remote_engine_id": f"stranger-{index}"}
+    other.close()
+    wait_until(lambda: not importer.prefillers[1].ready)
+    for index, name in enumerate(("stranger", "another", importer.prefillers[1].engine), 3):
+        said = {"do_remote_prefill": True, "remote_engine_id": name, "remote_host": "10.0.0.1"}
         one = msgspec.structs.replace(params(0), kv_transfer_params=said)
         engine.add(Request(index, prompt(20), one, max_tokens=1))
-    rest(engine, 5)
-    [warning] = [each for each in caplog.messages if "ask for a prompt" in each]
-    assert "ask for a prompt from engine stranger-3, but this engine reads from " in warning
+    rest(engine, 6)
+    first, second = [each for each in caplog.messages if "ask for a prompt" in each]
+    assert (
+        "from stranger at 10.0.0.1, and that is none of --prefill-url and is not contacted" in first
+        and "cannot be reached now" in second
+    )
+    assert engine.stats.kv_transfer_unmet == {"not allowed": 2, "unreachable": 1}
     engine.close()
-    other.close()
+
+
+class Health(ThreadingHTTPServer):
+    """What a prefill engine's server says of it, at one of the addresses of a name."""
+
+    def __init__(self, at: tuple[str, int], engine: Prefill) -> None:
+        body = json.dumps({"kv_port": int(engine.address.rpartition(":")[2])}).encode()
+        self.asked = asked = []  # type: list[str]
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked.append(self.path)
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args: object) -> None: ...
+
+        super().__init__(at, Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="all of 127.0.0.0/8 is this machine on Linux")
+def test_all_addresses_of_a_name_compute_prompts_and_no_other_is_contacted(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    prefills = [Prefill(**options, kv_host=host) for host in ("127.0.0.1", "127.0.0.2", "127.0.0.3")]
+    first = Health(("127.0.0.1", 0), prefills[0])
+    port = first.server_port
+    others = [Health((f"127.0.0.{last}", port), prefills[last - 1]) for last in (2, 3)]
+    said: list[Any] = [["127.0.0.2", "127.0.0.1"]]
+
+    def resolve(name: str, port: int) -> list[str]:
+        assert (name, port) == ("prefill.internal", first.server_port)
+        if isinstance(said[-1], OSError):
+            raise said[-1]
+        return list(said[-1])
+
+    monkeypatch.setattr("quire.kv.prefill_servers.addresses", resolve)
+    monkeypatch.setattr("quire.kv.prefill_servers.DNS_SECONDS", 0.05)
+    url = f"dns+http://prefill.internal:{port}"
+    engine = Engine(EngineConfig(**options, kv_role="decode", prefill_url=url, prefill_min_tokens=150))
+    importer = engine.tiers.importer
+    assert importer is not None
+
+    def found(*last: int) -> None:
+        def there() -> bool:
+            engine.exchange()
+            return [each.url for each in importer.prefillers if each.ready] == [
+                f"http://127.0.0.{n}:{port}" for n in last
+            ]
+
+        wait_until(there)
+
+    def ask(index: int, host: str) -> list[Outcome]:
+        named = {"do_remote_prefill": True, "remote_engine_id": "another, as it was called before", "remote_host": host}
+        one = msgspec.structs.replace(params(0), kv_transfer_params=named)
+        engine.add(Request(index, prompt(100, index), one, max_tokens=4))
+        return rest(engine, 1, index)
+
+    try:
+        found(1, 2)
+        assert ask(0, "127.0.0.2") and [each.computed for each in prefills] == [0, 1, 0]
+        assert ask(1, "127.0.0.1") and [each.computed for each in prefills] == [1, 1, 0] and peer(engine) == 12
+        assert ask(2, "127.0.0.3") and not prefills[2].computed and not others[1].asked, "it is not of the name"
+        assert engine.stats.kv_transfer_unmet == {"not allowed": 1}
+        said.append(OSError(-2, "Name or service not known"))
+        wait_until(lambda: "not known; the servers stay as they were" in caplog.text)
+        said.append(["127.0.0.2", "127.0.0.3"])
+        found(2, 3)
+        assert ask(3, "127.0.0.3") and prefills[2].computed == 1
+    finally:
+        engine.close()
+        for server in (first, *others):
+            server.shutdown()
+            server.server_close()
+        for each in prefills:
+            each.close()
 
 
 def test_a_step_that_waits_for_another_engine_says_so(options: dict[str, Any], prefill: Prefill) -> None:
@@ -542,6 +628,7 @@ def test_engines_that_do_not_fit_are_told_why_and_serve_alone(
         ({"kv_role": "decode", "prefill_url": "http://[::1"}, "is neither the URL of a server"),
         ({"kv_role": "decode", "prefill_url": "ftp://a:80"}, "is neither the URL of a server"),
         ({"kv_role": "decode", "prefill_url": "nowhere"}, "is not HOST:PORT"),
+        ({"kv_role": "decode", "prefill_url": "dns+https://a"}, "nor dns+http://NAME:PORT"),
         ({"kv_role": "both"}, "kv_role=both needs kv_directory, where"),
         ({"kv_role": "decode", "prefill_url": " , "}, "names no server"),
         (

@@ -7,11 +7,13 @@ import os
 import random
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -45,7 +47,8 @@ def decode(key: str, prefill: ServeProcess) -> Iterator[ServeProcess]:
 
 
 def decoding(key: str, prefill: ServeProcess, *more: str) -> ServeProcess:
-    return ServeProcess("--role", "decode", "--prefill-url", prefill.url, "--cluster-key-file", key, "--admin", *more)
+    url = f"dns+{prefill.url.replace('127.0.0.1', 'localhost')}"  # all addresses of a name, which is one here
+    return ServeProcess("--role", "decode", "--prefill-url", url, "--cluster-key-file", key, "--admin", *more)
 
 
 def ready(server: ServeProcess) -> None:
@@ -87,16 +90,59 @@ def test_the_official_client_gets_one_servers_tokens(decode: ServeProcess, prefi
     assert request["origins"].startswith(begins) and request["origins"].endswith(ends)
 
 
-def test_a_proxy_of_vllms_may_stand_before_them(decode: ServeProcess, prefill: ServeProcess) -> None:
+def by_proxy(prefill: ServeProcess, decode: ServeProcess, path: str, body: dict[str, Any], **told: Any) -> Any:
+    """As vLLM's example proxy and llm-d's sidecar have a request computed by two servers, one after the other."""
+    nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, **nothing}
+    first = body | {"kv_transfer_params": asked, "stream": False, "max_tokens": 1}
+    first |= {"max_completion_tokens": 1} if "chat" in path else {}
+    params = prefill.json(path, first)["kv_transfer_params"]
+    assert params.keys() == asked.keys() and params["do_remote_prefill"] and params["remote_host"] == "127.0.0.1"
+    return decode.json(path, body | {"kv_transfer_params": params | told})
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_proxy_of_vllms_or_llm_ds_may_stand_before_them(
+    path: str, decode: ServeProcess, prefill: ServeProcess
+) -> None:
     ready(decode)
-    prompt, before = "import sys\n" * 12, fetched(decode)  # too short to be sent elsewhere by itself
-    asked = {"model": "demo", "prompt": prompt, "temperature": 0, "seed": 1}
-    there = prefill.json("/v1/completions", asked | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}})
-    told = there["kv_transfer_params"]
-    assert told["do_remote_prefill"] and told["remote_host"] == "127.0.0.1"
-    here = decode.json("/v1/completions", asked | {"max_tokens": 9, "kv_transfer_params": told})
-    alone = prefill.json("/v1/completions", asked | {"max_tokens": 9})
-    assert here["choices"][0]["text"] == alone["choices"][0]["text"] and fetched(decode) > before
+    text = "import sys\n" * 11 + path  # too short to be sent elsewhere by itself
+    chat = {"messages": [{"role": "user", "content": text}]}
+    body = {
+        "model": "demo",
+        "temperature": 0,
+        "seed": 1,
+        "max_tokens": 9,
+        **(chat if "chat" in path else {"prompt": text}),
+    }
+
+    def computed() -> int:
+        stats = prefill.json("/view")["stats"]
+        return int(stats["prompt_tokens"] - stats["cached_tokens"])
+
+    before, alone = fetched(decode), prefill.json(path, body | {"cache_salt": "another"})
+    begin = computed()
+    here = by_proxy(prefill, decode, path, body)
+    prompt, blocks = here["usage"]["prompt_tokens"], (here["usage"]["prompt_tokens"] - 1) // 16
+    assert here["choices"] == alone["choices"] and 2 <= blocks == fetched(decode) - before
+    assert here["usage"]["prompt_tokens_details"]["cached_tokens"] == 16 * blocks
+    assert prompt <= computed() - begin <= prompt + 17, "it computed the prompt once"
+
+
+def test_a_host_that_a_request_names_and_that_is_not_allowed_is_not_contacted(
+    decode: ServeProcess, prefill: ServeProcess
+) -> None:
+    ready(decode)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.settimeout(0.3)
+        host, port = "localhost.localdomain", stranger.getsockname()[1]
+        body = {"model": "demo", "temperature": 0, "max_tokens": 2, "prompt": "import re\n" * 12}
+        named = {"remote_engine_id": "stranger", "remote_host": host, "remote_port": port}
+        assert by_proxy(prefill, decode, "/v1/completions", body, **named)["choices"][0]["text"]
+        with pytest.raises(TimeoutError):
+            stranger.accept()
+    wait_until(lambda: f"ask for a prompt from stranger at {host}, and that is none of --prefill-url" in decode.stderr)
+    assert 'quire:kv_transfer_unmet_total{engine="0",reason="not allowed"} 1.0' in decode.get("/metrics")[2].decode()
 
 
 @pytest.mark.slow

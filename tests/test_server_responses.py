@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from quire.core.sampling_params import KV_TRANSFER_FIELDS
 from quire.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.server.logprobs import LEAST, offsets
 from quire.server.protocol import parse_chat, parse_completion
@@ -464,5 +465,5 @@ def test_an_answer_that_is_decoded_elsewhere_says_where_its_blocks_are(chat: boo
         "remote_port": 7,
     }
     again = responder(chat, kv_transfer_params=told)._call.params.kv_transfer_params
-    assert again == {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "a:1"}
+    assert again == {each: told[each] for each in KV_TRANSFER_FIELDS}
     assert "kv_transfer_params" not in json.loads(responder(chat).full([output_of()]))

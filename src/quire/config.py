@@ -196,8 +196,8 @@ class EngineConfig:
     )
     prefill_url: str | None = option(
         None,
-        "servers that compute prompts, comma-separated, or HOST:KV_PORT of their engines; default: "
-        "http://127.0.0.1:8000",
+        "servers that compute prompts, comma-separated; dns+http://NAME:PORT for all addresses of a name, or "
+        "HOST:KV_PORT of their engines; default: http://127.0.0.1:8000",
     )
     prefill_min_tokens: int = option(
         256,

@@ -160,12 +160,12 @@ class PrefixTimer:
         importer = self._engine.tiers.importer
         if importer is None:
             raise BenchmarkError("this engine has no other one")
-        disk, all_of_them = self._sources.disk, importer.prefillers
-        self._sources.disk, importer.prefillers = None, [self._links[source]]
+        disk, all_of_them = self._sources.disk, importer.readers
+        self._sources.disk, importer.readers = None, {source: self._links[source]}
         try:
             yield
         finally:
-            self._sources.disk, importer.prefillers = disk, all_of_them
+            self._sources.disk, importer.readers = disk, all_of_them
 
     def clear(self, host: bool = False) -> None:
         """Evict everything from the pool, saving what is worth it; with `host`, empty the host tier, too."""
@@ -215,7 +215,7 @@ def by_transport(engine: Engine, names: Sequence[str]) -> dict[str, Prefiller]:
     links = first._curve, first._identity, first._tier
     first.close()
     made = {name: Prefiller(first.url, *links, _one(first, name), first._mailbox) for name in names}
-    importer.prefillers = list(made.values())
+    importer.readers = made
     wait_ready(engine)
     return made
 

@@ -12,7 +12,8 @@ import dataclasses
 import logging
 
 from quire.cli.options import add_fields, option_names, read_config, read_environment, unknown_variables
-from quire.router.config import RouterConfig, is_server
+from quire.names import is_server
+from quire.router.config import RouterConfig
 from quire.server.http_options import HttpOptions
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ class Prefill(NamedTuple):
     Attributes:
         tokens: the prompt that has the blocks, and the token after them.
         priority, owner, scope: the request's.
-        engine: the preferred engine, used if it can be reached; "" for any.
+        engine, host: the preferred engine, by its name or else by its host, used if it can be reached; "" for any.
     """
 
     number: int
@@ -39,6 +39,7 @@ class Prefill(NamedTuple):
     owner: str
     scope: str
     engine: str = ""
+    host: str = ""
 
 
 class Locate(NamedTuple):

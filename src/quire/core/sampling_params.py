@@ -36,7 +36,7 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256
 MAX_LOGPROBS = 20
 MAX_KV_TRANSFER_PARAMS = 32
-KV_TRANSFER_FIELDS = "do_remote_decode", "do_remote_prefill", "remote_engine_id"
+KV_TRANSFER_FIELDS = "do_remote_decode", "do_remote_prefill", "remote_engine_id", "remote_host"
 """The fields of `kv_transfer_params` that Quire uses."""
 
 MAX_CACHE_SALT_LENGTH = 256
@@ -144,7 +144,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_VllmN
         speculate: False turns speculative decoding off for this request; the tokens are the same, only speed changes.
         kv_transfer_params: for disaggregated prefill, in vLLM's spelling. `do_remote_decode`: compute the prompt on
             this engine, whatever its length; `do_remote_prefill`: have another engine compute it, whatever its length,
-            `remote_engine_id` if that can be reached. The tokens are the same, only speed changes.
+            `remote_engine_id`, or the one at `remote_host`, if that can be reached. The tokens are the same, only speed
+            changes.
         structured_outputs: a form that the output must have (`json`, `regex`, `choice`, `grammar`, ...). The output
             ends when it is complete, unless a stop string, or a stop token that is text, ends it earlier.
         thinking_token_budget: most reasoning tokens of a chat reply; then its reasoning must end; -1 is no limit.
@@ -392,8 +393,9 @@ def _kv_transfer(name: str, value: Any) -> dict[str, Any]:
             _boolean(f"{name}[{key!r}]", value[key])
     if value.get("do_remote_decode") and value.get("do_remote_prefill"):
         raise SamplingParamsError(f"{name} has both do_remote_decode and do_remote_prefill; give one of them")
-    if value.get("remote_engine_id") is not None:
-        _text(f"{name}['remote_engine_id']", value["remote_engine_id"], MAX_CACHE_SALT_LENGTH)
+    for key in ("remote_engine_id", "remote_host"):
+        if value.get(key) is not None:
+            _text(f"{name}[{key!r}]", value[key], MAX_CACHE_SALT_LENGTH)
     return {key: value[key] for key in KV_TRANSFER_FIELDS if value.get(key) is not None}
 
 

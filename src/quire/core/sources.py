@@ -263,8 +263,8 @@ class Sources:
         if fetch is not None and blocks:
             tokens = request.tokens[: (chain.first + len(fetch.hashes)) * size + 1]
             priority, owner = request.params.priority, request.owner
-            engine = asked.get("remote_engine_id", "")
-            self.orders.append(Prefill(self._next_read, blocks, tokens, priority, owner, request.scope, engine))
+            named = asked.get("remote_engine_id", ""), asked.get("remote_host", "")
+            self.orders.append(Prefill(self._next_read, blocks, tokens, priority, owner, request.scope, *named))
         return fetch
 
     def asked_for(self, names: Collection[bytes]) -> bool:

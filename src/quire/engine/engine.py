@@ -326,6 +326,7 @@ class Engine:
             self._stats.kv_tiers = self.tiers.counts(scheduler.kvs)
             self._stats.kv_tier_bytes = self.tiers.sizes(scheduler.kvs, self._stats.kv_block_bytes)
             self._stats.kv_slots = self.tiers.slots(scheduler.kvs)
+            self._stats.kv_transfer_unmet = {str(why): count for why, count in self.tiers.unmet.items()}
         return self._stats
 
     @property

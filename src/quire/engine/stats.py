@@ -31,6 +31,7 @@ class EngineStats:
             and "quarantined" (something may still be read or written late); {} without that tier.
         kv_tier_bytes: bytes `stored` and `loaded`, likewise.
         kv_block_bytes: bytes of a block of the first KV group.
+        kv_transfer_unmet: requests whose `kv_transfer_params` named an engine that was not asked, by the reason.
     """
 
     steps: int = 0
@@ -55,6 +56,7 @@ class EngineStats:
     kv_slots: dict[str, int] = field(default_factory=dict)
     kv_tier_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
     kv_block_bytes: int = 0
+    kv_transfer_unmet: dict[str, int] = field(default_factory=dict)
 
     def count(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:
         """Count a step and its result."""

@@ -38,6 +38,7 @@ from quire.kv.mailbox import (
     Nodes,
     Progressed,
     Released,
+    Servers,
     Wanted,
 )
 from quire.log import sanitize
@@ -48,8 +49,8 @@ if TYPE_CHECKING:  # imported only if there are other engines
     from quire.kv import wire
     from quire.kv.directory.agent import DirectoryAgent
     from quire.kv.exporter import Exporter
-    from quire.kv.importer import Importer
     from quire.kv.nodes import NodeReaders
+    from quire.kv.prefill_servers import Importer, Unmet
     from quire.kv.store import StoreAgent
     from quire.kv.transport.base import Transport
 
@@ -60,6 +61,13 @@ WAIT_SECONDS = 0.01
 
 SAY_SECONDS = 60.0
 """Least seconds between two warnings about engines that cannot be asked."""
+
+_UNMET: dict[Unmet, str] = {
+    "role": "this engine asks no other one and computes it: start it with --role decode and that one's --prefill-url",
+    "not allowed": "that is none of --prefill-url and is not contacted, so another one computes it, or this engine: "
+    "add its server there, or dns+http://NAME:PORT for all addresses of a name",
+    "unreachable": "that cannot be reached now, so another one computes it, or this engine",
+}
 
 STORE = "mooncake://"
 """Prefix of a `kv_directory` that is a store's URL."""
@@ -93,6 +101,7 @@ class KVTiers:
         to_compute, dropped: prompts to compute for other engines, and those no longer needed; taken by whoever drives
             the engine.
         notes: messages for the user.
+        unmet: number of requests that named an engine that was not asked, by the reason.
     """
 
     def __init__(self, config: EngineConfig, hash_key: bytes | None) -> None:
@@ -109,7 +118,8 @@ class KVTiers:
         self.to_compute: list[PrefillRequest] = []
         self.dropped: list[int] = []
         self.notes: list[str] = []
-        self._say_again = 0.0  # when the next warning about an engine that cannot be asked may come
+        self.unmet: dict[Unmet, int] = {}
+        self._say_again: dict[Unmet, float] = {}  # when the next warning may come
         self._config = config
         self._cluster_key = _cluster_key(config)
         self._transports = contextlib.ExitStack()
@@ -151,7 +161,8 @@ class KVTiers:
     def _open_roles(self, host: HostTier, key: bytes, mailbox: Mailbox, identity: dict[str, str]) -> None:
         from quire.kv import wire
         from quire.kv.exporter import Exporter
-        from quire.kv.importer import Importer, Prefiller
+        from quire.kv.importer import Prefiller, check_url
+        from quire.kv.prefill_servers import Importer
 
         config, curve = self._config, wire.curve(key)
         transports = self._opened(host, key)
@@ -162,7 +173,9 @@ class KVTiers:
             self.notes.append(f"other engines may have prompts computed here: {self.exporter.address} ({names})")
         if config.prefill_urls and config.decodes:
             links = curve, identity, host, transports, mailbox, self.exporter.name if self.exporter else ""
-            self.importer = Importer([Prefiller(url, *links) for url in config.prefill_urls], mailbox)
+            for url in config.prefill_urls:
+                check_url(url)
+            self.importer = Importer(config.prefill_urls, lambda url: Prefiller(url, *links), mailbox)
             self.notes.append(
                 f"prompts of {config.prefill_min_tokens:,} tokens and more are computed by "
                 f"{', '.join(config.prefill_urls)} ({names}), or here while it cannot be reached"
@@ -304,22 +317,21 @@ class KVTiers:
                 to.announce(told)
 
     def check_asked(self, request: Request) -> None:
-        """Say so if a request's prompt cannot come from the engine that its `kv_transfer_params` name: it is computed
-        here then, or by another engine."""
+        """Count and say so if a request's prompt cannot come from the engine that its `kv_transfer_params` name: it is
+        computed here then, or by another engine."""
         asked = request.params.kv_transfer_params or {}
         if not asked.get("do_remote_prefill"):
             return
-        name, now = asked.get("remote_engine_id") or "", time.monotonic()
-        known = [each.engine for each in self.importer.prefillers if each.engine] if self.importer else []
-        if (name in known if name else known) or now < self._say_again:
+        engine, host = asked.get("remote_engine_id", ""), asked.get("remote_host", "")
+        why: Unmet | None = self.importer.unmet(engine, host) if self.importer else "role"
+        if why is None:
             return
-        self._say_again = now + SAY_SECONDS
-        logger.warning(
-            "kv_transfer_params ask for a prompt from %s, but this engine reads from %s, and computes the rest; start "
-            "it with --role decode and that server among its --prefill-url",
-            f"engine {sanitize(name)}" if name else "another engine",
-            ", ".join(known) or "none",
-        )
+        self.unmet[why] = self.unmet.get(why, 0) + 1
+        if (now := time.monotonic()) < self._say_again.get(why, 0.0):
+            return
+        self._say_again[why] = now + SAY_SECONDS
+        named = " at ".join(sanitize(each) for each in (engine, host) if each) or "another engine"
+        logger.warning("kv_transfer_params ask for a prompt from %s, and %s", named, _UNMET[why])
 
     def _order(self, sources: Sources) -> None:
         disk, importer, agent, nodes = self.disk, self.importer, self.agent, self.nodes
@@ -350,6 +362,8 @@ class KVTiers:
                 sources.read_ended(number, count, seconds, kind == "gone", moving, engine)
             case Located(number, holders):
                 sources.located(number, holders, time.monotonic())
+            case Servers() if self.importer:
+                self.importer.listed(news)
             case Nodes(names):
                 sources.keep_nodes(names)
                 if self.nodes is not None:
@@ -424,7 +438,7 @@ class KVTiers:
             if readers is not None:
                 readers.drain()
         for news in self.mailbox.take() if self.mailbox is not None else ():
-            if isinstance(news, Nodes):  # sent only when it changes, so it must not be lost
+            if isinstance(news, Nodes | Servers):  # sent only when they change, so they must not be lost
                 self._take_in(scheduler.kvs[0].sources, scheduler.kvs, news)
         if self.exporter is not None:
             self.exporter.all_gone()

@@ -1,7 +1,7 @@
-"""The decode side: has prompts computed by other engines, and reads their blocks into this engine's host tier.
+"""The decode side: has prompts computed by another engine, and reads their blocks into this engine's host tier.
 
-For each of these engines there is a thread that speaks the protocol of `kv/wire.py`, and one that reads blocks. If
-either fails, its reads end, and those blocks are computed here.
+There is a thread that speaks the protocol of `kv/wire.py`, and one that reads blocks. If either fails, its reads end,
+and those blocks are computed here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from quire.core.orders import Prefill
 from quire.curve import Address, Curve
 from quire.errors import ConfigError, QuireError
 from quire.kv import wire
 from quire.kv.host import HostTier
 from quire.kv.mailbox import Ended, Late, Mailbox, Progressed
 from quire.kv.transport.base import Link, Range, TransferError, Transport
+from quire.names import DNS, is_server
 from quire.ops.threads import step_aside
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,7 @@ class Prefiller:
     Attributes:
         state: for display.
         engine: its name; "" until it has been reached.
+        hosts: the host in its URL, and its address once that is known.
         unwanted: number of blocks that it announced when they were no longer wanted.
     """
 
@@ -107,7 +108,8 @@ class Prefiller:
         mailbox: Mailbox,
         own: str = "",
     ) -> None:
-        _check_url(url)
+        check_url(url)
+        self.hosts = {host_of(url)}
         self.url, self.state, self.engine, self._own = url, "not connected yet", "", own
         self._welcome, self._resting_until = False, 0.0
         self._spoke = 0.0  # when the last heartbeat was sent
@@ -130,6 +132,10 @@ class Prefiller:
     def ready(self) -> bool:
         """Whether it accepts orders."""
         return self._welcome and time.monotonic() >= self._resting_until
+
+    def is_called(self, engine: str) -> bool:
+        """Whether this is the name of the engine there."""
+        return bool(engine) and self.engine == engine
 
     @property
     def load(self) -> int:
@@ -193,7 +199,9 @@ class Prefiller:
         connection.sndhwm = connection.rcvhwm = 0
         monitor = connection.get_monitor_socket()
         try:
-            connection.connect(address.resolved("prefill_url"))
+            resolved = address.resolved("prefill_url")
+            self.hosts |= {Address.read(resolved.removeprefix("tcp://"), "prefill_url").host}
+            connection.connect(resolved)
             self._speak(connection, monitor)
         except ConfigError as error:
             raise UnreachableError(str(error)) from error
@@ -215,7 +223,7 @@ class Prefiller:
             raise UnreachableError(f"its server does not answer ({why})") from error
         if not isinstance(port, int) or not 0 < port < 65536:
             raise UnreachableError("its server reports no kv_port; start it with --role prefill")
-        return Address(urllib.parse.urlsplit(self.url).hostname or "", port)
+        return Address(host_of(self.url), port)
 
     def _speak(self, connection: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
@@ -382,49 +390,8 @@ class Prefiller:
             self._mailbox.post(Ended("read", late[0].want.number, 0, 0.0))
 
 
-class Importer:
-    """All prefill engines of this one.
-
-    Args:
-        prefillers: the connections to them.
-        mailbox: gets an `Ended` for reads that cannot be ordered.
-    """
-
-    def __init__(self, prefillers: Sequence[Prefiller], mailbox: Mailbox) -> None:
-        self.prefillers, self._mailbox = prefillers, mailbox
-
-    @property
-    def ready(self) -> bool:
-        """Whether any engine accepts orders."""
-        return any(each.ready for each in self.prefillers)
-
-    @property
-    def unwanted(self) -> int:
-        """Blocks that engines told of when nobody waited for them any more."""
-        return sum(each.unwanted for each in self.prefillers)
-
-    def order(self, order: Prefill) -> None:
-        """Order blocks to be computed and read into slots: by the engine named, or else by the least busy one."""
-        slots, names = [slot for slot, _ in order.blocks], [name for _, name in order.blocks]
-        want = wire.Want(order.number, names, order.tokens, order.priority, order.owner, order.scope)
-        for prefiller in sorted(self.prefillers, key=lambda each: (each.engine != order.engine, each.load)):
-            if prefiller.order(want, slots):
-                return
-        self._mailbox.post(Ended("read", order.number, 0, 0.0))
-
-    def drain(self) -> None:
-        """Stop all reads that were ordered."""
-        for prefiller in self.prefillers:
-            prefiller.stop_reading()
-
-    def close(self) -> None:
-        """Close all connections."""
-        for prefiller in self.prefillers:
-            prefiller.close()
-
-
-def _check_url(url: str) -> None:
-    """Check a prefill engine's URL.
+def check_url(url: str) -> None:
+    """Check a prefill engine's URL, or that of a name of several.
 
     Raises:
         ConfigError: it is not valid.
@@ -432,15 +399,22 @@ def _check_url(url: str) -> None:
     if "://" not in url:
         Address.read(url, "prefill_url")
         return
+    single = is_server(url)
     try:
-        parts = urllib.parse.urlsplit(url)
-        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        parts = urllib.parse.urlsplit(url.removeprefix(DNS))
+        fine = parts.scheme in (("http", "https") if single else ("http",)) and bool(parts.hostname) and parts.port != 0
     except ValueError:
         fine = False
     if not fine:
         raise ConfigError(
-            f"prefill_url {url!r} is neither the URL of a server, such as http://10.0.0.1:8000, nor HOST:PORT"
+            f"prefill_url {url!r} is neither the URL of a server, such as http://10.0.0.1:8000, nor HOST:PORT, nor "
+            f"{DNS}http://NAME:PORT for all addresses of a name"
         )
+
+
+def host_of(url: str) -> str:
+    """The host in a prefill engine's URL."""
+    return (urllib.parse.urlsplit(url).hostname or "") if "://" in url else Address.read(url, "prefill_url").host
 
 
 def coalesced(ranges: Sequence[Range]) -> list[Range]:

@@ -80,6 +80,13 @@ class Nodes(NamedTuple):
     names: frozenset[str]
 
 
+class Servers(NamedTuple):
+    """The servers at the addresses of a DNS name: their URLs."""
+
+    url: str
+    servers: list[str]
+
+
 class Mailbox:
     """Messages for the engine, from any thread. `fileno` can be polled: it is readable while there are messages."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from quire.core.orders import Pull
 from quire.errors import ConfigError, QuireError
@@ -13,6 +13,7 @@ from quire.kv import wire
 from quire.kv.directory.base import Node
 from quire.kv.importer import LOOK_SECONDS, REST_SECONDS, Prefiller, Reading
 from quire.kv.mailbox import Ended, Mailbox
+from quire.kv.readers import Readers
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class NodeReader(Prefiller):
         self._give_up()  # what was ordered just before the end
 
 
-class NodeReaders:
+class NodeReaders(Readers[NodeReader]):
     """The readers of all nodes from which blocks were read.
 
     Args:
@@ -74,10 +75,9 @@ class NodeReaders:
     """
 
     def __init__(self, connect: Callable[[Node], NodeReader], mailbox: Mailbox) -> None:
+        super().__init__()
         self._connect, self._mailbox = connect, mailbox
-        self.readers: dict[str, NodeReader] = {}
         self._banned: set[str] = set()
-        self._closing: list[threading.Thread] = []
 
     def pull(self, order: Pull, node: Node | None) -> None:
         """Order the reading of blocks into slots; `node` is None if it is no longer known."""
@@ -96,24 +96,6 @@ class NodeReaders:
         """Never ask this node for anything again."""
         self._banned.add(node)
 
-    def keep(self, nodes: frozenset[str]) -> None:
-        """Keep only the readers of these nodes; the others have left."""
-        for name in [each for each in self.readers if each not in nodes]:
-            thread = threading.Thread(target=self.readers.pop(name).close, name="quire-node-closing", daemon=True)
-            self._closing = [*(each for each in self._closing if each.is_alive()), thread]
-            thread.start()  # closing may take a moment, which must not delay a step
-        self._banned &= nodes
-
-    def drain(self) -> None:
-        """Stop all reads that were ordered."""
-        for reader in self.readers.values():
-            reader.stop_reading()
-        for thread in self._closing:
-            thread.join()
-
-    def close(self) -> None:
-        """Close all connections."""
-        for reader in self.readers.values():
-            reader.close()
-        for thread in self._closing:
-            thread.join()
+    def keep(self, names: Collection[str]) -> None:
+        super().keep(names)
+        self._banned.intersection_update(names)

@@ -8,17 +8,9 @@ from typing import Any, Literal, Self
 
 from quire.config import option
 from quire.errors import ConfigError
+from quire.names import DNS, MAX_SERVERS, is_server
 from quire.router.address import Address
 from quire.server.http_options import HttpOptions, read_keys
-
-MAX_SERVERS = 1024
-DNS = "dns+"
-"""Prefix of the URL of a DNS name, each of whose addresses is a server."""
-
-
-def is_server(url: str) -> bool:
-    """Whether a URL is that of a single server, as opposed to a DNS name that lists servers."""
-    return not url.startswith(DNS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from quire.errors import ConfigError
 from quire.kv.directory.base import DirectoryError
 from quire.log import event
+from quire.names import DNS_SECONDS, MAX_SERVERS, addresses, is_server, name_of
+from quire.names import servers as servers_of
 from quire.router.address import Address
-from quire.router.config import DNS, MAX_SERVERS, RouterConfig
+from quire.router.config import RouterConfig
 from quire.router.servers import Role, Servers
 
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
 """How often a file is checked."""
-
-DNS_SECONDS = 5.0
-"""How often a DNS name is resolved, and the timeout of a lookup."""
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -54,7 +51,7 @@ def sources_of(config: RouterConfig) -> list[Source]:
         found.append(FileSource(Path(config.servers_file).expanduser()))
     given: list[tuple[Role, tuple[str, ...]]] = [("serve", config.server), ("prefill", config.prefill_server)]
     for role, urls in given:
-        found += [DnsSource(url, role) for url in urls if url.startswith(DNS)]
+        found += [DnsSource(url, role) for url in urls if not is_server(url)]
     return found
 
 
@@ -144,16 +141,8 @@ def read_servers_file(path: Path) -> dict[str, Role]:
 
 
 async def resolve(name: str, port: int) -> Sequence[str]:
-    """The addresses of a name, from the machine's resolver: the IPv4 ones if there are any, otherwise the IPv6 ones.
-
-    Raises:
-        OSError: the name has no address, or the resolver does not answer.
-    """
-    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    by_family = [
-        [str(at[0]) for kind, *_, at in found if kind == family] for family in (socket.AF_INET, socket.AF_INET6)
-    ]
-    return by_family[0] or by_family[1]
+    """See `names.addresses`."""
+    return await asyncio.to_thread(addresses, name, port)
 
 
 class DnsSource:
@@ -165,19 +154,16 @@ class DnsSource:
 
     def __init__(self, url: str, role: Role, resolve: Resolve = resolve) -> None:
         self._url, self._role, self._resolve, self.pause = url, role, resolve, DNS_SECONDS
-        self._parts = urlsplit(url.removeprefix(DNS))
 
     async def look(self, servers: Servers) -> None:
         """See `Source`."""
-        name, port = str(self._parts.hostname), self._parts.port or 80
         try:
             async with asyncio.timeout(DNS_SECONDS):
-                addresses = sorted(set(await self._resolve(name, port)))
+                found = servers_of(self._url, await self._resolve(*name_of(self._url)))
         except TimeoutError:
             raise DirectoryError(f"{self._url}: no answer for this name within {DNS_SECONDS:g} s") from None
         except OSError as error:
             raise DirectoryError(f"{self._url}: {error.strerror or type(error).__name__}") from None
-        if len(addresses) > MAX_SERVERS:
-            raise DirectoryError(f"{self._url} has {len(addresses)} addresses; at most {MAX_SERVERS} are allowed")
-        hosts = [f"[{each}]" if ":" in each else each for each in addresses]
-        servers.set_listed({f"http://{host}:{port}{self._parts.path}": self._role for host in hosts}, self._url)
+        except ValueError as error:
+            raise DirectoryError(str(error)) from None
+        servers.set_listed(dict.fromkeys(found, self._role), self._url)

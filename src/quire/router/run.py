@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 
 from quire.log import event
+from quire.names import is_server
 from quire.router.app import create_app
-from quire.router.config import RouterConfig, is_server
+from quire.router.config import RouterConfig
 from quire.router.membership import begin, sources_of
 from quire.router.metrics import RouterMetrics
 from quire.router.servers import Servers

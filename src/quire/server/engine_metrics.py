@@ -138,6 +138,9 @@ def _tier_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
     if slots := stats.get("kv_slots"):
         help = "Slots of the host tier: free, filling, kept, and in quarantine (a late write may still arrive)."
         yield _gauge("quire:kv_host_slots", help, slots.items(), "state")
+    if unmet := stats.get("kv_transfer_unmet"):
+        help = "Requests whose kv_transfer_params name an engine that was not asked: see docs/kv.md."
+        yield _counter("quire:kv_transfer_unmet", help, unmet.items(), "reason")
 
 
 def _model_families(stats: Mapping[str, Any]) -> Iterator[Metric]:
