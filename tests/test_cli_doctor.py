@@ -56,6 +56,10 @@ def test_a_fleet_is_told_which_kernels_all_of_its_machines_have(
     assert (
         "All of them have avx2, sse2; for equal tokens give all servers --cpu-kernels avx2" in capsys.readouterr().out
     )
+    cascade_lake, ice_lake = report("cascade", "avx512_vnni", "avx512", "avx2"), report("ice", "avx512", "avx2")
+    assert main(["doctor", "--fleet", cascade_lake, ice_lake]) == 0
+    advice = "--cpu-kernels avx512, or where there is avx512_vnni, that: its bits are the same"
+    assert advice in capsys.readouterr().out
     assert main(["doctor", "--json", "--fleet", new, report("arm", "neon")]) == 1
     assert json.loads(capsys.readouterr().out)["common"] == []
     (tmp_path / "text").write_text("Machine")

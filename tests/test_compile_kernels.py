@@ -71,13 +71,14 @@ def test_all_sets_are_made_unless_one_is_named_and_what_fails_is_an_error_unless
 ) -> None:
     folder = tmp_path / "made"
     assert script["main"]([str(folder), "--compiler", str(compiler)]) == 1
-    assert libraries(folder) == {"avx512_bf16", "avx512", "avx2", "sse2"}
+    assert libraries(folder) == {"avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2", "sse2"}
     assert "unknown option -mamx-tile" in capfd.readouterr().err
     assert script["main"]([str(tmp_path / "other"), "--isa", "sse2", "--compiler", str(compiler)]) == 0
     assert libraries(tmp_path / "other") == {"sse2"}
     with pytest.raises(SystemExit):
         script["main"]([str(folder), "--isa", "avx1024"])
-    assert "no kernels for avx1024; known: amx, avx512_bf16, avx512, avx2, sse2" in capfd.readouterr().err
+    known = "amx, avx512_bf16, avx512_vnni, avx512, avx_vnni, avx2, sse2"
+    assert f"no kernels for avx1024; known: {known}" in capfd.readouterr().err
 
 
 def test_what_a_compiler_does_not_know_of_a_set_s_wishes_is_left_out(
@@ -136,7 +137,7 @@ def test_the_environment_says_what_an_installation_builds(monkeypatch: pytest.Mo
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.delenv("QUIRE_KERNELS", raising=False)
     setup = runpy.run_path("setup.py", run_name="setup")
-    names = ["amx", "avx512_bf16", "avx512", "avx2", "sse2"]
+    names = ["amx", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2", "sse2"]
     for given, wanted in ((None, names), ("all", names), ("native", ["native"]), ("none", [])):
         if given:
             monkeypatch.setenv("QUIRE_KERNELS", given)

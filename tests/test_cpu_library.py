@@ -14,6 +14,7 @@ from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.ops import Kernels, choice_note, choose, choose_kernels
 from quire.ops.cpu import library
+from quire.ops.cpu.instruction_sets import bits_of
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.cpu.library import Library
 from quire.ops.linear import Product
@@ -44,7 +45,7 @@ def test_every_usable_set_of_kernels_can_be_chosen(isa: str) -> None:
     kernels = choose_kernels(isa)
     assert isinstance(kernels, CpuKernels) and kernels.name == isa
     described = kernels.describe(torch.bfloat16)
-    assert f"C++ kernels {library.VERSION} for {isa}, torch {torch.__version__}" in described
+    assert f"C++ kernels {library.VERSION} for {bits_of(isa)}, torch {torch.__version__}" in described
 
 
 class PretendedKernels(Kernels):
@@ -76,7 +77,9 @@ def pretend_amx(monkeypatch: pytest.MonkeyPatch, *built: str, wrong: bool) -> No
     [
         ("sse2", "sse2"),
         ("sse2 avx2 fma f16c", "avx2"),
+        ("sse2 avx2 fma f16c avx_vnni", "avx_vnni"),
         ("sse2 avx2 fma f16c avx512f avx512bw avx512vl avx512dq", "avx512"),
+        ("sse2 avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni", "avx512_vnni"),
         ("sse2 avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni avx512vbmi", "avx512_bf16"),
         ("", "torch"),
     ],
@@ -84,7 +87,7 @@ def pretend_amx(monkeypatch: pytest.MonkeyPatch, *built: str, wrong: bool) -> No
 def test_the_fastest_is_chosen_unless_torch_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, flags: str, chosen: str
 ) -> None:
-    pretend_amx(monkeypatch, "amx", "avx512_bf16", "avx512", "avx2", "sse2", wrong=False)
+    pretend_amx(monkeypatch, *library.NEEDS, wrong=False)
     pretend_machine(monkeypatch, "x86_64", flags)
     assert choose_kernels().name == chosen
     assert type(choose_kernels("torch")) is Kernels

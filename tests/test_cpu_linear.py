@@ -7,6 +7,7 @@ import torch
 
 from quire.ops import Kernels, choose_kernels
 from quire.ops.cpu import library
+from quire.ops.cpu.instruction_sets import bits_of
 from quire.ops.linear import Product
 from quire.ops.quantized import Quantization, quantize
 
@@ -55,6 +56,18 @@ def test_quantized_products_equal_their_reference(kernels: Kernels, shape: tuple
             torch.testing.assert_close(
                 ours.matmul(x, torch.float32), reference.matmul(x, torch.float32), rtol=2e-6, atol=3e-5
             )
+
+
+@pytest.mark.parametrize("isa", [isa for isa in library.usable() if bits_of(isa) != isa])
+@pytest.mark.parametrize("how", SCHEMES[:2], ids=str)
+def test_sets_that_only_multiply_bytes_faster_give_the_same_bits(isa: str, how: Quantization) -> None:
+    if bits_of(isa) not in library.usable():
+        pytest.skip(f"the kernels for {bits_of(isa)} were not built here")
+    weight = quantize(draw(513, 3072, seed=1), how)
+    ours, theirs = (choose_kernels(name).pack_quantized(weight) for name in (isa, bits_of(isa)))
+    for rows in (1, 3, 7, 25, 150):
+        x = draw(rows, 3072, dtype=torch.bfloat16, seed=rows)
+        assert torch.equal(ours.matmul(x), theirs.matmul(x))
 
 
 def test_int8_takes_inputs_that_fill_no_quad(kernels: Kernels) -> None:

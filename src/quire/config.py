@@ -110,7 +110,18 @@ class EngineConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs; auto: on a GPU if there is one")
     cpu_kernels: Literal[
-        "auto", "torch", "sse2", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_dot", "neon_bf16"
+        "auto",
+        "torch",
+        "sse2",
+        "avx2",
+        "avx_vnni",
+        "avx512",
+        "avx512_vnni",
+        "avx512_bf16",
+        "amx",
+        "neon",
+        "neon_dot",
+        "neon_bf16",
     ] = option(
         "auto", "instruction set of the compiled kernels, or torch for none of them; auto: the fastest on this machine"
     )

@@ -24,6 +24,7 @@ from quire.typed_json import BAD_JSON
 
 INSTRUCTION_SETS = (
     "avx2",
+    "avx_vnni",
     "avx512f",
     "avx512_bf16",
     "avx512_vnni",
@@ -110,20 +111,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(paths: Sequence[str], as_json: bool) -> int:
-    """Print the kernels that each of these machines can use, and those that all can; returns 1 if there are none.
+    """Print the kernels that each of these machines can use, and those with whose bits all can compute; returns 1 if
+    there are none.
 
     Raises:
         ConfigError: a file is no report.
     """
+    from quire.ops.cpu.instruction_sets import bits_of
+
     usable = {path: _usable_in(path) for path in paths}
-    common = [name for name in next(iter(usable.values())) if all(name in names for names in usable.values())]
+    bits = [dict.fromkeys(map(bits_of, names)) for names in usable.values()]
+    common = [name for name in bits[0] if all(name in others for others in bits)]
     if as_json:
         print(msgspec.json.encode({"machines": usable, "common": common}).decode())
         return 0 if common else 1
     for path, names in usable.items():
         _show(path, ", ".join(names) or "none")
     if common:
-        print(f"\nAll of them have {', '.join(common)}; for equal tokens give all servers --cpu-kernels {common[0]}")
+        same = sorted({name for names in usable.values() for name in names if bits_of(name) == common[0] != name})
+        faster = f", or where there is {' or '.join(same)}, that: its bits are the same" if same else ""
+        print(f"\nAll of them have {', '.join(common)}; for equal tokens give all servers --cpu-kernels ", end="")
+        print(common[0] + faster)
     else:
         print("\nThey have no kernels in common; give all servers --cpu-kernels torch, and compare system_fingerprint")
     return 0 if common else 1

@@ -11,9 +11,9 @@ from quire.ops.cpu import library
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.kernels import Kernels
 
-SELF_TESTED = ("amx", "neon_bf16", "neon_dot", "neon")
+SELF_TESTED = ("amx", "avx_vnni", "neon_bf16", "neon_dot", "neon")
 """Sets that are chosen only where they multiply rightly: AMX's registers a system hands out on request, and virtual
-machines not always as they should; ARM's have been run under emulation alone."""
+machines not always as they should; AVX-VNNI and ARM's have been run under emulation alone."""
 
 
 @functools.cache

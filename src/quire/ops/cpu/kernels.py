@@ -22,6 +22,7 @@ from quire.ops.cpu import (
     short_conv,
     sparse,
 )
+from quire.ops.cpu.instruction_sets import bits_of
 from quire.ops.cpu.layer import CpuLayer
 from quire.ops.cpu.library import VERSION, Library
 from quire.ops.elementwise import Activation
@@ -75,7 +76,7 @@ class CpuKernels(Kernels):
 
     def describe(self, dtype: torch.dtype) -> str:
         level = torch.backends.cpu.get_cpu_capability()  # of what is left to torch, such as the rotary tables
-        return f"C++ kernels {VERSION} for {self.name}, torch {torch.__version__} with {level}"
+        return f"C++ kernels {VERSION} for {bits_of(self.name)}, torch {torch.__version__} with {level}"
 
     @contextmanager
     def threads(self, count: int) -> Iterator[None]:

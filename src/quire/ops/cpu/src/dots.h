@@ -38,6 +38,25 @@ constexpr bool BYTES_ARE_SIGNED = true;
 #else
 constexpr bool BYTES_ARE_SIGNED = false;
 #endif
+#if defined(QUIRE_EMULATE_VNNI)
+INLINE __m256i dot4(__m256i acc, __m256i a, __m256i b) {  // as Intel documents VPDPBUSD, for tests on any machine
+    int32_t sums[8];
+    uint8_t x[32];
+    int8_t y[32];
+    std::memcpy(sums, &acc, 32), std::memcpy(x, &a, 32), std::memcpy(y, &b, 32);
+    for (int i = 0; i < 32; i++) sums[i / 4] += x[i] * y[i];
+    std::memcpy(&acc, sums, 32);
+    return acc;
+}
+#elif defined(__AVXVNNI__)
+INLINE __m256i dot4(__m256i acc, __m256i a, __m256i b) { return _mm256_dpbusd_avx_epi32(acc, a, b); }
+#elif defined(__AVX2__)
+INLINE __m256i dot4(__m256i acc, __m256i a, __m256i b) {  // bytes 0 and 2, then 1 and 3, as below
+    const __m256i a0 = _mm256_and_si256(a, _mm256_set1_epi16(0x00ff)), a1 = _mm256_srli_epi16(a, 8);
+    const __m256i b0 = _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8), b1 = _mm256_srai_epi16(b, 8);
+    return _mm256_add_epi32(acc, _mm256_add_epi32(_mm256_madd_epi16(a0, b0), _mm256_madd_epi16(a1, b1)));
+}
+#endif
 INLINE i32x16 dot4(i32x16 acc, u32x16 a, u32x16 b) {
 #if defined(__AVX512VNNI__)
     return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
@@ -50,13 +69,7 @@ INLINE i32x16 dot4(i32x16 acc, u32x16 a, u32x16 b) {
         __m256i part[2];
     };
     auto s = bits_of<halves>(acc), x = bits_of<halves>(a), y = bits_of<halves>(b);
-    const __m256i even = _mm256_set1_epi16(0x00ff);
-    for (int i = 0; i < 2; i++) {  // as above
-        __m256i x0 = _mm256_and_si256(x.part[i], even), x1 = _mm256_srli_epi16(x.part[i], 8);
-        __m256i y0 = _mm256_srai_epi16(_mm256_slli_epi16(y.part[i], 8), 8), y1 = _mm256_srai_epi16(y.part[i], 8);
-        __m256i dot = _mm256_add_epi32(_mm256_madd_epi16(x0, y0), _mm256_madd_epi16(x1, y1));
-        s.part[i] = _mm256_add_epi32(s.part[i], dot);
-    }
+    for (int i = 0; i < 2; i++) s.part[i] = dot4(s.part[i], x.part[i], y.part[i]);
     return bits_of<i32x16>(s);
 #elif defined(__aarch64__)
     for (int i = 0; i < 4; i++) {
