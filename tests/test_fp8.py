@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.errors import CheckpointError
-from quire.models.fp8 import restore
+from quire.models.formats.fp8 import restore
 from quire.ops import Fp8Weight, Kernels
 from quire.ops.fp8 import joined
 from quire.ops.linear import Product

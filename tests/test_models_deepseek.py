@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from quire.config import EngineConfig
 from quire.errors import ConfigError, MissingTensorError, ModelConfigError, TensorShapeError, UnexpectedTensorError
 from quire.models.fields import Fields
-from quire.models.fp8 import restore
+from quire.models.formats.fp8 import restore
 from quire.models.quantize import quantize_folder
 from quire.models.registry import load_model, read_config
 from quire.ops import Kernels, KVCache, Quantization, RaggedBatch
@@ -232,10 +232,10 @@ def test_missing_and_wrong_scales_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "section, message",
     [
-        ({"quant_method": "fp8"}, "weight_block_size.*two whole numbers"),
+        ({"quant_method": "fp8"}, "config.json, quantization_config says.*fp8 weights.*no tensor of"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size.*two whole numbers"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"}, "'fmt' must be 'e4m3'"),
-        ({"quant_method": "gptq", "bits": 4}, "quantization_config.*not support"),
+        ({"quant_method": "hqq", "nbits": 4}, "HQQ weights, which Quire does not read; give the checkpoint that it"),
     ],
 )
 def test_other_quantizations_are_refused_by_name(section: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from quire.engine.engine import Engine
 from quire.errors import MissingTensorError, ModelConfigError, TensorShapeError, UnexpectedTensorError
 from quire.layers.rotary import RopeConfig, RotaryEmbedding
 from quire.models.fields import Fields
-from quire.models.fp8 import restore
+from quire.models.formats.fp8 import restore
 from quire.models.layout import partly_turned
 from quire.models.random_checkpoint import write_checkpoint
 from quire.models.registry import load_model, read_config

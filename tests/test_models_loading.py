@@ -345,7 +345,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "float8_e4m3fn"}, "'dtype' must be 'bfloat16' or 'float16' or 'float32'"),
     ({"architectures": ...}, "'architectures'"),
     ({"architectures": "LlamaForCausalLM"}, "'architectures' must be a list of strings"),
-    ({"quantization_config": {"quant_method": "awq"}}, "'quantization_config'"),
+    ({"quantization_config": {"quant_method": "exl2"}}, "quantization_config: EXL2 weights, which Quire does not read"),
     ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor'"),
     ({"final_logit_softcapping": 30.0}, "'final_logit_softcapping'"),
     ({"num_local_experts": 8}, "'num_local_experts'"),

@@ -18,7 +18,6 @@ from quire.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from quire.models.config import DecoderConfig
-    from quire.models.fields import Fields
     from quire.models.model import ModelSizes
 
 WEIGHTS = "bf16", "int8", "int4"
@@ -96,6 +95,7 @@ def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, 
 
     from quire.models.checkpoint import Checkpoint
     from quire.models.fields import Fields
+    from quire.models.formats.choose import without_read_formats
     from quire.models.identify import identify, tokenizer_of
     from quire.models.model import ModelSizes
     from quire.models.registry import read_config
@@ -104,7 +104,7 @@ def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, 
         raise CheckpointError(other)
     fields, generation = Fields.read(folder / "config.json"), Fields.read(folder / "generation_config.json")
     entries = Checkpoint(folder).entries if any(folder.glob("*.safetensors")) else {}
-    config = read_config(_without_read_formats(fields), generation)
+    config = read_config(without_read_formats(fields), generation)
     sizes = ModelSizes(config, torch.bfloat16)
     on_disk = Counter(entry.dtype for entry in entries.values())
     stored = sum(entry.num_bytes for entry in entries.values())
@@ -154,12 +154,6 @@ def _kept(sizes: ModelSizes, length: int) -> tuple[dict[str, int], dict[str, int
             shape.bytes_per_token * min(length, (group.window or length) + 32) for shape, group in tokens
         )
     return kv, full, states
-
-
-def _without_read_formats(fields: Fields) -> Fields:
-    """config.json without a `quantization_config` whose weights are dequantized when they are read."""
-    section = fields.section("quantization_config").picked(["quant_method"])
-    return fields.without("quantization_config") if section.get("quant_method") in ("fp8", "mxfp4") else fields
 
 
 def _quantized_bytes(sizes: Any, config: DecoderConfig, scheme: str) -> int:

@@ -45,10 +45,13 @@ class Checkpoint:
         config: fields of config.json.
         generation: fields of generation_config.json; empty if the file is absent.
         entries: every tensor by name.
+        notes: on how its weights are stored, for the user.
 
     Raises:
         CheckpointError: one of its kinds, for whatever is wrong with the folder.
     """
+
+    notes: tuple[str, ...] = ()
 
     def __init__(self, folder: Path) -> None:
         if not os.path.isdir(folder):

@@ -15,16 +15,30 @@ HUB_URL = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\
 CONVERT = "convert it with transformers (AutoModelForCausalLM.from_pretrained(...).save_pretrained(FOLDER))"
 
 QUANTIZERS = {
+    "aqlm": "AQLM",
+    "auto-round": "AutoRound",
     "awq": "AWQ",
-    "gptq": "GPTQ",
+    "bitnet": "BitNet",
     "bitsandbytes": "bitsandbytes",
     "compressed-tensors": "compressed-tensors",
+    "exl2": "EXL2",
+    "exl3": "EXL3",
+    "fbgemm_fp8": "fp8",
+    "fp8": "fp8",
+    "gptq": "GPTQ",
+    "higgs": "HIGGS",
     "hqq": "HQQ",
+    "modelopt": "Model Optimizer's",
+    "mxfp4": "MXFP4",
     "quanto": "Quanto",
+    "quark": "Quark",
     "torchao": "torchao",
-    "fp8": "fp8 of another kind",
+    "vptq": "VPTQ",
 }
 """Names of quantizers, by `quantization_config.quant_method`."""
+README_BYTES = 64 << 10
+BASE_MODEL = re.compile(r"^base_model:[ \t]*(?:\n[ \t]*-[ \t]*)?[\"']?([\w.-]+/[\w.-]+)", re.MULTILINE)
+"""A field of the metadata at the beginning of a model's README.md."""
 
 
 def identify(path: Path) -> str | None:
@@ -62,6 +76,21 @@ def quantizer(section: Fields) -> str:
     bits = section.picked(["bits"]).get("bits")
     name = QUANTIZERS.get(method, repr(method)[:40]) if isinstance(method, str) else "quantized"
     return f"{name} weights" + (f" of {bits} bits" if isinstance(bits, int) else "")
+
+
+def made_from(folder: Path) -> str:
+    """ ", org/name" of the model that a checkpoint was made from, by its README.md or config.json; "" if unknown."""
+    try:
+        with (folder / "README.md").open(encoding="utf-8", errors="replace") as file:
+            head = file.read(README_BYTES)
+    except OSError:
+        head = ""
+    _, _, metadata = head.partition("---")
+    found = BASE_MODEL.search(metadata.partition("\n---")[0])
+    named = Fields.read(folder / "config.json").picked(["_name_or_path"]).get("_name_or_path")
+    if found is None and isinstance(named, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", named):
+        return f", {named}"[:120]
+    return f", {found[1]}"[:120] if found else ""
 
 
 def _identify_file(path: Path) -> str:

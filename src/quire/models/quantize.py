@@ -15,8 +15,9 @@ import torch
 from quire import __version__
 from quire.errors import ConfigError
 from quire.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, content_hash
+from quire.models.formats.choose import of_numbers
 from quire.models.quantized_folder import PACKED, RECORD_FILE, SCALES, Record, read_record
-from quire.models.registry import build_model, of_numbers, read_config
+from quire.models.registry import build_model, read_config
 from quire.models.safetensors_file import Writer, header_room
 from quire.models.weights import HEAD, is_plain
 from quire.ops import Kernels, Quantization, QuantizedWeight, choose_kernels

@@ -16,10 +16,9 @@ from quire.layers.experts import ExpertsConfig
 from quire.models.checkpoint import Checkpoint, choose_dtype
 from quire.models.config import DecoderConfig
 from quire.models.fields import Fields
-from quire.models.fp8 import BlockQuantizedCheckpoint, is_block_quantized
+from quire.models.formats.choose import of_numbers
 from quire.models.layout import TABLE, WITHOUT_HEAD, LaidOutCheckpoint
 from quire.models.model import Model
-from quire.models.mxfp4 import Mxfp4Checkpoint, is_mxfp4
 from quire.models.quantized_folder import choose_quantization, read_record
 from quire.models.sharing import Sharing
 from quire.models.weights import Progress, Spill, Weights
@@ -143,6 +142,7 @@ def build_model(
     compute_dtype, note = choose_dtype(checkpoint, dtype, kernels.device.type == "cpu")
     notes = [note, _own_code_note(checkpoint.config)]
     checkpoint = of_numbers(checkpoint)
+    notes += checkpoint.notes
     config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
     layout = config.layout or (WITHOUT_HEAD if TABLE in checkpoint.entries else None)
     if layout is not None and not stored:  # Quire's own quantized folders have the model's layout
@@ -183,13 +183,6 @@ def build_model(
         weights.complete()
     model.notes = tuple(text for text in (*notes, _rope_note(config)) if text)
     return model, weights
-
-
-def of_numbers(checkpoint: Checkpoint) -> Checkpoint:
-    """Present a checkpoint with weights in 8 or 4 bits as one with plain weights."""
-    if is_block_quantized(checkpoint):
-        return BlockQuantizedCheckpoint(checkpoint)
-    return Mxfp4Checkpoint(checkpoint) if is_mxfp4(checkpoint) else checkpoint
 
 
 def check_ranks(

@@ -1,0 +1,91 @@
+"""Which published format a checkpoint's weights are in, by its configuration; the others are refused by name.
+
+`quantization_config` is in config.json, in its `text_config`, or, of modelopt's older files, in hf_quant_config.json.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelConfigError
+from quire.models.checkpoint import Checkpoint
+from quire.models.fields import Fields
+from quire.models.formats.stored import StoredCheckpoint
+from quire.models.identify import made_from, quantizer
+from quire.models.quantized_folder import RECORD_FILE
+
+SECTIONS = ("quantization_config", "compression_config")
+"""Names of what says how weights are stored; the second one is older."""
+NESTED = ("text_config",)
+OF_MODELOPT = "hf_quant_config.json"
+
+READERS = {
+    "compressed-tensors": "quire.models.formats.compressed_tensors",
+    "fbgemm_fp8": "quire.models.formats.fp8",
+    "fp8": "quire.models.formats.fp8",
+    "modelopt": "quire.models.formats.modelopt",
+    "mxfp4": "quire.models.formats.mxfp4",
+}
+"""By `quant_method`, the module whose `read` finds the weights, imported when needed."""
+
+
+def of_numbers(checkpoint: Checkpoint) -> Checkpoint:
+    """Present a checkpoint with weights in one of the formats as one with plain weights.
+
+    Raises:
+        ModelConfigError: the format is not known, or is not that of the weights.
+        CheckpointError: one of its kinds, for weights whose tensors do not fit.
+    """
+    plain, section = _section_of(checkpoint.config)
+    if section is None and (checkpoint.folder / OF_MODELOPT).is_file():
+        section = Fields.read(checkpoint.folder / OF_MODELOPT).section("quantization")
+    if section is None:
+        return checkpoint
+    name = READERS.get(_method(section))
+    if name is None:
+        raise ModelConfigError(refusal(section, checkpoint.folder))
+    module: Any = importlib.import_module(name)
+    contents = module.read(checkpoint, section)
+    of_quire = (checkpoint.folder / RECORD_FILE).is_file()  # made from such a checkpoint
+    if not contents.weights and not contents.unused and not of_quire:
+        raise ModelConfigError(
+            f"{section.source} says that the weights are quantized ({quantizer(section)}), but no tensor of "
+            f"{checkpoint.folder} is such a one; if they are not, remove it from config.json"
+        )
+    return StoredCheckpoint(checkpoint, plain, contents)
+
+
+def without_read_formats(fields: Fields) -> Fields:
+    """The configuration without what says how weights are stored, if that is a format with a reader."""
+    plain, section = _section_of(fields)
+    return fields if section is None or _method(section) not in READERS else plain
+
+
+def refusal(section: Fields, folder: Path) -> str:
+    """Why a format is refused, and what to do."""
+    return (
+        f"{section.source}: {quantizer(section)}, which Quire does not read; give the checkpoint that it was made "
+        f"from{made_from(folder)}, and --quantization int4 or int8 for small weights"
+    )
+
+
+def _method(section: Fields) -> str:
+    method = section.picked(["quant_method"]).get("quant_method")
+    if method is None and "quant_algo" in section:
+        return "modelopt"
+    return method if isinstance(method, str) else ""
+
+
+def _section_of(config: Fields) -> tuple[Fields, Fields | None]:
+    """The configuration without what says how weights are stored, and that; None if there is none."""
+    for name in SECTIONS:
+        if name in config:
+            return config.without(*SECTIONS), config.section(name)
+    for outer in NESTED:
+        if outer in config and (inner := config.section(outer)):
+            plain, section = _section_of(inner)
+            if section is not None:
+                return config.updated({outer: plain.picked(plain.names())}), section
+    return config, None
