@@ -256,7 +256,9 @@ def test_stages_have_what_is_theirs_of_a_groups_layers_or_nothing() -> None:
 # -- engines -------------------------------------------------------------------------------------------------------
 
 EAGLE = {"method": "eagle", "model": "demo-eagle", "num_speculative_tokens": 3}
+UNEVEN = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}  # as many small models have
 FEW: dict[str, dict[str, Any]] = {
+    "TP 2, 9 heads of 3": {"tensor_parallel_size": 2, "model": ("llama", UNEVEN)},
     "TP 2, int8 cache": {"tensor_parallel_size": 2, "kv_cache_dtype": "int8"},
     "PP 2": {"pipeline_parallel_size": 2},
 }
@@ -264,16 +266,25 @@ MORE: dict[str, dict[str, Any]] = {
     "TP 2": {"tensor_parallel_size": 2},
     "TP 2, overlap": {"tensor_parallel_size": 2, "async_scheduling": True},
     "TP 4, heads replicated": {"tensor_parallel_size": 4},
+    "TP 4, 7 heads to each of 2": {
+        "tensor_parallel_size": 4,
+        "model": ("qwen2", {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 112}),
+    },
+    "TP 2, 9 heads of 3, a norm of all": {"tensor_parallel_size": 2, "model": ("olmo2", UNEVEN)},
+    "TP 3, 4 heads of keys, sinks": {
+        "tensor_parallel_size": 3,
+        "model": ("gpt_oss", {"num_attention_heads": 8, "num_key_value_heads": 4}),
+    },
     "TP 2 x PP 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "TP 2, fp8 cache": {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8"},
-    "TP 2, latent attention": {"tensor_parallel_size": 2, "model": "deepseek_v3"},
-    "PP 2, latent attention": {"pipeline_parallel_size": 2, "model": "deepseek_v3"},
-    "TP 2, experts": {"tensor_parallel_size": 2, "model": "qwen3_moe", "enable_expert_parallel": True},
-    "DP 2": {"data_parallel_size": 2, "model": "qwen3_moe", "enable_expert_parallel": True},
+    "TP 3, latent attention of 4 heads": {"tensor_parallel_size": 3, "model": ("deepseek_v3", {})},
+    "PP 2, latent attention": {"pipeline_parallel_size": 2, "model": ("deepseek_v3", {})},
+    "TP 2, experts": {"tensor_parallel_size": 2, "model": ("qwen3_moe", {}), "enable_expert_parallel": True},
+    "DP 2": {"data_parallel_size": 2, "model": ("qwen3_moe", {}), "enable_expert_parallel": True},
     "DP 2 x TP 2": {
         "data_parallel_size": 2,
         "tensor_parallel_size": 2,
-        "model": "qwen3_moe",
+        "model": ("qwen3_moe", {}),
         "enable_expert_parallel": True,
     },
     "TP 2, a drafting head": {"tensor_parallel_size": 2, "speculative_config": EAGLE},
@@ -302,11 +313,12 @@ def cases_of_engines() -> Iterator[Any]:
         yield pytest.param(options, id=name, marks=[pytest.mark.slow] if name in MORE else [])
 
 
-@pytest.mark.quick("TP 2, int8 cache")
+@pytest.mark.quick("TP 2, 9 heads of 3")
 @pytest.mark.parametrize("options", [*cases_of_engines()])
 def test_ranks_with_tiers_say_what_one_rank_says_without(options: dict[str, Any], tmp_path: Path) -> None:
     if "model" in options:
-        options = {**options, "model": str(save_checkpoint(tmp_path, options["model"]))}
+        architecture, sizes = options["model"]
+        options = {**options, "model": str(save_checkpoint(tmp_path, architecture, **sizes))}
     roomy = make(one_rank(options), num_kv_blocks=200)
     expected = run(roomy, prompts())
     roomy.close()

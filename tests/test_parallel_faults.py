@@ -305,14 +305,16 @@ def test_a_plan_that_a_rank_does_not_read_in_time_is_no_reason_to_wait_for_ever(
 
 
 def test_ranks_that_the_model_cannot_have_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 does not divide the model's 4 .*: 1, 2, 4$"):
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size=3: so many ranks cannot share the model's 4 .*: 1, 2, 4$"
+    ):
         LLM("demo", tensor_parallel_size=3)
     for wrong in (0, -1, 257, "2", 2.0, True):
         with pytest.raises(ConfigError, match="tensor_parallel_size"):
             LLM("demo", tensor_parallel_size=wrong)
     folder = save_checkpoint(tmp_path / "latent", "deepseek_v3", num_hidden_layers=2)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 .*allowed: 1, 2, 4"):
-        LLM(str(folder), tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=5: .*allowed: 1, 2, 3, 4$"):
+        LLM(str(folder), tensor_parallel_size=5)
 
 
 @pytest.mark.usefixtures("spawned_ranks")

@@ -119,7 +119,7 @@ class KVLayout:
 
     def has(self, split: Split) -> bool:
         """See `Layout`."""
-        return 0 < split.stages <= self._layers.total and split.parts > 0 and not self.shape.kv_heads % split.parts
+        return 0 < split.stages <= self._layers.total and 0 < split.parts <= self.shape.kv_heads
 
     def num_pieces(self, split: Split) -> int:
         """See `Layout`."""
@@ -129,13 +129,14 @@ class KVLayout:
         """See `Layout`: a part is some of the heads. The draft model's part is a piece of its own, the last one."""
         if split == WHOLE:
             return [[blocks]]
-        shape, each = self.shape, self.shape.kv_heads // split.parts
+        shape, heads = self.shape, self.shape.kv_heads
+        shares = [share_of(heads, part, split.parts, heads) for part in range(split.parts)]
         planes = blocks[:, : shape.layers * shape.kv_heads * self.head_bytes]
         planes = planes.view(len(blocks), shape.layers, shape.kv_heads, self.head_bytes)
         found = []
         for stage in range(split.stages):
             of_stage = planes[:, self._layers.at(stage, split.stages)]
-            found += [[of_stage[:, :, part * each : (part + 1) * each]] for part in range(split.parts)]
+            found += [[of_stage[:, :, own.start : own.stop]] for own in shares]
         return [*found, [blocks[:, -self.draft_bytes :]]] if self.draft_bytes else found
 
     @property

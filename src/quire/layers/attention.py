@@ -12,7 +12,7 @@ from quire.layers.linear import Linear
 from quire.layers.weights import LayerWeights
 from quire.ops import AttentionParts, HeadNorm, Kernels, KVCache, RaggedBatch
 from quire.ops.elementwise import rotate, sigmoid_gated
-from quire.parallel.group import Gather, Split, own_heads, share
+from quire.parallel.group import Gather, Split, own_heads, query_pieces, share
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of a step's positions, [tokens, head_dim / 2] fp32 each."""
@@ -101,12 +101,13 @@ class Attention:
         gated: bool = False,
         causal: bool = True,
     ) -> None:
-        heads = (num_heads, num_kv_heads, num_kv_heads)
-        self.heads, kv_heads = own_heads(num_heads, weights.group), own_heads(num_kv_heads, weights.group)
+        pieces = query_pieces(num_heads, num_kv_heads, weights.group.size)
+        heads, own = (pieces, num_kv_heads, num_kv_heads), share(num_heads, weights.group, pieces)
+        self.heads, kv_heads = len(own), own_heads(num_kv_heads, weights.group)
         self.prepares: WholeNorm | TurnedNorm | None = None
         self.qkv: Linear | ApartQKV
         if qk_norm == "whole":
-            self.prepares = WholeNorm(weights, (num_heads, num_kv_heads), head_dim, eps)
+            self.prepares = WholeNorm(weights, (num_heads, num_kv_heads), pieces, head_dim, eps)
         if qk_norm == "whole" and weights.group.size > 1:
             self.qkv = ApartQKV(weights, heads, qkv_bias)
         else:
@@ -114,18 +115,17 @@ class Attention:
             self.qkv = weights.linear(*names, bias=qkv_bias, split=Split.OUTPUTS, heads=heads)
         if qk_norm == "turned":
             self.prepares = TurnedNorm(weights, self.heads, kv_heads, head_dim, eps)
-        self.output = weights.linear("self_attn.o_proj", bias=output_bias, split=Split.INPUTS, heads=(num_heads,))
+        self.output = weights.linear("self_attn.o_proj", bias=output_bias, split=Split.INPUTS, heads=(pieces,))
         self.norm = _head_norm(weights, self.heads, kv_heads, eps, value_norm) if qk_norm == "head" else None
         self.scale, self.window, self.layer = scale or head_dim**-0.5, window, layer
         self.causal = causal
         self.query_factors = QueryFactors(query_scaling, weights.kernels) if query_scaling else None
         self.sinks: torch.Tensor | None = None
         if sinks:
-            own = share(num_heads, weights.group, num_heads)
             self.sinks = weights.tensor("self_attn.sinks")[own.start : own.stop].float().clone()
         self.gate: Linear | None = None
         if gated:
-            self.gate = weights.linear("self_attn.gate_proj", split=Split.OUTPUTS, heads=(num_heads,))
+            self.gate = weights.linear("self_attn.gate_proj", split=Split.OUTPUTS, heads=(pieces,))
         self._kernels = weights.kernels
 
     @property
@@ -181,13 +181,16 @@ class WholeNorm:
     Args:
         weights: has both, [heads * head_dim] and [kv_heads * head_dim].
         heads: number of query and key heads of all ranks.
+        pieces: see `query_pieces`.
     """
 
-    def __init__(self, weights: LayerWeights, heads: tuple[int, int], head_dim: int, eps: float) -> None:
+    def __init__(self, weights: LayerWeights, heads: tuple[int, int], pieces: int, head_dim: int, eps: float) -> None:
         group, widths = weights.group, [count * head_dim for count in heads]
         self._q, self._k = weights.norm("self_attn.q_norm", eps), weights.norm("self_attn.k_norm", eps)
-        self._own_q, self._own_k = (share(width, group, count) for width, count in zip(widths, heads, strict=True))
-        self._gather = Gather(group, widths[0], heads[0]) if group.size > 1 else None
+        self._own_q, self._own_k = (
+            share(width, group, count) for width, count in zip(widths, (pieces, heads[1]), strict=True)
+        )
+        self._gather = Gather(group, widths[0], pieces) if group.size > 1 else None
         self._widths = [len(self._own_q), widths[1], len(self._own_k)]
 
     def __call__(self, qkv: torch.Tensor, tables: Tables, batch: RaggedBatch) -> tuple[torch.Tensor, Tables]:

@@ -318,9 +318,9 @@ def _attention(
     if config.recurrent:
         return config.recurrent.layer(weights, layer, config.rms_norm_eps)
     if config.kv_source is not None:
-        shape, bias, eps = (config.num_heads, config.head_dim), config.qkv_bias, config.rms_norm_eps
+        shape, eps = (config.num_heads, config.num_kv_heads, config.head_dim), config.rms_norm_eps
         scale = config.scale or config.head_dim**-0.5
-        return SharedKVAttention(*shape, weights, layer, window, bias=bias, eps=eps, scale=scale)
+        return SharedKVAttention(*shape, weights, layer, window, bias=config.qkv_bias, eps=eps, scale=scale)
     if config.latent and config.index:
         both = config.latent, config.index
         return SparseLatentAttention(*both, config.num_heads, weights, layer, config.query_scaling)

@@ -8,7 +8,7 @@ from quire.layers.attention import Tables
 from quire.layers.weights import LayerWeights
 from quire.ops import KVCache, RaggedBatch
 from quire.ops.elementwise import rotate
-from quire.parallel.group import Split, own_heads
+from quire.parallel.group import Split, query_pieces, share
 
 
 class SharedKVAttention:
@@ -16,6 +16,7 @@ class SharedKVAttention:
 
     Args:
         num_heads, head_dim: of the queries.
+        num_kv_heads: of the layer whose KV it reads.
         weights: gives the layer's parts by name.
         layer: which layer of the cache it reads.
         window: number of positions that a row sees, including itself; None for all.
@@ -29,6 +30,7 @@ class SharedKVAttention:
     def __init__(
         self,
         num_heads: int,
+        num_kv_heads: int,
         head_dim: int,
         weights: LayerWeights,
         layer: int,
@@ -38,10 +40,11 @@ class SharedKVAttention:
         eps: float,
         scale: float,
     ) -> None:
-        self.heads, self._head_dim = own_heads(num_heads, weights.group), head_dim
-        self.queries = weights.linear("self_attn.q_proj", bias=bias, split=Split.OUTPUTS, heads=(num_heads,))
+        pieces = query_pieces(num_heads, num_kv_heads, weights.group.size)
+        self.heads, self._head_dim = len(share(num_heads, weights.group, pieces)), head_dim
+        self.queries = weights.linear("self_attn.q_proj", bias=bias, split=Split.OUTPUTS, heads=(pieces,))
         self.norm = weights.norm("self_attn.q_norm", eps)
-        self.output = weights.linear("self_attn.o_proj", bias=bias, split=Split.INPUTS, heads=(num_heads,))
+        self.output = weights.linear("self_attn.o_proj", bias=bias, split=Split.INPUTS, heads=(pieces,))
         self.scale, self.window, self.layer = scale, window, layer
         self._kernels = weights.kernels
 

@@ -26,6 +26,7 @@ from quire.ops import Kernels, Quantization, choose_kernels
 from quire.ops.memory import give_back
 from quire.ops.quantized import Scheme
 from quire.ops.threads import usable_threads
+from quire.parallel.group import can_share
 
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "quire.models.deepseek_v2",
@@ -203,7 +204,7 @@ def check_ranks(
     layer = config.layer
     layers = [config.layer_at(index) for index in range(config.num_layers)]
     heads, counts = layer.num_heads, sorted({each.num_kv_heads for each in layers})
-    allowed = [n for n in range(1, heads + 1) if not heads % n and not any(kv % n and n % kv for kv in counts)]
+    allowed = [n for n in range(1, heads + 1) if all(can_share(heads, kv, n) for kv in counts)]
     net = config.recurrent
     if net is not None:
         allowed = [n for n in allowed if not net.cut_by(n)]
@@ -212,8 +213,8 @@ def check_ranks(
         cut = "" if net is None else net.cut_by(size)
         recurrent = f", and {cut} of its recurrent layers" if cut else ""
         raise ConfigError(
-            f"tensor_parallel_size={size} does not divide the model's {heads} attention heads ({kv_heads} of keys and "
-            f"values){recurrent}; allowed: {', '.join(map(str, allowed))}"
+            f"tensor_parallel_size={size}: so many ranks cannot share the model's {heads} attention heads ({kv_heads} "
+            f"of keys and values){recurrent}; allowed: {', '.join(map(str, allowed))}"
         )
     _check_stages(config, layers, stages)
     if redundant_experts is not None:

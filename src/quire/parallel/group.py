@@ -189,5 +189,20 @@ def share_of(size: int, rank: int, ranks: int, heads: int | None = None) -> rang
         pieces = size // unit
     else:
         unit, pieces = size // heads, heads
-    first, last = rank * pieces // ranks, (rank + 1) * pieces // ranks
-    return range(first * unit, max(last, first + 1) * unit)
+    if pieces < ranks:
+        first = rank * pieces // ranks
+        return range(first * unit, (first + 1) * unit)
+    # The first rank never has fewer than others, so that what it plans is enough for all.
+    first, last = (-(-pieces * place // ranks) for place in (rank, rank + 1))
+    return range(first * unit, last * unit)
+
+
+def query_pieces(heads: int, kv_heads: int, ranks: int) -> int:
+    """How many pieces the query heads consist of, see `share_of`: those of a KV head stay together, unless ranks share
+    it."""
+    return kv_heads if kv_heads >= ranks else heads
+
+
+def can_share(heads: int, kv_heads: int, ranks: int) -> bool:
+    """Whether ranks can share a layer's heads: each has some, and the KV heads that they need."""
+    return ranks <= kv_heads or (ranks <= heads and ranks % kv_heads == 0)
