@@ -1,0 +1,102 @@
+"""Tokenizers of GGUF files: the ids and the texts of the published `tokenizer.json`s."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import tokenizers
+
+from quire.errors import CheckpointError, TokenizerError
+from quire.models.gguf_tokenizer import tokenizer_files
+from quire.text.tokenizer import Tokenizer
+from tests.gguf_vocabularies import as_metadata, texts
+from tests.published import tokenizer_folder
+
+PUBLISHED = {
+    "qwen3": ("gpt2", "qwen2"),
+    "llama2": ("llama", "default"),
+    "llama3_1": ("gpt2", "llama-bpe"),
+    "deepseek_v3": ("gpt2", "deepseek-v3"),
+    "gptoss": ("gpt2", "gpt-4o"),
+    "gpt4o": ("gpt2", "gpt-4o"),
+    "gemma3": ("gemma4", "gemma4"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.quick("qwen3", "llama2")
+def test_a_published_tokenizer_survives_the_metadata(name: str) -> None:
+    folder = tokenizer_folder(name)
+    files = tokenizer_files(as_metadata(folder, *PUBLISHED[name]))
+    ours = Tokenizer(files["tokenizer.json"], json.loads(files["tokenizer_config.json"]))
+    oracle = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    some = texts(300 if name in ("qwen3", "llama2") else 10_000)
+    ids = ours.encode_batch(some, add_special_tokens=False, parse_special=True)
+    expected = [encoding.ids for encoding in oracle.encode_batch(some, add_special_tokens=False)]
+    for text, found, right in zip(some, ids, expected, strict=True):
+        assert found == right, repr(text)
+        assert ours.decode(found, skip_special_tokens=False) == oracle.decode(right, skip_special_tokens=False)
+
+
+SMALL: dict[str, Any] = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": ["a", "b", "ab", "<|end|>", "[PAD4]"],
+    "tokenizer.ggml.token_type": [1, 1, 1, 3, 5],
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.eos_token_id": 3,
+}
+"""A vocabulary that is valid."""
+
+
+def test_ids_without_a_token_have_none() -> None:
+    tokenizer = Tokenizer(tokenizer_files(SMALL)["tokenizer.json"])
+    assert tokenizer.encode("ab") == [2]
+    assert not tokenizer.knows(4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "bert"}, "'bert'.*--tokenizer"),
+        ({"pre": "new"}, "pre-tokenizer 'new'.*--tokenizer"),
+        ({"pre": None}, "no tokenizer.ggml.pre"),
+        ({"tokens": None}, "0 tokens"),
+        ({"tokens": ["a", b"b", "ab", "x", "y"]}, "list of strings"),
+        ({"tokens": ["a", "\udc80", "ab", "x", "y"]}, "not Unicode"),
+        ({"tokens": ["a", "a", "ab", "x", "y"]}, "0 and 1 have the same text"),
+        ({"token_type": [1]}, "1 entries for 5 tokens"),
+        ({"token_type": [1, 1, 1, 9, 5]}, "from 0 to 6"),
+        ({"merges": ["a c"]}, r"merges\[0\] is 'a c'"),
+        ({"merges": ["ab"]}, r"merges\[0\] is 'ab'"),
+        ({"eos_token_id": 5}, "from 0 to 4"),
+        ({"add_bos_token": True}, "bos_token_id names none"),
+        ({"model": "llama"}, "tokenizer.ggml.scores.*list of 5 finite numbers"),
+        ({"model": "llama", "scores": [0.0, 0.0, 0.0, float("nan"), 0.0]}, "list of 5 finite numbers"),
+    ],
+)
+def test_metadata_that_is_not_valid_is_refused(change: dict[str, Any], message: str) -> None:
+    changed = SMALL | {f"tokenizer.ggml.{name}": value for name, value in change.items()}
+    with pytest.raises(CheckpointError, match=message):
+        tokenizer_files(changed)
+
+
+def test_chat_templates_keep_their_names() -> None:
+    files = tokenizer_files(SMALL | {"tokenizer.chat_template": "x", "tokenizer.chat_template.tool_use": "y"})
+    assert files["chat_template.jinja"] == "x"
+    assert files["additional_chat_templates/tool_use.jinja"] == "y"
+    with pytest.raises(TokenizerError, match="letters, digits"):
+        tokenizer_files(SMALL | {"tokenizer.chat_template.../x": "y"})
+
+
+def test_what_ends_a_turn_is_known_by_its_text_too() -> None:
+    tokens = ["<eos>", "<end_of_turn>", "a", "<|end|>", "<|return|>"]
+    metadata = SMALL | {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, 1, 3, 3],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+    assert json.loads(tokenizer_files(metadata)["generation_config.json"]) == {"eos_token_id": [0, 1, 4]}
