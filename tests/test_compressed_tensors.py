@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,12 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize
 from safetensors.torch import load_file, save_file
 
 from quire.errors import CheckpointError, MissingTensorError, ModelConfigError, TensorDtypeError, TensorShapeError
-from quire.models.checkpoint import Checkpoint
 from quire.models.formats.choose import of_numbers
 from quire.models.registry import load_model
 from quire.ops import CodedWeight, Fp8Weight, Mxfp4Weight
+from tests.checkpoints import Tensors, under, write
 from tests.oracle import chunked_logits, edit_json, random_prompt, save_checkpoint
 
-Tensors = dict[str, torch.Tensor]
 NAME = "model.layers.0.self_attn.q_proj"
 OUTPUTS, INPUTS = 48, 160
 
@@ -99,21 +97,10 @@ def compressed(
     return written, library.decompress(read, scheme)["weight"].float()
 
 
-def write(folder: Path, tensors: Tensors, section: dict[str, Any]) -> Checkpoint:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"quantization_config": section}))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return Checkpoint(folder)
-
-
 def section_of(format: str, args: dict[str, Any], **more: Any) -> dict[str, Any]:
     inputs = {"input_activations": BY_ROW} if format == "int-quantized" else {}
     group = {"targets": ["Linear"], "weights": args, **inputs}
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}, **more}
-
-
-def under(name: str, tensors: Tensors) -> Tensors:
-    return {f"{name}.{part}": tensor for part, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -414,6 +414,7 @@ def _check_quantization(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, 
 
 def _check_left_over(checkpoint: Checkpoint, known: Collection[str], tied: bool) -> None:
     left_over = sorted(name for name in checkpoint.entries if name not in known and not ROTARY_BUFFER.fullmatch(name))
+    left_over = [name for name in left_over if not _is_bias_of_0(checkpoint, name)]
     if tied and HEAD in left_over:
         if not _same(checkpoint, HEAD, EMBEDDING):
             raise UnexpectedTensorError(
@@ -423,6 +424,12 @@ def _check_left_over(checkpoint: Checkpoint, known: Collection[str], tied: bool)
         left_over.remove(HEAD)
     if left_over:
         raise _no_place(checkpoint, left_over)
+
+
+def _is_bias_of_0(checkpoint: Checkpoint, name: str) -> bool:
+    """A bias that changes nothing: AutoGPTQ writes one for every weight."""
+    is_bias = name.endswith(".bias") and checkpoint.entries[name].dtype in FLOAT_DTYPES
+    return is_bias and not bool(checkpoint.tensor(name).any())
 
 
 def _no_place(checkpoint: Checkpoint, names: list[str]) -> UnexpectedTensorError:

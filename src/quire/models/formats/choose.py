@@ -1,6 +1,6 @@
 """Which published format a checkpoint's weights are in, by its configuration; the others are refused by name.
 
-`quantization_config` is in config.json, in its `text_config`, or, of modelopt's older files, in hf_quant_config.json.
+`quantization_config` is in config.json, or in its `text_config`; older files of some programs have it beside it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.errors import ModelConfigError
 from quire.models.checkpoint import Checkpoint
-from quire.models.fields import Fields
+from quire.models.fields import Fields, has_file
 from quire.models.formats.stored import StoredCheckpoint
 from quire.models.identify import made_from, quantizer
 from quire.models.quantized_folder import RECORD_FILE
@@ -19,12 +19,16 @@ from quire.models.quantized_folder import RECORD_FILE
 SECTIONS = ("quantization_config", "compression_config")
 """Names of what says how weights are stored; the second one is older."""
 NESTED = ("text_config",)
-OF_MODELOPT = "hf_quant_config.json"
+FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files of older checkpoints that say it, by their name, and the `quant_method` that they imply."""
 
 READERS = {
+    "auto-round": "quire.models.formats.auto_round",
+    "awq": "quire.models.formats.awq",
     "compressed-tensors": "quire.models.formats.compressed_tensors",
     "fbgemm_fp8": "quire.models.formats.fp8",
     "fp8": "quire.models.formats.fp8",
+    "gptq": "quire.models.formats.gptq",
     "modelopt": "quire.models.formats.modelopt",
     "mxfp4": "quire.models.formats.mxfp4",
 }
@@ -39,8 +43,7 @@ def of_numbers(checkpoint: Checkpoint) -> Checkpoint:
         CheckpointError: one of its kinds, for weights whose tensors do not fit.
     """
     plain, section = _section_of(checkpoint.config)
-    if section is None and (checkpoint.folder / OF_MODELOPT).is_file():
-        section = Fields.read(checkpoint.folder / OF_MODELOPT).section("quantization")
+    section = section or _section_beside(checkpoint)
     if section is None:
         return checkpoint
     name = READERS.get(_method(section))
@@ -73,9 +76,18 @@ def refusal(section: Fields, folder: Path) -> str:
 
 def _method(section: Fields) -> str:
     method = section.picked(["quant_method"]).get("quant_method")
-    if method is None and "quant_algo" in section:
-        return "modelopt"
     return method if isinstance(method, str) else ""
+
+
+def _section_beside(checkpoint: Checkpoint) -> Fields | None:
+    """What a file beside config.json says of how weights are stored, if there is one, and such weights are there."""
+    packed = any(name.endswith((".qweight", ".weight_scale")) for name in checkpoint.entries)
+    for name, method in FILES.items() if packed else ():
+        if has_file(checkpoint.folder / name):
+            fields = Fields.read(checkpoint.folder / name)
+            section = fields.section("quantization") if method == "modelopt" else fields
+            return section.updated({"quant_method": method})
+    return None
 
 
 def _section_of(config: Fields) -> tuple[Fields, Fields | None]:

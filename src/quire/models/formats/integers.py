@@ -117,7 +117,7 @@ def in_pairs(codes: torch.Tensor) -> torch.Tensor:
     """Codes of up to 4 bits [out, in], two in a byte, the even input's in the lower half."""
     if codes.shape[1] % 2:
         raise CheckpointError(f"an odd number of inputs, {codes.shape[1]}, is not supported")
-    return codes[:, 0::2] | codes[:, 1::2] << 4
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous()
 
 
 def as_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
