@@ -38,6 +38,7 @@ TEMPLATES = {
         "meta-llama-Llama-3.2-3B-Instruct",
         "meta-llama-Llama-3.3-70B-Instruct",
         "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+        "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
     ),
     "Mistral": ("mistralai-Mistral-Nemo-Instruct-2407", "unsloth-mistral-Devstral-Small-2507"),
     "Mistral Small 3.1, 3.2": ("Mistral-Small-3.2-24B-Instruct-2506",),
@@ -76,6 +77,9 @@ TEMPLATES = {
 }
 """The published templates that are at hand, by family."""
 
+NO_CHATS = dict.fromkeys(("Qwen3-Embedding", "EmbeddingGemma"), "embeddings only: no chats")
+"""Families without a template of chats, and why."""
+
 _FAMILY = re.compile(r"^\| ([^|`]+?)(?: ○)? \| `", re.MULTILINE)
 _TABLE = re.compile(re.escape(HEAD) + r"(?:\|.*\n)*")
 
@@ -111,8 +115,8 @@ def table(find: Callable[[str], ReplySyntax]) -> str:
     rows = []
     for family, names in TEMPLATES.items():
         rows += [f"| {family} | {name} | {_calls(find(name))} | {_reasoning(find(name))} |\n" for name in names]
-    none = "; ".join(family for family, names in TEMPLATES.items() if not names)
-    return HEAD + "".join(rows) + f"| {none} | none is at hand | | |\n"
+        rows += [] if names else [f"| {family} | {NO_CHATS.get(family, 'none is at hand')} | | |\n"]
+    return HEAD + "".join(rows)
 
 
 def _calls(found: ReplySyntax) -> str:

@@ -39,7 +39,7 @@ from quire.server.config import ServerConfig
 from quire.server.context import AppContext
 from quire.server.metrics import Metrics
 from quire.server.transport import make_server
-from quire.text.reply_formats import KNOWN
+from quire.text.known_formats import KNOWN
 from quire.text.reply_grammar import ReplyRequest, reply_grammar
 from quire.text.reply_syntax import ReplyForm, ReplySyntax
 from quire.text.tokenizer import RenderedChat

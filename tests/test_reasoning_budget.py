@@ -21,8 +21,8 @@ from quire.grammar.grammars import Grammars, Matcher, masks
 from quire.grammar.vocabulary import Vocabulary
 from quire.models.hub import ASSETS
 from quire.text.detokenizer import Detokenizer
+from quire.text.known_formats import KNOWN
 from quire.text.reply import Reply
-from quire.text.reply_formats import KNOWN
 from quire.text.reply_grammar import ReplyRequest, reply_grammar
 from quire.text.reply_parser import ReplyParser
 from quire.text.reply_syntax import ReplyForm

@@ -25,8 +25,9 @@ from quire.server.chat_reply import deltas
 from quire.text import reply_formats
 from quire.text.chat_template import ChatTemplate, check_messages
 from quire.text.detokenizer import Detokenizer
+from quire.text.known_formats import KNOWN
 from quire.text.reply import Reply
-from quire.text.reply_formats import KNOWN, in_format
+from quire.text.reply_formats import in_format
 from quire.text.reply_grammar import ReplyGrammar, ReplyRequest, reply_grammar, reply_request
 from quire.text.reply_parser import ReplyParser
 from quire.text.reply_syntax import ID, NAME, NUMBER, ReplyForm, ReplySyntax
@@ -153,9 +154,44 @@ def test_gpt_oss_reasons_and_says_in_any_number_of_messages(marked: bool) -> Non
         assert (reply.reasoning, reply.content) == (("abd", "ce") if wanted.tools else ("abcd", "e"))
 
 
-def test_a_call_that_gpt_oss_writes_without_tools_is_content_without_its_header() -> None:
-    text = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>"
-    for pieces in ([text + 'json<|message|>{"b": 1}'], text + 'json<|message|>{"b": 1}'):
+HEADERS = [
+    f"{header}json<|message|>"
+    for spaced in (" ", " <|constrain|>")
+    for header in (
+        f"<|channel|>commentary to=functions.now{spaced}",
+        f" to=functions.now<|channel|>commentary{spaced}",
+    )
+]
+"""Of a call by gpt-oss."""
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_gpt_oss_writes_whom_it_calls_before_the_channel_or_behind_it(header: str, marked: bool) -> None:
+    syntax = template("harmony").reply_syntax
+    found = marked_tokenizer(markers_of(syntax) if marked else [])
+    made = reply_grammar(ReplyForm(syntax), reply_request(TOOLS))
+    assert made.structured is not None
+    for before in ("", "<|channel|>analysis<|message|>a<|end|><|start|>assistant"):
+        matcher = grammars_of(found).matcher(made.structured, [0])
+        ids = found._controls().encode(f"{before}{header}{{}}").ids
+        for token in ids:
+            assert np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[token]
+            matcher.append(token)
+        for size in (1, len(ids)):
+            parser = ReplyParser(made.form, found.special_texts)
+            detokenizer = Detokenizer(found, SamplingParams(), parser)
+            for at in range(0, len(ids), size):
+                detokenizer.push(ids[at : at + size])
+            detokenizer.finish()
+            reply = Reply.of(parser.events)
+            assert (reply.reasoning or "", reply.content) == (("a" if before else ""), "")
+            assert [(call.name, call.arguments) for call in reply.tool_calls] == [("now", "{}")]
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_call_that_gpt_oss_writes_without_tools_is_content_without_its_header(header: str) -> None:
+    text = f'<|channel|>analysis<|message|>a<|end|><|start|>assistant{header}{{"b": 1}}'
+    for pieces in ([text], text):
         parser = ReplyParser(ReplyForm(KNOWN["harmony"]))
         for piece in pieces:
             parser.text(piece)

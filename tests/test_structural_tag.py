@@ -11,7 +11,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import SamplingParamsError
 from quire.grammar.grammars import Grammars
 from quire.models.hub import ASSETS
-from quire.text.reply_formats import KNOWN
+from quire.text.known_formats import KNOWN
 from quire.text.reply_grammar import ReplyRequest, reply_grammar
 from quire.text.reply_syntax import ReplyForm
 from quire.text.tokenizer import Tokenizer

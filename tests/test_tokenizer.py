@@ -20,8 +20,8 @@ from quire.errors import (
     TokenizerError,
 )
 from quire.text.chat_template import ChatOptions
+from quire.text.known_formats import KNOWN
 from quire.text.reply import Reply
-from quire.text.reply_formats import KNOWN
 from quire.text.reply_grammar import ReplyRequest
 from quire.text.reply_parser import ReplyParser
 from quire.text.tokenizer import Tokenizer

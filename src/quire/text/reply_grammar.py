@@ -191,7 +191,7 @@ class _Calls:
         self.openings = self.tools.openings(arguments)
 
     def first(self) -> list[Format]:
-        """The first call, a tag per tool."""
+        """The first call, a tag per tool and way."""
         return self._each(self.tools.begin)
 
     def then(self) -> Format:
@@ -200,10 +200,9 @@ class _Calls:
         return sequence(*([more] if self._parallel else []), const(self.tools.end))
 
     def _each(self, before: str) -> list[Format]:
-        return [self._call(before + self.tools.before_name, name) for name in self.arguments]
+        return [self._call(way, before + way.before_name, name) for way in self.tools.ways for name in self.arguments]
 
-    def _call(self, opening: str, name: str) -> Format:
-        tools = self.tools
+    def _call(self, tools: ToolSyntax, opening: str, name: str) -> Format:
         after = pieces(tools.after_arguments.replace(NAME, name))
         arguments: Format = {"type": "rule", "name": name}
         if any(one in opening for one in OPTIONAL):  # as one piece, by which the library tells it from free text

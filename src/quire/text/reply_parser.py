@@ -74,6 +74,7 @@ class ReplyParser:
         self.markers = frozenset(special_markers(form.syntax, tuple(specials)))
         self._form, self._new_id = form, new_id
         self._tools = form.syntax.tools.as_written() if form.syntax.tools and form.tools is not None else None
+        self._ways = self._tools.ways if self._tools is not None else ()
         self._buffer = ""
         self._white = ""  # trailing white space held back: it is not part of the text
         self._fresh = True  # no reasoning was emitted yet
@@ -126,17 +127,19 @@ class ReplyParser:
         if syntax.content is not None:
             parts += [(start, self._content, True) for start in syntax.content.starts]
             if self._tools is not None:
-                parts.append((self._tools.trigger, self._opening, False))
+                parts += [(way.trigger, self._opening, False) for way in self._ways]
             elif syntax.tools is not None and _first(syntax.tools.trigger) == _first(syntax.content.starts[0]):
-                parts.append((syntax.tools.trigger, self._header, True))  # a header like those of content
-        text = self._buffer.lstrip()
+                parts += [
+                    (way.trigger, self._header, True) for way in syntax.tools.ways
+                ]  # headers like those of content
+        whole, stripped = self._buffer, self._buffer.lstrip()
         glue = self._marker(syntax.content.glue) if syntax.content is not None else ""
-        if glue and text.startswith(glue):
-            text = text[len(glue) :]
-        elif glue and glue.startswith(text) and not final:
+        if glue and stripped.startswith(glue):
+            whole = stripped = stripped[len(glue) :]
+        elif glue and glue.startswith(stripped) and not final:
             return False
         for part, step, taken in parts:
-            marker = self._marker(part)
+            marker, text = self._marker(part), whole if part[0].isspace() else stripped
             if text.startswith(marker):
                 self._buffer = text[len(marker) :] if taken else text
                 self._step, self._fresh = step, True
@@ -245,8 +248,7 @@ class ReplyParser:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def _opening(self, final: bool) -> bool:
-        tools = self._syntax()
-        return self._expect(tools.begin + tools.before_name, self._name, final)
+        return self._choose(self._ways, lambda way: way.begin + way.before_name, self._name)
 
     def _name(self, final: bool) -> bool:
         found = _NAMED.match(self._buffer)
@@ -259,8 +261,9 @@ class ReplyParser:
         return True
 
     def _before_arguments(self, final: bool) -> bool:
-        tools, called = self._syntax(), self._called
-        if not self._expect(tools.before_arguments, self._begin_arguments, final):
+        called, begun = self._called, self._syntax().before_name
+        ways = [way for way in self._ways if way.before_name == begun]
+        if not self._choose(ways, lambda way: way.before_arguments, self._begin_arguments):
             return False
         if self._step == self._begin_arguments:
             self._texts = (self._form.tools or {})[called]
@@ -394,7 +397,7 @@ class ReplyParser:
         return True
 
     def _closing(self, final: bool) -> bool:
-        return self._expect(self._syntax().after_arguments, self._after_call, final)
+        return self._choose([self._syntax()], lambda way: way.after_arguments, self._after_call)
 
     def _after_call(self, final: bool) -> bool:
         tools, self._slots = self._syntax(), {}
@@ -437,13 +440,18 @@ class ReplyParser:
         if text:
             self.events.append(ToolCallArguments(self._calls - 1, text.replace(SPECIAL, "")))
 
-    def _expect(self, text: str, then: Callable[[bool], bool], final: bool) -> bool:
-        """Consume this text of the syntax, which must come next."""
-        taken, may_come = self._match(text)
-        if taken or not text:
-            self._buffer, self._step = self._buffer[taken:], then
-            return True
-        return False if may_come else self._give_up()  # a reply that was cut: half a marker is nothing
+    def _choose(
+        self, ways: Sequence[ToolSyntax], part: Callable[[ToolSyntax], str], then: Callable[[bool], bool]
+    ) -> bool:
+        """Consume this part of the syntax, which must come next, in one of these ways to write a call."""
+        any_may_come = False
+        for way in ways:
+            taken, may_come = self._match(text := part(way))
+            if taken or not text:
+                self._tools, self._buffer, self._step = way, self._buffer[taken:], then
+                return True
+            any_may_come |= may_come
+        return False if any_may_come else self._give_up()  # a reply that was cut: half a marker is nothing
 
     def _match(self, text: str) -> tuple[int, bool]:
         """How many characters of the buffer are this text of the syntax, and if none, whether it may still come."""

@@ -84,6 +84,8 @@ class ToolSyntax(msgspec.Struct, frozen=True):
         parameters: syntax of the arguments; None: a JSON object.
         numbered: a call's id is "functions.NAME:NUMBER" (Kimi K2).
         single: templates accept one call per message.
+        others: other ways in which the model writes calls, where messages have headers (`ContentSyntax`); they differ
+            in `trigger`, `before_name` and `before_arguments`.
     """
 
     trigger: str
@@ -97,6 +99,12 @@ class ToolSyntax(msgspec.Struct, frozen=True):
     anchored: bool = False
     numbered: bool = False
     single: bool = False
+    others: tuple[ToolSyntax, ...] = ()
+
+    @property
+    def ways(self) -> tuple[ToolSyntax, ...]:
+        """All ways in which the model writes calls, this one first."""
+        return self, *self.others
 
     def as_written(self) -> ToolSyntax:
         """The syntax as models write it: a call that is JSON from its first letter has any white space, and may have a

@@ -9,12 +9,7 @@ A template can break that: one that changes user text (`content | replace(" ", "
 harmless text into the text of a control token, after the check here. Such a template's output is trusted, here as
 elsewhere. The unknown token is not a control token: it may result from text that the vocabulary cannot represent.
 
-The second needs care, since a template mixes its control tokens with user text. Before rendering,
-the first character of each special token in a user's strings is replaced by a private-use character that
-occurs nowhere else. The rendered text is encoded with special tokens active; the stretches between the
-control tokens that were found then get their characters back and are encoded with special tokens inert.
-Tokenizers split at special tokens anyway, so the result is the same. Chats without such strings, which is
-nearly all, are encoded in one call.
+The second needs care, since a template mixes its control tokens with user text: see `defusing.py`.
 """
 
 from __future__ import annotations
@@ -50,6 +45,7 @@ from quire.text.chat_template import (
     open_reasoning,
     plain_json,
 )
+from quire.text.defusing import defused, replacements
 from quire.text.reply_grammar import ReplyRequest, reply_grammar
 from quire.text.reply_syntax import PLAIN, ReplyForm, ReplySyntax
 from quire.text.template_sandbox import SPECIAL_NAMES
@@ -59,7 +55,6 @@ TOKENIZER_FILE = "tokenizer.json"
 NO_TOKENIZER = (
     "the checkpoint has no tokenizer.json: prompts are token ids, and outputs have no text; chats are refused"
 )
-PRIVATE_USE = range(0xE000, 0xF900)
 NO_CHATS = "chats are refused: "
 PLAIN_TEXTS = ("a", "A", "0", ".")
 """Nearly every vocabulary contains one of these."""
@@ -388,8 +383,8 @@ class Tokenizer:
             "tools": plain_json(tools, "tools") or None,
             "variables": known,
         }
-        replaced = self._replacements(given, template.source)
-        safe = _map_strings(given, lambda text: _defuse(text, self._special_texts, replaced)) if replaced else given
+        replaced = replacements(given, template.source, self._special_texts)
+        safe = defused(given, self._special_texts, replaced) if replaced else given
         text = template.render(
             safe["messages"],
             add_generation_prompt=add_generation_prompt,
@@ -424,19 +419,6 @@ class Tokenizer:
                 ids.append(token)
                 done = end
         return ids + self.encode(text[done:].translate(back), add_special_tokens=False)
-
-    def _replacements(self, given: Any, source: str) -> dict[str, str]:
-        """A private-use character for the first character of each special token, if a string needs it."""
-        strings = _strings(given)
-        if not any(_spots(text, self._special_texts) for text in strings):
-            return {}
-        used = set(source).union(*strings)
-        free = (chr(code) for code in PRIVATE_USE if chr(code) not in used)
-        firsts = sorted({text[0] for text in self._special_texts})
-        try:
-            return {first: next(free) for first in firsts}
-        except StopIteration:
-            raise ChatTemplateError("the messages use all private-use characters; remove some") from None
 
     def _template(self, with_tools: bool) -> ChatTemplate:
         if self.template_error is not None:
@@ -562,56 +544,3 @@ def _special_tokens(config: Mapping[str, Any], name: str) -> dict[str, str]:
                 ) from error
             found[key] = value
     return found
-
-
-# --- user text in chats -----------------------------------------------------------------------------------
-
-
-def _spots(text: str, specials: Sequence[str]) -> list[int]:
-    """Where special tokens begin in a text, including those that following text could complete.
-
-    The latter only for tokens that do not begin with a letter, since otherwise plain words would be changed.
-    """
-    spots = []
-    for special in specials:
-        at = text.find(special)
-        while at >= 0:
-            spots.append(at)
-            at = text.find(special, at + 1)
-        for length in range(1, 1 if special[0].isalnum() else len(special)):
-            if text.endswith(special[:length]):
-                spots.append(len(text) - length)
-    return spots
-
-
-def _defuse(text: str, specials: Sequence[str], replaced: Mapping[str, str]) -> str:
-    """The text with the first character of every special token replaced."""
-    spots = _spots(text, specials)
-    if not spots:
-        return text
-    letters = list(text)
-    for spot in spots:
-        letters[spot] = replaced[text[spot]]
-    return "".join(letters)
-
-
-def _strings(value: Any) -> list[str]:
-    """All strings in a JSON value, keys included."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, dict):
-        return [text for item in (*value, *value.values()) for text in _strings(item)]
-    if isinstance(value, list):
-        return [text for item in value for text in _strings(item)]
-    return []
-
-
-def _map_strings(value: Any, change: Any) -> Any:
-    """A JSON value with all its strings changed, keys included."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {change(key): _map_strings(item, change) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_map_strings(item, change) for item in value]
-    return value
