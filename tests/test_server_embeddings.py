@@ -13,7 +13,7 @@ import pytest
 from quire import LLM
 from quire.models.checkpoint import resolve
 from quire.server.errors import ApiError
-from quire.server.pooling import probability
+from quire.server.pooling import kept, probability
 from quire.server.pooling_protocol import parse_embedding, parse_rerank, parse_score
 from tests.http_tools import CHECKED, ServeProcess
 from tests.test_pooling import copy_of, declare
@@ -120,6 +120,46 @@ def test_errors_are_openais(client, server):
     assert not stats["running"] and not stats["waiting"] and not stats["held_blocks"]
 
 
+@pytest.mark.parametrize("side", [None, "right", "left"])
+def test_texts_are_truncated_on_the_side_that_is_named(server, side):
+    text = "\n".join(f"def f{index}(a): return {index}" for index in range(40))
+    asked = {"truncate_prompt_tokens": 7, **({"truncation_side": side} if side else {})}
+    ids = server.json("/tokenize", {"prompt": text})["tokens"]
+    expected = ids[-7:] if side == "left" else ids[:7]
+
+    def embedded(given, **more):
+        answer = server.json("/v1/embeddings", {"input": given, **more})
+        return answer["data"][0]["embedding"], answer["usage"]["prompt_tokens"]
+
+    assert embedded(text, **asked) == embedded(ids, **asked) == embedded(expected) and embedded(expected)[1] == 7
+    query, document = (embedded(prompt + text, **asked)[0] for prompt in ("q: ", ""))
+    cosine = math.fsum(x * y for x, y in zip(query, document, strict=True))
+    body = {"text_1": text, "text_2": [text, "x"], **asked}
+    score = server.json("/v1/score", body)
+    assert score["data"][0]["score"] == pytest.approx(cosine) and score["usage"]["prompt_tokens"] == 7 + 7 + 1
+    ranks = server.json("/v1/rerank", {"query": text, "documents": [text, "x"], **asked})["results"]
+    assert {one["index"]: one["relevance_score"] for one in ranks} == dict(
+        enumerate(each["score"] for each in score["data"])
+    )
+
+
+def test_a_text_longer_than_the_context_is_refused_or_cut_to_it(server):
+    text, most = "import os\n" * 3000, server.json("/v1/models")["data"][0]["max_model_len"]
+    refused = server.post("/v1/embeddings", {"input": text})
+    assert refused[0] == 400
+    cut = server.json("/v1/embeddings", {"input": text, "truncate_prompt_tokens": -1})
+    assert cut["usage"]["prompt_tokens"] == most
+    status, _, body = server.post("/v1/embeddings", {"input": text, "truncate_prompt_tokens": most + 1})
+    assert status == 400 and f"at most {most}, the context's length" in body.decode()
+
+
+def test_what_a_tokenizer_adds_to_a_text_is_kept():
+    ids = [1, *range(10, 20), 2]
+    assert kept(ids, 5, False, [1], [2]) == [1, 10, 11, 12, 2] and kept(ids, 5, True, [1], [2]) == [1, 17, 18, 19, 2]
+    with pytest.raises(ApiError, match="at least 3"):
+        kept(ids, 2, False, [1], [2])
+
+
 def test_routes_are_counted_and_documented(server, client):
     client.embeddings.create(model="e", input="x")
     text = server.get("/metrics")[2].decode()
@@ -140,7 +180,9 @@ BAD = [
     (parse_embedding, {"input": "x", "encoding_format": "int8"}, "encoding_format"),
     (parse_embedding, {"input": ["x"] * 3000}, "input"),
     (parse_embedding, {"input": "x", "normalize": False}, "normalize"),
-    (parse_embedding, {"input": "x", "truncate_prompt_tokens": 8}, "truncate_prompt_tokens"),
+    (parse_embedding, {"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    (parse_score, {"text_1": "x", "text_2": "y", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    (parse_rerank, {"query": "x", "documents": ["y"], "truncation_side": "middle"}, "truncation_side"),
     (parse_score, {"text_1": "x"}, "text_2"),
     (parse_score, {"text_1": "x", "queries": "x", "text_2": "y"}, "queries"),
     (parse_score, {"text_1": ["x", "y"], "text_2": ["z"] * 3}, "text_1"),

@@ -25,9 +25,10 @@ from quire.engine.frontend import Prepared
 from quire.engine.outputs import RequestOutput
 from quire.errors import CheckpointError
 from quire.models.pooling import PoolingConfig
+from quire.server.body import wrong_value
 from quire.server.errors import ApiError, invalid
 from quire.server.generation import Generation
-from quire.server.pooling_protocol import EmbeddingCall, ScoreCall
+from quire.server.pooling_protocol import EmbeddingCall, PooledCall, ScoreCall
 from quire.server.responses import Responder
 from quire.server.streaming import all_of
 
@@ -83,14 +84,51 @@ class Pooling(Generation):
         return PoolingParams(self._config.method)
 
     async def _tokenize(self, call: Any, max_tokens: int | None = None) -> list[tuple[str | None, list[int], None]]:
+        most = self._most(call)
+        max_tokens = max_tokens if most is None else None
         if not isinstance(call, ScoreCall):
             call = dataclasses.replace(call, prompts=self._config.prompted(call.prompts, call.prompt_name))
-            return [(text, token_ids, None) for text, token_ids, _ in await super()._tokenize(call, max_tokens)]
+            found = [(text, token_ids) for text, token_ids, _ in await super()._tokenize(call, max_tokens)]
+            return await self._cut(call, found, most, call.add_special_tokens)
         if self._config.declared:
             texts = _texts(call, self._config)
             encoded = await self._shared.pool.encode(texts, max_tokens=max_tokens)
-            return [(text, token_ids, None) for text, token_ids in zip(texts, encoded, strict=True)]
+            return await self._cut(call, [*zip(texts, encoded, strict=True)], most)
+        if most is not None:
+            raise invalid(
+                "truncate_prompt_tokens would leave out the end of the question that this model is asked; shorten the "
+                "documents",
+                "truncate_prompt_tokens",
+            )
         return await all_of([self._judged(call.instruction, *pair, max_tokens) for pair in call.pairs])
+
+    def _most(self, call: PooledCall) -> int | None:
+        """Most tokens of each text that are embedded; None if a text that is too long is refused."""
+        info = self._context.client.info
+        if call.truncate is None or info is None:
+            return None
+        if call.truncate > info.max_model_len:
+            allowed = f"at most {info.max_model_len}, the context's length, or -1 for that"
+            raise wrong_value("truncate_prompt_tokens", call.truncate, allowed)
+        return info.max_model_len if call.truncate == -1 else call.truncate
+
+    async def _cut(
+        self, call: PooledCall, found: list[tuple[str | None, list[int]]], most: int | None, adds: bool = True
+    ) -> list[tuple[str | None, list[int], None]]:
+        """The prompts, each with at most so many tokens, of which those that the tokenizer adds to a text are some."""
+        if most is None or all(len(token_ids) <= most for _, token_ids in found):
+            return [(text, token_ids, None) for text, token_ids in found]
+        added: tuple[list[int], list[int]] = ([], [])
+        if adds and any(text is not None for text, _ in found):
+            [plain], [whole] = [await self._shared.pool.encode(["a"], add) for add in (False, True)]
+            at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), len(whole))
+            added = whole[:at], whole[at + len(plain) :]
+        return [
+            (text, token_ids, None)
+            if len(token_ids) <= most
+            else (None, kept(token_ids, most, call.keeps_last, *(added if text is not None else ([], []))), None)
+            for text, token_ids in found
+        ]
 
     async def _judged(
         self, instruction: str, query: str, document: str, max_tokens: int | None
@@ -148,6 +186,26 @@ class _Responder(Responder):
             for index in order[: call.top_n or None]
         ]
         return _encode({**self._head, "results": results})
+
+
+def kept(
+    token_ids: list[int], most: int, last: bool, before: Sequence[int] = (), after: Sequence[int] = ()
+) -> list[int]:
+    """The first tokens of a text, or the `last` ones, with those that the tokenizer adds `before` and `after` it.
+
+    Raises:
+        ApiError: there is room for no token of the text.
+    """
+    added = len(before) + len(after)
+    if most <= added:
+        raise invalid(
+            f"truncate_prompt_tokens is {most}, and the tokenizer adds {added} tokens to each text; allowed are at "
+            f"least {added + 1}",
+            "truncate_prompt_tokens",
+        )
+    room = most - added
+    own = token_ids[len(before) : len(token_ids) - len(after)]
+    return [*before, *(own[-room:] if last else own[:room]), *after]
 
 
 def probability(yes: float, no: float) -> float:

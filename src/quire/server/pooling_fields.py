@@ -24,6 +24,13 @@ _COMMON: dict[str, Schema] = {
     "user": _text("A label; it has no effect."),
     "priority": {"type": ["integer", "null"], "description": "Lower values run first, if the server uses priorities."},
     "cache_salt": _text("Cached prefixes are shared only between requests with the same salt.", minLength=1),
+    "truncate_prompt_tokens": {
+        "type": ["integer", "null"],
+        "minimum": -1,
+        "description": "Embed at most this many tokens of each text; -1: as many as the context has. Default: a text "
+        "that is too long is refused.",
+    },
+    "truncation_side": _text("The side on which tokens are left out.", enum=["left", "right", None], default="right"),
 }
 _PAIRED: dict[str, Schema] = {
     "instruction": _text("The instruction by which a chat model judges.", default=INSTRUCTION),
@@ -90,6 +97,5 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "softmax": (True,),
     "task": (),
-    "truncate_prompt_tokens": (),
     "use_activation": (True,),
 }

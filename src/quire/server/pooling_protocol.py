@@ -36,7 +36,20 @@ _EMBEDDING, _SCORE, _RERANK = (shape_of(table, UNSUPPORTED) for table in (EMBEDD
 
 
 @dataclass(slots=True, kw_only=True)
-class EmbeddingCall(GenerationCall):
+class PooledCall(GenerationCall):
+    """What the three routes have in common.
+
+    Attributes:
+        truncate: most tokens of each text; -1: as many as the context has; None: all.
+        keeps_last: of a text that has more, the last ones are kept rather than the first.
+    """
+
+    truncate: int | None = None
+    keeps_last: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class EmbeddingCall(PooledCall):
     """POST /v1/embeddings.
 
     Attributes:
@@ -63,7 +76,7 @@ class EmbeddingCall(GenerationCall):
 
 
 @dataclass(slots=True, kw_only=True)
-class ScoreCall(GenerationCall):
+class ScoreCall(PooledCall):
     """POST /v1/score and /v1/rerank.
 
     Attributes:
@@ -148,9 +161,19 @@ def _common(given: BodyFields, known: frozenset[str]) -> dict[str, Any]:
         params = SamplingParams(max_tokens=0, seed=0, speculate=False, **asked)
     except SamplingParamsError as error:
         raise api_error(error) from None
+    side, truncate = (
+        given.text("truncation_side", MAX_LABEL_LENGTH),
+        given.integer("truncate_prompt_tokens", -1, MAX_INT32),
+    )
+    if side not in (None, "left", "right"):
+        raise wrong_value("truncation_side", side, "left or right")
+    if truncate == 0:
+        raise wrong_value("truncate_prompt_tokens", truncate, "-1 or at least 1")
     return {
         "model": read_model(given),
         "params": params,
+        "truncate": truncate,
+        "keeps_last": side == "left",
         "user": given.text("user", MAX_LABEL_LENGTH),
         "ignored": ignored_names(given.unknown(known)),
     }
