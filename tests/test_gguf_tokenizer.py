@@ -25,14 +25,17 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.quick("qwen3", "llama2")
-def test_a_published_tokenizer_survives_the_metadata(name: str) -> None:
+CASES = [(name, 10_000) for name in PUBLISHED] + [("qwen3", 300), ("llama2", 300)]
+
+
+@pytest.mark.parametrize(("name", "count"), CASES)
+@pytest.mark.quick("qwen3-300", "llama2-300")
+def test_a_published_tokenizer_survives_the_metadata(name: str, count: int) -> None:
     folder = tokenizer_folder(name)
     files = tokenizer_files(as_metadata(folder, *PUBLISHED[name]))
     ours = Tokenizer(files["tokenizer.json"], json.loads(files["tokenizer_config.json"]))
     oracle = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    some = texts(300 if name in ("qwen3", "llama2") else 10_000)
+    some = texts(count)
     ids = ours.encode_batch(some, add_special_tokens=False, parse_special=True)
     expected = [encoding.ids for encoding in oracle.encode_batch(some, add_special_tokens=False)]
     for text, found, right in zip(some, ids, expected, strict=True):
@@ -75,6 +78,14 @@ def test_ids_without_a_token_have_none() -> None:
         ({"add_bos_token": True}, "bos_token_id names none"),
         ({"model": "llama"}, "tokenizer.ggml.scores.*list of 5 finite numbers"),
         ({"model": "llama", "scores": [0.0, 0.0, 0.0, float("nan"), 0.0]}, "list of 5 finite numbers"),
+        (
+            {"model": "llama", "scores": [0.0] * 5, "tokens": ["a", "b", "ab", "x", "aab"], "token_type": [1] * 5},
+            "alike",
+        ),
+        (
+            {"model": "llama", "scores": [0.0] * 5, "tokens": ["a", "b", "c", "x", "y" * 300], "token_type": [1] * 5},
+            "300 characters",
+        ),
     ],
 )
 def test_metadata_that_is_not_valid_is_refused(change: dict[str, Any], message: str) -> None:
@@ -100,3 +111,16 @@ def test_what_ends_a_turn_is_known_by_its_text_too() -> None:
         "tokenizer.ggml.eos_token_id": 0,
     }
     assert json.loads(tokenizer_files(metadata)["generation_config.json"]) == {"eos_token_id": [0, 1, 4]}
+
+
+def test_the_tokens_of_phi_3_take_the_spaces_behind_them() -> None:
+    metadata = SMALL | {
+        "general.architecture": "phi3",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["a", "<s>", "</s>", "<|end|>", "<unk>"],
+        "tokenizer.ggml.token_type": [1, 3, 4, 3, 2],
+        "tokenizer.ggml.scores": [0.0] * 5,
+        "tokenizer.ggml.bos_token_id": 1,
+    }
+    added = json.loads(tokenizer_files(metadata)["tokenizer.json"])["added_tokens"]
+    assert [token["content"] for token in added if token["rstrip"]] == ["</s>", "<|end|>"]

@@ -16,6 +16,7 @@ CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 """English endings, in either case; GPT-2's pattern knows them in lower case alone."""
 
 PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+SLASHED = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -29,13 +30,16 @@ def _words(letters: str, digits: str, rest: str = f"{PUNCTUATION}|{SPACES}") -> 
     return _split(f"{CONTRACTIONS}|{letters}|{digits}|{rest}")
 
 
-def _cased(endings: str, digits: str, slash: str = "/") -> dict[str, Any]:
-    """The pattern of GPT-4o's `o200k_base` and its kin: a word ends where an upper case letter follows a lower case
-    one."""
-    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+def _cased_words(but: str, endings: str) -> str:
+    """Words that end where an upper case letter follows a lower case one.
+
+    Args:
+        but: narrows the class of letters.
+        endings: what may follow a word.
+    """
+    upper, lower = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]", rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     before = r"[^\r\n\p{L}\p{N}]?"
-    words = f"{before}{upper}*{lower}+{endings}|{before}{upper}+{lower}*{endings}"
-    return _split(rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{slash}]*|{SPACES}")
+    return f"{before}{upper}*{lower}+{endings}|{before}{upper}+{lower}*{endings}"
 
 
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -49,8 +53,13 @@ GPT2 = {**BYTES, "use_regex": True}
 DIGITS = {"type": "Digits", "individual_digits": True}
 
 CL100K = (_words(LETTERS, THREE_DIGITS), BYTES)
+"""GPT-4's and Llama 3's."""
 QWEN2 = (_words(LETTERS, ONE_DIGIT), BYTES)
-O200K = (_cased(f"{CONTRACTIONS}?", THREE_DIGITS), BYTES)
+QWEN35 = (_words(LETTERS_AND_MARKS, ONE_DIGIT, rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{SPACES}"), BYTES)
+O200K = (_split(f"{_cased_words('', f'{CONTRACTIONS}?')}|{THREE_DIGITS}|{SLASHED}|{SPACES}"), BYTES)
+"""GPT-4o's."""
+TEKKEN = (_split(f"{_cased_words('', '')}|{ONE_DIGIT}|{SLASHED}|{SPACES}"), BYTES)
+"""Mistral's, since Nemo."""
 
 DEEPSEEK_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
@@ -77,52 +86,63 @@ DEEPSEEK_V3 = (
 )
 
 
+DEEPSEEK_LLM = (
+    _split("[\r\n]"),
+    _split(rf"\s?[{DEEPSEEK_LETTERS}]+"),
+    _split("\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"),
+    _split(r"\s+$"),
+    CJK,
+    DIGITS,
+    BYTES,
+)
+DEEPSEEK_CODER = (_split("[\r\n]"), _split(r"\s?\p{L}+"), _split(r"\s?\p{P}+"), CJK, DIGITS, BYTES)
+
+# Han characters are words of their own; `&&` intersects classes, as in the pattern that Kimi's files have.
+NOT_HAN = r"&&[^\p{Han}]"
+KIMI = (
+    _split(
+        rf"[\p{{Han}}]+|{_cased_words(NOT_HAN, f'{CONTRACTIONS}?')}|{THREE_DIGITS}|{PUNCTUATION}|{SPACES}",
+    ),
+    BYTES,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
     """What one name of `tokenizer.ggml.pre` stands for.
 
     Attributes:
         steps: the pre-tokenizers, as in `tokenizer.json`; the last one makes letters of bytes.
-        nfc: the text is brought into Unicode's normal form C first.
+        normal_form: of Unicode, into which the text is brought first; None: it stays as it is.
         whole_words: a word that is a token is that token, whatever the merges would make of it.
         add_bos: a text begins with the BOS token, where the file does not say whether it does.
     """
 
     steps: tuple[Mapping[str, Any], ...]
-    nfc: bool = False
+    normal_form: str | None = None
     whole_words: bool = False
     add_bos: bool = False
 
 
-PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
-    "gpt-2": PreTokenizer((GPT2,)),
-    "phi-2": PreTokenizer((GPT2,)),
-    "smollm": PreTokenizer((DIGITS, GPT2)),
-    "starcoder": PreTokenizer((DIGITS, GPT2)),
-    "refact": PreTokenizer((DIGITS, GPT2)),
-    "command-r": PreTokenizer((DIGITS, GPT2), nfc=True),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), PreTokenizer(CL100K, whole_words=True, add_bos=True)),
-    "qwen2": PreTokenizer(QWEN2, nfc=True),
-    "deepseek-r1-qwen": PreTokenizer(QWEN2, nfc=True),
-    "qwen35": PreTokenizer(
-        (
-            _words(LETTERS_AND_MARKS, ONE_DIGIT, rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{SPACES}"),
-            BYTES,
-        ),
-        nfc=True,
-    ),
-    "gpt-4o": PreTokenizer(O200K, whole_words=True),
-    "deepseek-v3": PreTokenizer(DEEPSEEK_V3),
-    "deepseek-llm": PreTokenizer(
-        (
-            _split("[\r\n]"),
-            _split(rf"\s?[{DEEPSEEK_LETTERS}]+"),
-            _split("\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"),
-            _split(r"\s+$"),
-            CJK,
-            DIGITS,
-            BYTES,
-        )
-    ),
-    "deepseek-coder": PreTokenizer((_split("[\r\n]"), _split(r"\s?\p{L}+"), _split(r"\s?\p{P}+"), CJK, DIGITS, BYTES)),
+_RULES: Mapping[tuple[str, ...], PreTokenizer] = {
+    ("gpt-2", "phi-2"): PreTokenizer((GPT2,)),
+    ("mpt", "olmo"): PreTokenizer((GPT2,), "NFC"),  # GPT-NeoX's
+    ("smollm", "starcoder", "refact"): PreTokenizer((DIGITS, GPT2)),
+    ("command-r",): PreTokenizer((DIGITS, GPT2), "NFC"),
+    ("exaone",): PreTokenizer((DIGITS, GPT2), "NFKC"),
+    ("llama3", "llama-v3", "llama-bpe", "lfm2"): PreTokenizer(CL100K, whole_words=True, add_bos=True),
+    ("chatglm-bpe", "glm4", "glm5"): PreTokenizer(CL100K, whole_words=True),
+    ("dbrx",): PreTokenizer(CL100K),
+    ("qwen2", "deepseek-r1-qwen"): PreTokenizer(QWEN2, "NFC"),
+    ("qwen35",): PreTokenizer(QWEN35, "NFC"),
+    ("gpt-4o", "llama4"): PreTokenizer(O200K, whole_words=True),
+    ("minimax-m2",): PreTokenizer(O200K, "NFC"),
+    ("tekken",): PreTokenizer(TEKKEN, whole_words=True, add_bos=True),
+    ("kimi-k2",): PreTokenizer(KIMI, whole_words=True),
+    ("deepseek-v3",): PreTokenizer(DEEPSEEK_V3),
+    ("deepseek-llm",): PreTokenizer(DEEPSEEK_LLM),
+    ("deepseek-coder",): PreTokenizer(DEEPSEEK_CODER),
 }
+
+PRE_TOKENIZERS = {name: rule for names, rule in _RULES.items() for name in names}
+"""What each known name stands for."""

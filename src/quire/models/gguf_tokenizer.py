@@ -65,6 +65,9 @@ NAMED = {
 }
 """Names in `tokenizer_config.json`, and those of the ids in the metadata."""
 
+SENTENCE_PIECE = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
+"""SentencePiece's own ids, where a `llama` file names none."""
+
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Ids that end a text: of the sequence, of a turn, of a message."""
 
@@ -74,6 +77,11 @@ END_TEXTS = frozenset(
     | {"<｜end▁of▁sentence｜>", "<|eot|>", "<|eom|>"}
 )
 """Tokens that end a text in every family that has them, since files seldom name more than one id."""
+
+KIND_OF_PHI_3 = {"general.architecture": "phi3", "tokenizer.ggml.model": "llama"}
+PHI_3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
+"""Of Phi-3's added tokens, those that do not take the spaces behind them. The file does not say so (nor does any, for
+any other model), and its chats depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +147,7 @@ def _byte_level(fields: Fields, tokens: _Tokens) -> dict[str, Any]:
         tokens,
         add_bos=rule.add_bos,
         merges=_merges(fields, tokens),
-        normalizer={"type": "NFC"} if rule.nfc else None,
+        normalizer=None if rule.normal_form is None else {"type": rule.normal_form},
         pre_tokenizer={"type": "Sequence", "pretokenizers": list(rule.steps)},
         decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         ignore_merges=rule.whole_words,
@@ -237,6 +245,10 @@ def _read_tokens(fields: Fields, model: str) -> _Tokens:
         for name, key in NAMED.items()
         if f"tokenizer.ggml.{key}" in fields
     }
+    if model == "llama":
+        named = {
+            name: token for name, token in SENTENCE_PIECE.items() if kinds[token:] and kinds[token] != Kind.NORMAL
+        } | named
     for token in (*named.values(), *_named_ends(fields, size)):
         if kinds[token] in (Kind.NORMAL, Kind.USER_DEFINED, Kind.UNUSED):
             kinds[token] = Kind.CONTROL
@@ -276,13 +288,14 @@ def _refuse_twins(texts: list[str | None]) -> None:
 def _added_tokens(fields: Fields, tokens: _Tokens) -> list[dict[str, Any]]:
     """Tokens that are found in a text before anything else is done to it."""
     found = tokens.of(Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)
+    greedy = fields.picked(KIND_OF_PHI_3).items() >= KIND_OF_PHI_3.items()
     return [
         {
             "id": token,
             "content": text,
             "single_word": False,
             "lstrip": False,
-            "rstrip": False,
+            "rstrip": greedy and text not in PHI_3_PLAIN,
             "normalized": False,
             "special": tokens.kinds[token] != Kind.USER_DEFINED,
         }
@@ -347,6 +360,9 @@ def _merges_of_scores(fields: Fields, tokens: _Tokens) -> list[tuple[str, str]]:
     """
     scores = _scores(fields, len(tokens.texts))
     pieces = {text: token for token, text in tokens.of(Kind.NORMAL, Kind.USER_DEFINED)}
+    joined = [scores[token] for token, text in tokens.of(Kind.NORMAL) if len(text) > 1]
+    if len(joined) > len(set(joined)) == 1:
+        raise TokenizerError(f"{SOURCE}: tokenizer.ggml.scores are all alike, so no order follows; {GIVE_ANOTHER}")
     if len(longest := max(pieces, key=len, default="")) > MAX_PIECE:
         raise TokenizerError(
             f"{SOURCE}: the token {longest[:40]!r}... has {len(longest)} characters; {MAX_PIECE} are allowed"
@@ -355,9 +371,11 @@ def _merges_of_scores(fields: Fields, tokens: _Tokens) -> list[tuple[str, str]]:
     for text, token in pieces.items():
         score = 0.0 if tokens.kinds[token] == Kind.USER_DEFINED else scores[token]
         halves = [(text[:at], text[at:]) for at in range(1, len(text))]
-        known = [(a, b) for a, b in halves if a in pieces and b in pieces]
+        known = [(left, right) for left, right in halves if left in pieces and right in pieces]
         known.sort(key=lambda half: (pieces[half[0]], pieces[half[1]]))
-        found += [(score, len(a), len(b), a, b) for a, b in known]
+        found += [(score, len(left), len(right), left, right) for left, right in known]
+        if len(found) > MAX_MERGES:
+            raise TokenizerError(f"{SOURCE}: the tokens make more than {MAX_MERGES} merges; {GIVE_ANOTHER}")
     found.sort(key=lambda merge: merge[:3], reverse=True)
     return [(left, right) for *_, left, right in found]
 
@@ -382,12 +400,12 @@ def _named_ends(fields: Fields, size: int) -> list[int]:
 
 def _ends(fields: Fields, tokens: _Tokens) -> list[int]:
     """Ids that end a text: those that the file names, and those known by their text."""
-    control = {text: token for token, text in tokens.of(Kind.CONTROL)}
-    known = {text for text in END_TEXTS if text in control}
+    added = {text: token for token, text in tokens.of(Kind.CONTROL, Kind.USER_DEFINED)}
+    known = END_TEXTS & added.keys()
     if "<|return|>" in known:
-        known.discard("<|end|>")  # in Harmony it ends a message, after which the next one begins
+        known -= {"<|end|>"}  # in Harmony it ends a message, after which the next one begins
     named = _named_ends(fields, len(tokens.texts))
-    return list(dict.fromkeys([*named, *sorted(control[text] for text in known)]))
+    return list(dict.fromkeys([*named, *sorted(added[text] for text in known)]))
 
 
 def _templates(fields: Fields) -> dict[str, str]:
