@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from quire.errors import CheckpointError
-from quire.ops import CodedWeight, Kernels
+from quire.ops import CodedWeight, Kernels, choose_kernels
 from quire.ops.coded import Scheme
+from quire.ops.cpu import library
+from quire.ops.experts import LoopedExperts
+from quire.ops.linear import Product
 from quire.ops.quantized import BLOCK, quantize_activations, quantize_rows
 
 LINES = tuple(range(-8, 8))
@@ -140,3 +143,101 @@ def test_numbers_that_are_not_finite_are_refused() -> None:
                 with pytest.raises(CheckpointError, match=rf"{kind.scheme.name}: \w+ are not all finite"):
                     Kernels().pack_coded([weight])
                 scales[-1] = kept
+
+
+# The products in C++
+
+
+needs_kernels = pytest.mark.skipif(not library.usable(), reason="the C++ kernels were not built here")
+
+
+@pytest.fixture(params=library.usable())
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return choose_kernels(request.param)
+
+
+@needs_kernels
+@names
+def test_products_in_cpp_equal_their_reference(kernels: Kernels, kind: Kind) -> None:
+    for outputs, most, dtype in ((1, 256, F32), (70, 1200, BF16), (33, 2304, F16)):
+        inputs = inputs_of(kind, most)
+        weight, bias = coded(kind, outputs, inputs), draw(outputs, seed=1)
+        assert kernels.keeps(weight)
+        ours, reference = kernels.pack_coded([weight], bias), Kernels().pack_coded([weight], bias)
+        assert (ours.out_features, ours.in_features) == (outputs, inputs)
+        for rows in (0, 1, 5, 25):
+            x = draw(rows, inputs, dtype=dtype, seed=rows)
+            found = ours.matmul(x, F32)
+            torch.testing.assert_close(found, reference.matmul(x, F32), rtol=2e-6, atol=3e-5)
+            assert torch.equal(ours.matmul(x), found.to(dtype))
+
+
+@needs_kernels
+@names
+def test_a_rows_bits_do_not_depend_on_its_company_or_threads(kernels: Kernels, kind: Kind) -> None:
+    inputs = inputs_of(kind, 600)
+    product, x = kernels.pack_coded([coded(kind, 70, inputs)]), draw(100, inputs, dtype=BF16, seed=5)
+    whole = product.matmul(x)
+    for rows in (*range(1, 26), 99):
+        assert torch.equal(product.matmul(x[100 - rows :]), whole[100 - rows :]), rows
+    with kernels.threads(2):
+        assert torch.equal(product.matmul(x), whole)
+        assert torch.equal(product.matmul(x[:7]), whole[:7])
+
+
+def fused() -> list[str]:
+    """Instruction sets that multiply and add with one rounding: all others have other bits."""
+    return [isa for isa in library.usable() if isa != "sse2"]
+
+
+@names
+def test_products_give_the_same_bits_on_every_instruction_set(kind: Kind) -> None:
+    inputs = inputs_of(kind, 600)
+    weight, x = coded(kind, 70, inputs), draw(9, inputs, dtype=BF16)
+    outs = [choose_kernels(isa).pack_coded([weight]).matmul(x) for isa in fused()]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+ALL_OF_768 = [kind for kind in KINDS if 768 % inputs_of(kind, 256) == 0]
+
+
+@needs_kernels
+def test_parts_of_several_schemes_in_cpp(kernels: Kernels) -> None:
+    sizes = [random.Random(1).choice((32, 7, 64, 40)) for _ in ALL_OF_768]
+    parts = [coded(kind, size, 768, seed) for seed, (kind, size) in enumerate(zip(ALL_OF_768, sizes, strict=True))]
+    parts[1:1] = [coded(ALL_OF_768[0], 20, 768, 99), parts[0].outputs(range(1, 3))]  # these are one weight
+    bias = draw(sum(part.out_features for part in parts))
+    whole = kernels.pack_coded(parts, bias)
+    for rows in (1, 6, 30):
+        x = draw(rows, 768, dtype=BF16, seed=rows)
+        alone = torch.cat([kernels.pack_coded([part]).matmul(x, F32) for part in parts], 1) + bias
+        assert torch.equal(whole.matmul(x, F32), alone)
+    own = [part.outputs(range(part.out_features // 2, part.out_features)) for part in parts]
+    columns = torch.cat([torch.arange(len(part.codes)) >= len(part.codes) // 2 for part in parts])
+    assert torch.equal(kernels.pack_coded(own, bias[columns]).matmul(x), whole.matmul(x)[:, columns])
+
+
+def experts_of(kernels: Kernels) -> tuple[list[Product], list[Product]]:
+    """Five experts' products, whose gates have other schemes than the rest, and with one expert unlike the others."""
+    gate, up, down = (next(kind for kind in KINDS if kind.scheme.name == name) for name in ("Q6_K", "Q4_K", "Q8_0"))
+
+    def product(expert: int, *parts: CodedWeight) -> Product:
+        return kernels.pack_coded(parts, draw(sum(part.out_features for part in parts), seed=expert))
+
+    kinds = [(gate, up)] * 4 + [(up, up)]
+    gates = [product(e, *(coded(kind, 96, 256, 2 * e + i) for i, kind in enumerate(of))) for e, of in enumerate(kinds)]
+    return gates, [product(e, coded(down, 256, 96, e)) for e in range(5)]
+
+
+@needs_kernels
+def test_experts_of_several_schemes(kernels: Kernels) -> None:
+    rnd = random.Random(0)
+    x, weights = draw(60, 256, dtype=BF16, seed=3), draw(60, 2, seed=4).abs()
+    ids = torch.tensor([sorted(rnd.sample(range(5), 2)) for _ in range(60)])
+    layer = kernels.experts(*experts_of(kernels))
+    found = layer(x, ids, weights)
+    assert torch.equal(layer(x[7:8], ids[7:8], weights[7:8]), found[7:8])
+    looped = LoopedExperts(*experts_of(kernels))
+    torch.testing.assert_close(found, looped(x, ids, weights), rtol=2**-7, atol=2**-5)
+    with kernels.threads(2):
+        assert torch.equal(layer(x, ids, weights), found)

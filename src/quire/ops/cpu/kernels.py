@@ -8,6 +8,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from quire.ops.coded import CodedWeight
 from quire.ops.cpu import (
     attention,
     experts,
@@ -111,9 +112,12 @@ class CpuKernels(Kernels):
         return linear.CpuProduct(self._lib, weight, bias, self._scratch, self._weights)
 
     def keeps(self, weight: StoredWeight) -> bool:
-        return isinstance(weight, Mxfp4Weight)
+        return isinstance(weight, Mxfp4Weight) or (isinstance(weight, CodedWeight) and linear.can_multiply(weight))
 
     def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
+        return linear.CpuProduct(self._lib, parts, bias, self._scratch, self._weights)
+
+    def pack_coded(self, parts: Sequence[CodedWeight], bias: torch.Tensor | None = None) -> Product:
         return linear.CpuProduct(self._lib, parts, bias, self._scratch, self._weights)
 
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from quire.ops.coded import CodedWeight, check_parts
 from quire.ops.cpu.library import DTYPES, I32, I64, POINTER, Library, Prototype
 from quire.ops.memory import SMALL, Scratch, WeightMemory, collapse
 from quire.ops.mxfp4 import GROUP, Mxfp4Weight
-from quire.ops.quantized import PANEL, QuantizedWeight
+from quire.ops.quantized import BLOCK, PANEL, QuantizedWeight
 
 PROTOTYPES: dict[str, Prototype] = {
     "linear": (None, (POINTER, POINTER, I32, I64, POINTER, I32, POINTER)),
@@ -19,108 +21,171 @@ PROTOTYPES: dict[str, Prototype] = {
     "packed_bytes": (I64, (POINTER,)),
     "pack": (None, (POINTER, POINTER, POINTER)),
     "pack_mxfp4": (None, (POINTER, POINTER, POINTER, POINTER, POINTER)),
+    "pack_codes": (None, (POINTER, POINTER, POINTER)),
+    "pack_numbers": (None, (POINTER, POINTER, I64, I32, POINTER)),
 }
 INT8, INT4, MXFP4 = 3, 4, 5
 """Formats beside the dense ones, which have their data type's number."""
+NUMBERS = {**DTYPES, torch.uint8: 3, torch.int8: 4}
+"""How the C++ side names the types of scales and offsets (`Number` in weight.h)."""
+LEAST_SEGMENT = 16
+"""Inputs whose whole numbers are summed at a time: a vector's."""
+
+
+class _Numbers(ctypes.Structure):
+    """`Numbers` in weight.h."""
+
+    _fields_ = (("at", POINTER), ("type", I32), ("each", I32), ("count", I64))
 
 
 class _Weight(ctypes.Structure):
-    """`Weight` in linear.cpp."""
+    """`Weight` in weight.h."""
 
     _fields_ = (
-        ("format", I32),
-        ("group", I32),
-        ("in_features", I64),
-        ("out_features", I64),
-        ("data", POINTER),
-        ("scales", POINTER),
-        ("bias", POINTER),
+        *(("format", I32), ("plain", I32)),
+        *(("in_features", I64), ("out_features", I64)),
+        *(("data", POINTER), ("bias", POINTER)),
+        *((name, _Numbers) for name in ("scales", "offsets", "block_scales", "block_offsets")),
+        ("factors", POINTER),
+        *(("segment", I32), ("whole_rows", I32)),
+        ("table", ctypes.c_int8 * 16),
+        ("width", I64),
+        ("next", POINTER),
     )
 
 
 class CpuProduct:
-    """The product with a weight [out, in], dense or quantized, whose panels of 32 outputs C++ reads as one stream.
+    """The product with a weight [out, in], dense or in codes, whose panels of 32 outputs C++ reads as one stream.
 
     Args:
-        weight: dense parts [out, in], or such in MXFP4, whose outputs come side by side, are copied into panels; a
-            quantized one of `SMALL` bytes or more is used where it lies.
+        weight: dense parts [out, in], or such in MXFP4 or of any schemes (`ops.coded`), whose outputs come side by
+            side, are copied into panels; a quantized one of `SMALL` bytes or more is used where it lies.
         scratch: what all products share for the length of a call.
         memory: where panels go.
 
     Attributes:
         address: of `Weight`, for kernels that work on several products.
         dtypes: that activations may have.
+        parts: what a product reads as a stream.
+
+    Raises:
+        CheckpointError: see `CodedProduct`.
     """
 
     def __init__(
         self,
         lib: Library,
-        weight: Sequence[torch.Tensor] | Sequence[Mxfp4Weight] | QuantizedWeight,
+        weight: Sequence[torch.Tensor] | Sequence[Mxfp4Weight] | Sequence[CodedWeight] | QuantizedWeight,
         bias: torch.Tensor | None,
         scratch: Scratch,
         memory: WeightMemory,
     ) -> None:
-        codes = [] if isinstance(weight, QuantizedWeight) else [w for w in weight if isinstance(w, Mxfp4Weight)]
-        dense = [] if isinstance(weight, QuantizedWeight) else [w for w in weight if isinstance(w, torch.Tensor)]
-        shapes = [(len(part), part.shape[1]) for part in dense] + [(w.out_features, w.in_features) for w in codes]
+        self._lib, self._memory, self.parts = lib, memory, list[torch.Tensor]()
+        self.dtypes: tuple[torch.dtype, ...] = tuple(DTYPES)
         if isinstance(weight, QuantizedWeight):
-            shapes = [(weight.out_features, weight.in_features)]
-        self.out_features, self.in_features = sum(out for out, _ in shapes), shapes[0][1]
-        self._weight = _Weight(in_features=self.in_features, out_features=self.out_features)
-        self.address = ctypes.addressof(self._weight)
-        self._held: dict[str, torch.Tensor] = {}  # what the addresses in the structure point to
-        self._memory = memory
-        self.dtypes: tuple[torch.dtype, ...] = (dense[0].dtype,) if dense else tuple(DTYPES)
-        if isinstance(weight, QuantizedWeight):
-            self._use_quantized(lib, weight)
-        elif codes:
-            self._pack_codes(lib, codes)
+            self._weights = [self._quantized(weight)]
         else:
-            self._pack(lib, dense)
-        if bias is not None:
-            self._hold("bias", bias.detach().float().contiguous().clone())
+            dense = [part for part in weight if isinstance(part, torch.Tensor)]
+            coded = [part for part in weight if isinstance(part, CodedWeight)]
+            if dense:
+                self.dtypes = (dense[0].dtype,)
+                self._weights = [self._dense(dense)]
+            elif coded:
+                check_parts(coded)
+                self._weights = [self._coded(list(alike)) for _, alike in itertools.groupby(coded, _layout)]
+            else:
+                self._weights = [self._mxfp4([part for part in weight if isinstance(part, Mxfp4Weight)])]
+        self.in_features: int = self._weights[0].in_features
+        self.out_features: int = sum(part.out_features for part in self._weights)
+        self.address = ctypes.addressof(self._weights[0])
+        for part, after in itertools.pairwise(self._weights):
+            part.next = ctypes.addressof(after)
+        self._bias = None if bias is None else bias.detach().float().contiguous().clone()
+        at = None if self._bias is None else self._bias.data_ptr()
+        for part in self._weights:
+            part.width, part.bias = self.out_features, at
+            at = None if at is None else at + 4 * part.out_features
         self._linear, self._workspace, self._scratch = lib.linear, lib.linear_workspace, scratch
 
-    def _hold(self, name: str, tensor: torch.Tensor) -> None:
-        self._held[name] = tensor
-        setattr(self._weight, name, tensor.data_ptr())
+    def _hold(self, tensor: torch.Tensor) -> int:
+        self.parts.append(tensor)
+        return tensor.data_ptr()
 
-    @property
-    def parts(self) -> dict[str, torch.Tensor]:
-        """What a product reads as a stream."""
-        return {name: self._held[name] for name in ("data", "scales") if name in self._held}
+    def _taken(self, size: int) -> int:
+        """The address of memory for panels."""
+        return self._hold(self._memory.take(size, self))
 
-    def _pack(self, lib: Library, parts: Sequence[torch.Tensor]) -> None:
-        parts = [part.contiguous() for part in parts]
-        if {(part.dtype, part.shape[1]) for part in parts} != {(parts[0].dtype, self.in_features)}:
+    def _dense(self, parts: Sequence[torch.Tensor]) -> _Weight:
+        parts, inputs = [part.contiguous() for part in parts], parts[0].shape[1]
+        if {(part.dtype, part.shape[1]) for part in parts} != {(parts[0].dtype, inputs)}:
             raise ValueError(f"the parts of a weight differ: {[(part.dtype, list(part.shape)) for part in parts]}")
-        self._weight.format = DTYPES[parts[0].dtype]
-        self._hold("data", self._memory.take(lib.packed_bytes(self.address), self))
-        row = self.in_features * parts[0].element_size()
-        rows = np.concatenate([part.data_ptr() + row * np.arange(len(part)) for part in parts])
-        lib.pack(self.address, rows.ctypes.data, self._weight.data)
+        outputs = sum(map(len, parts))
+        weight = _Weight(format=DTYPES[parts[0].dtype], in_features=inputs, out_features=outputs)
+        weight.data = self._taken(self._lib.packed_bytes(ctypes.addressof(weight)))
+        rows = _rows(parts)
+        self._lib.pack(ctypes.addressof(weight), rows.ctypes.data, weight.data)
+        return weight
 
-    def _pack_codes(self, lib: Library, parts: Sequence[Mxfp4Weight]) -> None:
-        if {part.in_features for part in parts} != {self.in_features}:
+    def _mxfp4(self, parts: Sequence[Mxfp4Weight]) -> _Weight:
+        inputs, outputs = parts[0].in_features, sum(part.out_features for part in parts)
+        if {part.in_features for part in parts} != {inputs}:
             raise ValueError(f"the parts of a weight differ: {[list(part.codes.shape) for part in parts]}")
-        self._weight.format, self._weight.group = MXFP4, GROUP
-        self._hold("data", self._memory.take(lib.packed_bytes(self.address), self))
-        size = -(-self.out_features // PANEL) * PANEL * self.in_features // GROUP
-        self._hold("scales", self._memory.take(size, self))
-        held = [(_with_rows(part.codes), _with_rows(part.scales)) for part in parts]
-        codes, scales = (
-            np.concatenate([each[side].data_ptr() + each[side].stride(0) * np.arange(len(each[side])) for each in held])
-            for side in (0, 1)
-        )
-        lib.pack_mxfp4(self.address, codes.ctypes.data, scales.ctypes.data, self._weight.data, self._weight.scales)
+        weight = _Weight(format=MXFP4, in_features=inputs, out_features=outputs)
+        weight.data = self._taken(self._lib.packed_bytes(ctypes.addressof(weight)))
+        size = -(-outputs // PANEL) * PANEL * inputs // GROUP
+        weight.scales = _Numbers(self._taken(size), NUMBERS[torch.uint8], GROUP, inputs // GROUP)
+        codes, scales = [_with_rows(part.codes) for part in parts], [_with_rows(part.scales) for part in parts]
+        of_codes, of_scales = _rows(codes), _rows(scales)
+        pointers = of_codes.ctypes.data, of_scales.ctypes.data
+        self._lib.pack_mxfp4(ctypes.addressof(weight), *pointers, weight.data, weight.scales.at)
+        return weight
 
-    def _use_quantized(self, lib: Library, weight: QuantizedWeight) -> None:
-        self._hold("data", self._in_huge_pages(weight.packed))
-        self._hold("scales", self._in_huge_pages(weight.scales))
-        if weight.group is None:
-            self._weight.format = INT8
+    def _coded(self, parts: Sequence[CodedWeight]) -> _Weight:
+        """Parts of one layout."""
+        first, scheme = parts[0], parts[0].scheme
+        weight = _Weight(
+            format=INT8 if scheme.bits == 8 else INT4,
+            in_features=first.in_features,
+            out_features=sum(part.out_features for part in parts),
+            segment=scheme.segment,
+            whole_rows=scheme.activations == "row",
+            table=(ctypes.c_int8 * 16)(*(scheme.table or range(16))),
+        )
+        weight.data = self._taken(self._lib.packed_bytes(ctypes.addressof(weight)))
+        codes = [_with_rows(part.codes) for part in parts]
+        rows = _rows(codes)
+        self._lib.pack_codes(ctypes.addressof(weight), rows.ctypes.data, weight.data)
+        for name, each in (
+            *(("scales", scheme.group), ("offsets", scheme.group)),
+            *(("block_scales", scheme.block), ("block_offsets", scheme.block)),
+        ):
+            numbers = [getattr(part, name) for part in parts]
+            if each and numbers[0] is not None:
+                at = self._numbers(weight, numbers)
+                setattr(weight, name, _Numbers(at, NUMBERS[numbers[0].dtype], each, numbers[0].shape[1]))
+        if first.factors is not None:
+            weight.factors = self._numbers(
+                weight, [part.factors.unsqueeze(1) for part in parts if part.factors is not None]
+            )
+        return weight
+
+    def _numbers(self, weight: _Weight, parts: Sequence[torch.Tensor]) -> int:
+        """The address of scales or offsets, [out, n] in parts, in panels."""
+        parts, count, size = [_with_rows(part) for part in parts], parts[0].shape[1], parts[0].element_size()
+        at, rows = self._taken(-(-weight.out_features // PANEL) * PANEL * count * size), _rows(parts)
+        self._lib.pack_numbers(ctypes.addressof(weight), rows.ctypes.data, count, size, at)
+        return at
+
+    def _quantized(self, given: QuantizedWeight) -> _Weight:
+        weight = _Weight(plain=True, in_features=given.in_features, out_features=given.out_features)
+        weight.data, scales = (self._hold(self._in_huge_pages(part)) for part in (given.packed, given.scales))
+        if given.group is None:
+            weight.format, weight.segment, weight.factors = INT8, BLOCK, scales
         else:
-            self._weight.format, self._weight.group = INT4, weight.group
+            weight.format, weight.segment = INT4, given.group
+            weight.scales = _Numbers(scales, NUMBERS[given.scales.dtype], given.group, given.in_features // given.group)
+            weight.table[:] = range(-8, 8)
+        return weight
 
     def _in_huge_pages(self, part: torch.Tensor) -> torch.Tensor:
         """A part of a weight; one so small that its begin and end would be much of it is moved beside others."""
@@ -149,6 +214,28 @@ class CpuProduct:
         return out
 
 
+def can_multiply(weight: CodedWeight) -> bool:
+    """Whether such weights are multiplied as they are: a vector of codes at a time shares a scale."""
+    return weight.scheme.segment >= LEAST_SEGMENT and (
+        weight.scheme.bits == 8 or weight.in_features % LEAST_SEGMENT == 0
+    )
+
+
+def _layout(weight: CodedWeight) -> tuple[object, ...]:
+    """Parts for which this is the same are one weight."""
+    tensors = weight.scales, weight.offsets, weight.block_scales, weight.block_offsets, weight.factors
+    return weight.scheme, *(None if tensor is None else tensor.dtype for tensor in tensors)
+
+
+def _rows(parts: Sequence[torch.Tensor]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The addresses of the rows of all parts."""
+    return np.concatenate([part.data_ptr() + _row_bytes(part) * np.arange(len(part)) for part in parts])
+
+
+def _row_bytes(part: torch.Tensor) -> int:
+    return part.stride(0) * part.element_size()
+
+
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes whose rows are each contiguous, which may lie apart."""
+    """Numbers whose rows are each contiguous, which may lie apart."""
     return tensor if tensor[:1].is_contiguous() else tensor.contiguous()

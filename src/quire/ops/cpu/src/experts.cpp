@@ -97,15 +97,16 @@ struct Piece {
 std::vector<Piece> cut(const std::vector<Task>& tasks) {
     std::vector<Piece> pieces;
     if (tasks.empty()) return pieces;
-    const Weight& w = *tasks[0].weight;  // all have this shape
-    const int64_t all = panels(w) * (int64_t)tasks.size();
+    int64_t all = 0;
+    for (const Task& task : tasks) all += all_panels(*task.weight);
     const int64_t fair = all / (PIECES_A_THREAD * threads());
-    const int64_t at_once = std::max<int64_t>(1, std::min(fair, PIECE_BYTES / panel_bytes(w)));
     for (size_t begin = 0, end; begin < tasks.size(); begin = end) {
         for (end = begin; end < tasks.size() && tasks[end].weight == tasks[begin].weight;) end++;
-        for (int64_t panel = 0; panel < panels(w); panel += at_once)
-            for (size_t t = begin; t < end; t++)
-                pieces.push_back({&tasks[t], panel, std::min(panel + at_once, panels(w))});
+        const Weight& w = *tasks[begin].weight;
+        const int64_t count = all_panels(w);
+        const int64_t at_once = std::max<int64_t>(1, std::min(fair, PIECE_BYTES / panel_bytes(w)));
+        for (int64_t panel = 0; panel < count; panel += at_once)
+            for (size_t t = begin; t < end; t++) pieces.push_back({&tasks[t], panel, std::min(panel + at_once, count)});
     }
     return pieces;
 }
@@ -120,7 +121,7 @@ void multiply_all(const std::vector<Task>& tasks, int64_t count, const Body& pre
         preparation.finish(prepare_one);
         for (int64_t i = first; i < last; i++) {
             const Piece &piece = pieces[i], &after = pieces[std::min<size_t>(i + 1, pieces.size() - 1)];
-            multiply(*piece.task, piece.first, piece.last, panel_data(*after.task->weight, after.first));
+            multiply(*piece.task, piece.first, piece.last, any_panel(*after.task->weight, after.first));
         }
     });
 }
@@ -155,8 +156,8 @@ std::vector<Task> tasks_of(const Plan& plan, const Experts& e, const Weight* con
     for (const Rows& g : plan.groups) {
         const Weight& w = *weights[g.slot];
         const void* x = from + (one_row ? 0 : g.first * w.in * bytes_of(e.dtype));
-        void* y = to + g.first * w.out * bytes_of(to_dtype);
-        tasks.push_back({&w, x, y, g.rows, w.out, e.dtype, to_dtype, scratch});
+        void* y = to + g.first * w.width * bytes_of(to_dtype);
+        tasks.push_back({&w, x, y, g.rows, w.width, e.dtype, to_dtype, scratch});
         if (!one_row) scratch += scratch_bytes(w, g.rows);
     }
     return tasks;
@@ -165,8 +166,7 @@ std::vector<Task> tasks_of(const Plan& plan, const Experts& e, const Weight* con
 // Whether what is prepared for one of the groups' weights serves all.
 bool of_one_kind(const Plan& plan, const Weight* const* weights) {
     return std::all_of(plan.groups.begin(), plan.groups.end(), [&](const Rows& g) {
-        const Weight &w = *weights[g.slot], &first = *weights[plan.groups[0].slot];
-        return w.format == first.format && w.group == first.group;
+        return laid_out_alike(*weights[g.slot], *weights[plan.groups[0].slot]);
     });
 }
 
@@ -273,7 +273,7 @@ void multiply_head(const Heads& h, int64_t head, int64_t first, int64_t last, ch
     const int64_t rows = last - first;
     const Task task{&w, workspace, y, rows, stride, h.dtype, h.dtype, workspace + round_up(rows * bytes, 64)};
     prepare(task);
-    multiply(task, 0, panels(w), (const char*)w.data);
+    multiply(task, 0, all_panels(w), (const char*)w.data);
 }
 
 }  // namespace

@@ -135,7 +135,7 @@ struct Room {
 struct PlainRoom : Room {
     int64_t qkv, queries, attended;
     PlainRoom(const Layer& l, int64_t tokens) : Room(l, tokens) {
-        qkv = take(l.plain->qkv->out);
+        qkv = take(l.plain->qkv->width);
         queries = take(l.attended.own);
         attended = take(l.attended.own);
     }
@@ -145,10 +145,10 @@ struct LatentRoom : Room {
     int64_t compressed_queries = 0, queries, compressed, stored, turned, latent_queries, latent, attended;
     LatentRoom(const Layer& l, int64_t tokens) : Room(l, tokens) {
         const LatentAttention& a = *l.latent;
-        if (a.compressed_queries) compressed_queries = take(a.compressed_queries->out);
-        queries = take(a.queries->out);
-        compressed = take(a.compressed->out);
-        stored = take(a.compressed->out);
+        if (a.compressed_queries) compressed_queries = take(a.compressed_queries->width);
+        queries = take(a.queries->width);
+        compressed = take(a.compressed->width);
+        stored = take(a.compressed->width);
         turned = take(a.heads * a.turned);
         latent_queries = take(a.heads * (a.latent + a.turned));
         latent = take(a.heads * a.latent);
@@ -159,7 +159,7 @@ struct LatentRoom : Room {
 struct MlpRoom : Room {
     int64_t gate_up, active;
     MlpRoom(const Layer& l, const Mlp& mlp, int64_t tokens) : Room(l, tokens) { add(mlp); }
-    void add(const Mlp& mlp) { gate_up = take(mlp.gate_up->out), active = take(mlp.active.own); }
+    void add(const Mlp& mlp) { gate_up = take(mlp.gate_up->width), active = take(mlp.active.own); }
 
   protected:
     MlpRoom(const Layer& l, int64_t tokens) : Room(l, tokens) {}
@@ -186,7 +186,7 @@ Heads into_latent(const Layer& l, int64_t tokens, const void* queries, void* lat
 }
 Heads out_of_latent(const Layer& l, int64_t tokens, const void* latent, void* attended) {
     const LatentAttention& a = *l.latent;
-    const int64_t value = a.out_of_latent[0]->out;
+    const int64_t value = a.out_of_latent[0]->width;
     return {l.dtype, a.heads, tokens, a.heads * a.latent, a.latent, value, a.out_of_latent, latent, attended};
 }
 
@@ -286,7 +286,7 @@ struct Pass {
         if (a.compressed_queries) {
             char* to = workspace + room.compressed_queries;
             linear(a.compressed_queries, in, to);
-            quire_rms_norm(l.dtype, l.norm_dtype, to, a.query_norm, to, s.tokens, a.compressed_queries->out, a.eps);
+            quire_rms_norm(l.dtype, l.norm_dtype, to, a.query_norm, to, s.tokens, a.compressed_queries->width, a.eps);
             from = to;
         }
         linear(a.queries, from, queries);

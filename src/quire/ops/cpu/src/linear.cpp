@@ -11,9 +11,9 @@
 #include "linear.h"
 #include "team.h"
 #include "linear_amx.h"
+#include "linear_coded.h"
 #include "linear_dense.h"
 #include "linear_mxfp4.h"
-#include "linear_quantized.h"
 
 namespace quire {
 namespace {
@@ -30,30 +30,32 @@ constexpr int MAX_ROWS = 2;
 
 // -- all of a product ---------------------------------------------------------------------------------------------
 
-// The sums of a group of int4, and of a block of them, are kept apart: more rows find no registers.
-constexpr int most_rows(int32_t format) { return format == INT4 ? std::min(MAX_ROWS, 8) : MAX_ROWS; }
+// Of codes in groups, more rows find no registers.
+constexpr int MAX_ROWS_OF_INT4 = std::min(MAX_ROWS, MAX_ROWS_IN_GROUPS);
+int most_rows(const Weight& w) { return w.format == INT4 || w.scales.at ? MAX_ROWS_OF_INT4 : MAX_ROWS; }
 
 // Rows in blocks of nearly equal size.
 struct Blocks {
     int64_t rows, count;
-    Blocks(const Weight& w, int64_t rows)
-        : rows(rows), count((rows + most_rows(w.format) - 1) / most_rows(w.format)) {}
+    Blocks(const Weight& w, int64_t rows) : rows(rows), count((rows + most_rows(w) - 1) / most_rows(w)) {}
     int64_t begin(int64_t block) const { return block * rows / count; }
 };
 
 // Activations as the product reads them: words [block of rows][step][row of the block]. Quantized ones have a scale for
-// each BLOCK of a row, and what the sum of products of each group (int8: BLOCK) of a row begins with, side by side in the
-// same way. Of mxfp4, words are pairs of bf16, or numbers in fp32.
+// each BLOCK of a row, and what the sum of products of each segment of a row begins with, side by side in the same way;
+// where the weight has offsets, so does minus the sum of each segment's codes. Of mxfp4, words are pairs of bf16, or numbers in fp32.
 struct Activations {
     uint32_t* words;
     float* scales;
     int32_t* starts;
+    float* totals;
     bool pairs;
 };
 
-int64_t starts_a_row(const Weight& w) { return w.format == INT4 ? w.in / w.group : blocks_a_row(w); }
+int64_t starts_a_row(const Weight& w) { return has_codes(w) ? (w.in + w.segment - 1) / w.segment : 0; }
+int64_t totals_a_row(const Weight& w) { return w.offsets.at ? starts_a_row(w) : 0; }
 
-bool has_tiles(const Weight& w) { return TILES && (w.format == DENSE_BF16 || w.format == INT8 || w.format == INT4); }
+bool has_tiles(const Weight& w) { return TILES && (w.format == DENSE_BF16 || w.plain); }
 
 int64_t words_a_row(const Weight& w) {
     if (has_tiles(w)) return tiled_row_bytes(w) / 4;  // at least those below
@@ -111,13 +113,14 @@ __attribute__((noinline)) void multiply_as(const Weight& w, int64_t panel, const
     const uint32_t* words = x.words + row * words_a_row(w);
     const float* scales = x.scales + row * blocks_a_row(w);
     const int32_t* starts = x.starts + row * starts_a_row(w);
+    const float* totals = x.totals + row * totals_a_row(w);
     Sums<ROWS> sums = {};
     if constexpr (FORMAT == DENSE_BF16 && PAIRS) times_pairs<ROWS>(data, words, w.in, later, sums);
     if constexpr (FORMAT == DENSE_BF16 && !PAIRS) times_widened_pairs<ROWS>(data, words, w.in, later, sums);
     if constexpr (FORMAT == DENSE_F32) times_single<float, ROWS>((const float*)data, words, w.in, sums);
     if constexpr (FORMAT == DENSE_F16) times_single<f16, ROWS>((const f16*)data, words, w.in, sums);
-    if constexpr (FORMAT == INT8) times_int8<ROWS>(w, panel, data, words, scales, starts, later, sums);
-    if constexpr (FORMAT == INT4) times_int4<ROWS>(w, panel, data, words, scales, starts, later, sums);
+    if constexpr (FORMAT == INT8 || FORMAT == INT4)
+        times_codes<FORMAT, ROWS>(w, panel, data, words, scales, starts, totals, later, sums);
     if constexpr (FORMAT == MXFP4) {
         if (x.pairs)
             times_mxfp4_pairs<ROWS>(w, panel, data, words, later, sums);
@@ -134,7 +137,7 @@ void multiply(const Weight& w, int64_t panel, const Activations& x, int64_t row,
         case DENSE_BF16: return multiply_as<DENSE_BF16, ROWS>(w, panel, x, row, later, out);
         case DENSE_F16: return multiply_as<DENSE_F16, ROWS>(w, panel, x, row, later, out);
         case INT8: return multiply_as<INT8, ROWS>(w, panel, x, row, later, out);
-        case INT4: return multiply_as<INT4, std::min(ROWS, most_rows(INT4))>(w, panel, x, row, later, out);
+        case INT4: return multiply_as<INT4, std::min(ROWS, MAX_ROWS_OF_INT4)>(w, panel, x, row, later, out);
         case MXFP4: return multiply_as<MXFP4, ROWS>(w, panel, x, row, later, out);
     }
 }
@@ -165,21 +168,36 @@ void to_floats(const T* x, int64_t stride, int64_t in, int64_t n, int64_t words,
         }
 }
 
-// Activations are laid out in pieces: BLOCK inputs, or fewer, of a block of rows.
-int64_t pieces(const Weight& w) { return (w.in + BLOCK - 1) / BLOCK; }
+// Activations are laid out in pieces: BLOCK inputs, or fewer, of a block of rows; all of them where a row has one scale.
+int64_t pieces(const Weight& w) { return w.whole_rows ? 1 : (w.in + BLOCK - 1) / BLOCK; }
+
+// A piece of a block of n rows as int8.
+template <class T>
+void prepare_codes(const Weight& w, const T* x, int64_t begin, int64_t n, int64_t piece, const Activations& to) {
+    const int64_t end = w.whole_rows ? w.in : std::min(w.in, (piece + 1) * BLOCK);
+    BlockScale of_rows[MAX_ROWS];
+    for (int64_t r = 0; r < n; r++) {
+        const int64_t first = piece * BLOCK;
+        of_rows[r] = scale_of(x + (begin + r) * w.in + first, end - first);
+    }
+    for (int64_t first = piece * BLOCK; first < end; first += BLOCK) {
+        float* scales = to.scales + begin * blocks_a_row(w) + first / BLOCK * n;
+        for (int64_t r = 0; r < n; r++) scales[r] = of_rows[r].scale;
+        const int64_t start = first / w.segment * n;
+        const Codes codes{w.segment, n, to.words + begin * words_a_row(w) + first / 4 * n,
+                          to.starts + begin * starts_a_row(w) + start,
+                          w.offsets.at ? to.totals + begin * totals_a_row(w) + start : nullptr};
+        quantize_rows(x + begin * w.in + first, w.in, std::min(BLOCK, end - first), n, of_rows, codes);
+    }
+}
 
 template <class T>
 void prepare(const Weight& w, const T* x, const Blocks& blocks, int64_t block, int64_t piece, const Activations& to) {
     const int64_t begin = blocks.begin(block), n = blocks.begin(block + 1) - begin, words = words_a_row(w);
+    if (has_codes(w)) return prepare_codes(w, x, begin, n, piece, to);
     const int64_t first = piece * BLOCK, in = std::min(BLOCK, w.in - first);
     const T* from = x + begin * w.in + first;
     uint32_t* at = to.words + begin * words;
-    if (w.format == INT8 || w.format == INT4) {
-        const Grouping how(w);
-        float* scales = to.scales + begin * blocks_a_row(w) + piece * n;
-        int32_t* starts = to.starts + begin * starts_a_row(w) + first / how.group * n;
-        return quantize_rows(from, w.in, in, n, at + first / 4 * n, scales, how, starts);
-    }
     if constexpr (PAIRS && std::is_same_v<T, bf16>)
         if (w.format == DENSE_BF16 || w.format == MXFP4) return to_pairs(from, w.in, in, n, at + first / 2 * n);
     to_floats(from, w.in, in, n, std::min(BLOCK, words - first), at + first * n);
@@ -195,7 +213,7 @@ Activations lay_out(const Weight& w, int32_t dtype, int64_t rows, void* scratch)
     uint32_t* words = (uint32_t*)scratch;
     float* scales = (float*)(words + round_up(places(w, rows) * words_a_row(w), 16));
     int32_t* starts = (int32_t*)scales + round_up(places(w, rows) * blocks_a_row(w), 16);
-    return {words, scales, starts, PAIRS && dtype == BF16};
+    return {words, scales, starts, (float*)(starts + rows * starts_a_row(w)), PAIRS && dtype == BF16};
 }
 
 // A panel stays in the cache for all blocks of rows; where there are few panels for many threads, it is shared out.
@@ -229,7 +247,7 @@ void fetch_begin(const Weight& w, int64_t panel) {
 // Bytes that activations are laid out in.
 int64_t layout_bytes(const Weight& w, int64_t rows) {
     const int64_t scales = round_up(places(w, rows) * blocks_a_row(w), 16);
-    return 4 * (round_up(places(w, rows) * words_a_row(w), 16) + scales + rows * starts_a_row(w));
+    return 4 * (round_up(places(w, rows) * words_a_row(w), 16) + scales + rows * (starts_a_row(w) + totals_a_row(w)));
 }
 
 // Few activations each thread lays out for itself: that takes less time than getting what others have laid out from their
@@ -242,7 +260,7 @@ bool apart(const Weight& w, int64_t rows) { return rows * w.in <= (threads() > 2
 int64_t copy_bytes(const Weight& w, int64_t rows) { return LINE + round_up(layout_bytes(w, rows), LINE); }
 
 template <class T, class Out>
-void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, char* scratch) {
+void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Results<Out> to, char* scratch) {
     const Blocks blocks(w, rows);
     const int64_t parts = parts_of_panel(w, blocks.count), count = pieces(w), total = blocks.count * count;
     const bool is_ready = ready(w, dtype, rows), copies = !is_ready && apart(w, rows);
@@ -264,7 +282,7 @@ void linear(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, ch
             const int64_t panel = item / parts, part = item % parts;
             const int64_t first = part * blocks.count / parts, last = (part + 1) * blocks.count / parts;
             const char* next = panel_data(w, std::min(panel + 1, panels(w) - 1));
-            times_blocks(w, panel, input, blocks, first, last, next, Results<Out>{y, w.out});
+            times_blocks(w, panel, input, blocks, first, last, next, to);
         }
     });
 }
@@ -304,8 +322,9 @@ void prepare_tiled_row(const Weight& w, const T* x, int64_t row, const RowTiles&
         const int64_t count = std::min(BLOCK, w.in - first);
         alignas(64) char codes[BLOCK];
         if (count % TILE_BYTES) std::memset(codes, 0, sizeof codes);
-        float* scale = to.scales + row * blocks_a_row(w) + first / BLOCK;
-        quantize(from + first, count, (uint32_t*)codes, 1, scale, Grouping(w), nullptr);
+        const BlockScale scale = scale_of(from + first, count);
+        to.scales[row * blocks_a_row(w) + first / BLOCK] = scale.scale;
+        quantize(from + first, count, scale, Codes{BLOCK, 1, (uint32_t*)codes, nullptr, nullptr});
         for (int64_t i = 0; i < count; i += TILE_BYTES)
             std::memcpy(at + in_tile(first + i, tiles.height), codes + i, TILE_BYTES);
     }
@@ -415,7 +434,7 @@ struct TileStrips {
 constexpr int64_t TILED_ROWS = 8;  // that a thread prepares, at least
 
 template <class T, class Out>
-void tiled_linear(const Weight& w, const T* x, int64_t rows, Out* y, void* scratch) {
+void tiled_linear(const Weight& w, const T* x, int64_t rows, Results<Out> to, void* scratch) {
     const RowTiles tiles(rows);
     Activations input = lay_out(w, BF16, rows, scratch);
     const bool is_ready = ready_for_tiles<T>(w, rows);
@@ -430,7 +449,7 @@ void tiled_linear(const Weight& w, const T* x, int64_t rows, Out* y, void* scrat
         for (int64_t item = begin; item < end;) {
             const int64_t strip = item / panels(w), panel = item % panels(w);
             const int64_t count = std::min(end - item, panels(w) - panel);
-            times_panels(tiled, strips[strip], panel, panel + count, Results<Out>{y, w.out});
+            times_panels(tiled, strips[strip], panel, panel + count, to);
             item += count;
         }
         release_tiles();
@@ -439,9 +458,15 @@ void tiled_linear(const Weight& w, const T* x, int64_t rows, Out* y, void* scrat
 
 template <class T, class Out>
 void linear_on(const Weight& w, const T* x, int32_t dtype, int64_t rows, Out* y, char* scratch) {
-    if constexpr (TILES)
-        if (in_tiles(w, rows)) return tiled_linear(w, x, rows, y, scratch);
-    linear(w, x, dtype, rows, y, scratch);
+    for (const Weight* part = &w; part; y += part->out, part = part->next) {
+        const Results<Out> to{y, w.width};
+        if constexpr (TILES)
+            if (in_tiles(*part, rows)) {
+                tiled_linear(*part, x, rows, to, scratch);
+                continue;
+            }
+        linear(*part, x, dtype, rows, to, scratch);
+    }
 }
 
 template <class T>
@@ -454,10 +479,12 @@ void linear_to(const Weight& w, const T* x, int32_t dtype, int64_t rows, void* y
 
 // -- a product in pieces: see linear.h ------------------------------------------------------------------------------
 
+// Bytes in which a part's activations are laid out, in whole lines.
+int64_t part_scratch(const Weight& w, int64_t rows) { return round_up(layout_bytes(w, rows), LINE); }
+
 template <class T>
-void prepare_all(const Task& t, const T* x) {
-    const Weight& w = *t.weight;
-    const Activations to = lay_out(w, t.dtype, t.rows, t.scratch);
+void prepare_part(const Weight& w, const Task& t, const T* x, char* scratch) {
+    const Activations to = lay_out(w, t.dtype, t.rows, scratch);
     if constexpr (TILES)
         if (in_tiles(w, t.rows)) {
             for (int64_t row = 0; row < t.rows && !ready_for_tiles<T>(w, t.rows); row++)
@@ -469,11 +496,18 @@ void prepare_all(const Task& t, const T* x) {
         prepare(w, x, blocks, i / pieces(w), i % pieces(w), to);
 }
 
+template <class T>
+void prepare_all(const Task& t, const T* x) {
+    char* scratch = (char*)t.scratch;
+    for (const Weight* part = t.weight; part; scratch += part_scratch(*part, t.rows), part = part->next)
+        prepare_part(*part, t, x, scratch);
+}
+
+// The panels first .. last - 1 of a part.
 template <class T, class Out>
-void multiply_panels(const Task& t, int64_t first, int64_t last, const char* next, const T* x, Out* y) {
-    const Weight& w = *t.weight;
-    Activations input = lay_out(w, t.dtype, t.rows, t.scratch);
-    const Results<Out> to{y, t.stride};
+void multiply_part(const Weight& w, const Task& t, int64_t first, int64_t last, const char* next, const T* x,
+                   char* scratch, Results<Out> to) {
+    Activations input = lay_out(w, t.dtype, t.rows, scratch);
     if constexpr (TILES)
         if (in_tiles(w, t.rows)) {
             const RowTiles tiles(t.rows);
@@ -489,6 +523,21 @@ void multiply_panels(const Task& t, int64_t first, int64_t last, const char* nex
     for (int64_t panel = first; panel < last; panel++) {
         const char* after = panel + 1 < last ? panel_data(w, panel + 1) : next;
         times_blocks(w, panel, input, blocks, 0, blocks.count, after, to);
+    }
+}
+
+template <class T, class Out>
+void multiply_panels(const Task& t, int64_t first, int64_t last, const char* next, const T* x, Out* y) {
+    char* scratch = (char*)t.scratch;
+    for (const Weight* part = t.weight; part && last > 0; part = part->next) {
+        const int64_t own = panels(*part);
+        if (first < own) {
+            const char* after = last > own ? panel_data(*part->next, 0) : next;
+            const Results<Out> to{y, t.stride};
+            multiply_part(*part, t, std::max<int64_t>(first, 0), std::min(last, own), after, x, scratch, to);
+        }
+        first -= own, last -= own, y += part->out;
+        scratch += part_scratch(*part, t.rows);
     }
 }
 
@@ -519,12 +568,20 @@ void multiply(const Task& t, int64_t first, int64_t last, const char* next) {
 using namespace quire;
 
 // Bytes that a `Task` needs to lay out the activations of `rows` rows.
-QUIRE_API int64_t quire_linear_scratch(const Weight* w, int64_t rows) { return layout_bytes(*w, rows); }
+QUIRE_API int64_t quire_linear_scratch(const Weight* w, int64_t rows) {
+    int64_t bytes = 0;
+    for (; w; w = w->next) bytes += part_scratch(*w, rows);
+    return bytes;
+}
 
 // Bytes that `quire_linear` needs for them, with as many threads as this one's loops have now.
 QUIRE_API int64_t quire_linear_workspace(const Weight* w, int64_t rows) {
-    const bool tiles = TILES && in_tiles(*w, rows);
-    return !tiles && apart(*w, rows) ? threads() * copy_bytes(*w, rows) : layout_bytes(*w, rows);
+    int64_t most = 0;
+    for (; w; w = w->next) {
+        const bool tiles = TILES && in_tiles(*w, rows);
+        most = std::max(most, !tiles && apart(*w, rows) ? threads() * copy_bytes(*w, rows) : layout_bytes(*w, rows));
+    }
+    return most;
 }
 
 // y [rows, out] = x [rows, in] W^T + b, with y in x's data type or in fp32.

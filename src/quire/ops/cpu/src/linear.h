@@ -19,7 +19,14 @@ struct Task {
 // Brings x into the layout in which it is multiplied; to be done before any `multiply`, by one thread.
 void prepare(const Task&);
 
-// The outputs of the panels first .. last - 1. `next`: the panel that this thread reads after them.
+// Panels of a product, those of its parts one after another.
+inline int64_t all_panels(const Weight& w) { return panels(w) + (w.next ? all_panels(*w.next) : 0); }
+
+inline const char* any_panel(const Weight& w, int64_t panel) {
+    return panel < panels(w) || !w.next ? panel_data(w, panel) : any_panel(*w.next, panel - panels(w));
+}
+
+// The outputs of the panels first .. last - 1, of all. `next`: the panel that this thread reads after them.
 void multiply(const Task&, int64_t first, int64_t last, const char* next);
 
 }  // namespace quire

@@ -73,7 +73,7 @@ inline int64_t strip_blocks(const Weight& w) {
 
 // Bytes of activations that are multiplied at a time: a tile's, or those of a group that is smaller.
 inline int64_t depth(const Weight& w) {
-    return w.format == INT4 ? std::min<int64_t>(w.group, TILE_BYTES) : TILE_BYTES;
+    return w.format == INT4 ? std::min<int64_t>(w.segment, TILE_BYTES) : TILE_BYTES;
 }
 
 inline TileShapes tile_shapes(const Weight& w, int64_t height) { return product_shapes((int)height, (int)depth(w)); }
@@ -154,7 +154,7 @@ void add_part_codes(const Weight& w, int64_t index, const char* part, int64_t be
                     const TileBlock<COUNT>& x, const Soon& soon, TileSums<COUNT, f32x16>& sums) {
     alignas(64) TileSums<COUNT, i32x16> dots[BLOCK / 32];
     const bool grouped = w.format == INT4;
-    const int64_t group = grouped ? w.group : BLOCK, step = depth(w), blocks = blocks_a_row(w);
+    const int64_t group = w.segment, step = depth(w), blocks = blocks_a_row(w);
     for (int64_t start = begin; start < end; start += BLOCK) {
         const int64_t stop = std::min(end, start + BLOCK);
         int64_t groups = 0;
@@ -166,14 +166,14 @@ void add_part_codes(const Weight& w, int64_t index, const char* part, int64_t be
             }
             store_sums<COUNT>(dots[groups++], 2 * TILE_BYTES);
         }
-        const f16* scales = grouped ? (const f16*)w.scales + (index * w.in + start) / group * PANEL : nullptr;
+        const f16* scales = grouped ? (const f16*)w.scales.at + (index * w.in + start) / group * PANEL : nullptr;
         add_scaled<COUNT>(dots, groups, scales, x, blocks, start / BLOCK, sums);
     }
 }
 
 template <int COUNT>
 void scale_outputs(const Weight& w, int64_t index, int64_t height, TileSums<COUNT, f32x16>& sums) {
-    const float* scales = (const float*)w.scales + index * PANEL;
+    const float* scales = w.factors + index * PANEL;
     for (int t = 0; t < COUNT; t++)
         for (int64_t r = 0; r < height; r++)
             for (int h = 0; h < 2; h++) sums[t][r][h] *= load(scales + h * LANES);

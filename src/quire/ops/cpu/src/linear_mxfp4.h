@@ -15,7 +15,7 @@ constexpr uint32_t MXFP4_LARGEST = 252;  // exponent of such a scale; it is at l
 
 // Scales of 16 outputs, in the low bits.
 INLINE u32x16 mxfp4_scales(const uint8_t* scales) {
-    return converted<u32x16>(load_as<u8x16>(scales));
+    return widened(load_as<u8x16>(scales));
 }
 
 #if defined(__aarch64__)
@@ -71,7 +71,7 @@ INLINE f32x16 mxfp4_numbers(u32x16 codes) {
 template <int ROWS>
 INLINE void times_mxfp4(const Weight& w, int64_t panel, const char* data, const uint32_t* x, Later later,
                         Sums<ROWS>& sums) {
-    const uint8_t* scales = (const uint8_t*)w.scales + panel * (w.in / MXFP4_GROUP) * PANEL;
+    const uint8_t* scales = (const uint8_t*)w.scales.at + panel * (w.in / MXFP4_GROUP) * PANEL;
     for (int64_t group = 0; group < w.in / MXFP4_GROUP; group++, scales += PANEL) {
         const f32x16 s0 = bits_of<f32x16>(mxfp4_scales(scales) << 23);
         const f32x16 s1 = bits_of<f32x16>(mxfp4_scales(scales + LANES) << 23);
@@ -149,7 +149,7 @@ INLINE u32x16 mxfp4_pairs(u32x16 codes, int step, u32x16 less) {
 template <int ROWS>
 INLINE void times_mxfp4_pairs(const Weight& w, int64_t panel, const char* data, const uint32_t* x, Later later,
                               Sums<ROWS>& sums) {
-    const uint8_t* scales = (const uint8_t*)w.scales + panel * (w.in / MXFP4_GROUP) * PANEL;
+    const uint8_t* scales = (const uint8_t*)w.scales.at + panel * (w.in / MXFP4_GROUP) * PANEL;
     for (int64_t group = 0; group < w.in / MXFP4_GROUP; group++, scales += PANEL) {
         u32x16 less[2];
         for (int half = 0; half < 2; half++)

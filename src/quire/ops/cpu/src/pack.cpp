@@ -1,4 +1,4 @@
-// Dense weights into the panels that products read (see weight.h).
+// Weights into the panels that products read (see weight.h).
 #include <algorithm>
 
 #include "team.h"
@@ -32,6 +32,31 @@ uint32_t even_then_odd(uint32_t codes) {
     return halves(codes) | halves(codes >> 4) << 16;
 }
 
+// 8 codes of 4 bits that a word holds in order: the first four each to the lower half of a byte, the others to the upper.
+uint32_t four_then_four(uint32_t codes) {
+    auto halves = [](uint32_t x) {  // 16 bits to the lower halves of four bytes
+        x = (x | x << 8) & 0x00ff00ffu;
+        return (x | x << 4) & 0x0f0f0f0fu;
+    };
+    return halves(codes & 0xffffu) | halves(codes >> 16) << 4;
+}
+
+// Elements [n] of outputs' rows to [panels][padded][32], zeros where there is no output or element. A few of all of a
+// panel's rows at a time: so each line comes and goes once.
+template <class T, class Change>
+void pack_columns(const char* const* rows, int64_t out, int64_t n, int64_t padded, T* to, const Change& change) {
+    constexpr int64_t AT_ONCE = 64 / sizeof(T);
+    parallel_each((out + PANEL - 1) / PANEL, {}, [=](int64_t panel) {
+        T* p = to + panel * padded * PANEL;
+        const int64_t count = std::min<int64_t>(PANEL, out - panel * PANEL);
+        if (count < PANEL || padded > n) std::memset(p, 0, padded * PANEL * sizeof(T));
+        for (int64_t first = 0; first < n; first += AT_ONCE)
+            for (int64_t o = 0; o < count; o++)
+                for (int64_t j = first; j < std::min(n, first + AT_ONCE); j++)
+                    p[j * PANEL + o] = change(load_as<T>(rows[panel * PANEL + o] + j * sizeof(T)));
+    });
+}
+
 }  // namespace
 }  // namespace quire
 
@@ -51,7 +76,7 @@ QUIRE_API void quire_pack(const Weight* w, const void* const* rows, void* to) {
 // linear_mxfp4.h for where they go. Padding has codes 0.
 QUIRE_API void quire_pack_mxfp4(const Weight* w, const char* const* codes, const uint8_t* const* scales, uint32_t* to,
                                 uint8_t* to_scales) {
-    const int64_t words = w->in / 8, groups = w->in / w->group;
+    const int64_t words = w->in / 8, groups = w->in / w->scales.each;
     const uint8_t largest = 252;  // a greater one scales only zeros
     parallel_each(panels(*w), {}, [=](int64_t panel) {
         for (int64_t o = 0; o < PANEL; o++) {
@@ -64,4 +89,22 @@ QUIRE_API void quire_pack_mxfp4(const Weight* w, const char* const* codes, const
                 scale[g * PANEL] = row < w->out ? std::min(scales[row][g], largest) : largest;
         }
     });
+}
+
+// Packs codes of 8 bits, or two of 4 bits a byte, the even inputs' below; `rows` are the addresses of the outputs' rows.
+QUIRE_API void quire_pack_codes(const Weight* w, const char* const* rows, uint32_t* to) {
+    if (w->format == INT4) return pack_columns(rows, w->out, w->in / 8, w->in / 8, to, four_then_four);
+    pack_columns(rows, w->out, w->in / 4, round_up(w->in, 64) / 4, to, [](uint32_t quad) { return quad; });
+    for (int64_t o = 0; w->in % 4 && o < w->out; o++) {  // the last ones fill no word
+        uint32_t* word = to + (o / PANEL * round_up(w->in, 64) / 4 + w->in / 4) * PANEL + o % PANEL;
+        std::memcpy(word, rows[o] + w->in / 4 * 4, w->in % 4);
+    }
+}
+
+// Packs `count` numbers an output, of `size` bytes each: scales or offsets.
+QUIRE_API void quire_pack_numbers(const Weight* w, const char* const* rows, int64_t count, int32_t size, void* to) {
+    auto same = [](auto number) { return number; };
+    if (size == 1) pack_columns(rows, w->out, count, count, (uint8_t*)to, same);
+    if (size == 2) pack_columns(rows, w->out, count, count, (uint16_t*)to, same);
+    if (size == 4) pack_columns(rows, w->out, count, count, (uint32_t*)to, same);
 }

@@ -216,6 +216,21 @@ INLINE To converted(From v) {
 #endif
 }
 
+// Bytes as numbers of 32 bits, without their sign: of __builtin_convertvector GCC makes moves of single numbers.
+INLINE u32x16 widened(u8x16 v) {
+#if defined(__AVX512F__)
+    return (u32x16)_mm512_maskz_cvtepu8_epi32(ALL, (__m128i)v);
+#elif defined(__AVX2__)
+    struct halves {
+        __m256i part[2];
+    };
+    const auto x = (__m128i)v;
+    return bits_of<u32x16>(halves{{_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(x, x))}});
+#else
+    return converted<u32x16>(v);
+#endif
+}
+
 // Numbers I... of a and b, which are counted on from one to the other.
 template <int... I, class V>
 INLINE V shuffle(V a, V b) {

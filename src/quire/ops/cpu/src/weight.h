@@ -7,24 +7,49 @@ namespace quire {
 
 enum Format : int32_t { DENSE_F32 = 0, DENSE_BF16 = 1, DENSE_F16 = 2, INT8 = 3, INT4 = 4, MXFP4 = 5 };
 
-// As quire.ops.cpu.linear describes it.
+// Types of the numbers that scales and offsets consist of: those of `DType`, and whole ones.
+enum Number : int32_t { U8 = 3, I8 = 4 };
+
+// Scales and offsets of groups as quire.ops.coded describes them: [panels, groups, 32] each.
+struct Numbers {
+    const void* at;  // null: there are none
+    int32_t type;    // a DType or a Number
+    int32_t each;    // inputs that share one
+    int64_t count;   // groups
+};
+
+// As quire.ops.cpu.linear describes it. INT8 and INT4 are codes of 8 and 4 bits, whatever their scheme (ops/coded.py).
 struct Weight {
-    int32_t format, group;  // group: inputs that share a scale (int4, mxfp4)
-    int64_t in, out;
+    int32_t format;
+    int32_t plain;    // as ops/quantized.py describes it: tile registers multiply such codes
+    int64_t in, out;  // out: of this part of a product
     const void* data;
-    const void* scales;  // int8: fp32 [outputs]; int4: fp16, mxfp4: exponents uint8, [panels, in / group, 32]
-    const float* bias;   // [outputs] or null
+    const float* bias;  // [outputs] or null
+    Numbers scales;     // of mxfp4: exponents
+    Numbers offsets, block_scales, block_offsets;  // of codes
+    const float* factors;                          // the same, [outputs] or null
+    int32_t segment;     // inputs whose products are summed as whole numbers: within a group and a BLOCK
+    int32_t whole_rows;  // a row of activations has one scale, not one a BLOCK
+    int8_t table[16];    // what codes of 4 bits stand for
+    int64_t width;       // outputs of the whole product
+    const Weight* next;  // its next part, whose outputs follow; null: this is the last one
 };
 
 constexpr int PANEL = 32;
-constexpr int64_t BLOCK = 256;  // inputs of a row that are quantized with one scale (int8, int4)
+constexpr int64_t BLOCK = 256;  // inputs of a row that are quantized with one scale
 constexpr int AHEAD = 8192;  // bytes that are asked for before they are needed
 
 inline int64_t panels(const Weight& w) { return (w.out + PANEL - 1) / PANEL; }
 
+inline bool has_codes(const Weight& w) { return w.format == INT8 || w.format == INT4; }
+
 // Scales of a row of activations.
-inline int64_t blocks_a_row(const Weight& w) {
-    return w.format == INT8 || w.format == INT4 ? (w.in + BLOCK - 1) / BLOCK : 0;
+inline int64_t blocks_a_row(const Weight& w) { return has_codes(w) ? (w.in + BLOCK - 1) / BLOCK : 0; }
+
+// Whether activations that were laid out for one of them serve the other.
+inline bool laid_out_alike(const Weight& a, const Weight& b) {
+    if (a.next || b.next || a.format != b.format || a.in != b.in) return false;
+    return a.plain == b.plain && a.segment == b.segment && a.whole_rows == b.whole_rows && !a.offsets.at == !b.offsets.at;
 }
 
 // Bytes of a panel.

@@ -1,0 +1,242 @@
+// Panels of a weight in codes of 8 or 4 bits times rows of activations in int8, for linear.cpp. What the codes stand for,
+// and what they are scaled with, is in ops/coded.py; int8 and int4 of ops/quantized.py are two of its schemes.
+//
+// Both factors of a dot product are bytes. What a code stands for is made unsigned (INT8_OFFSET added) where the machine
+// wants that, so each sum begins with minus so many times that of the activations' codes: `starts`. Whole numbers of a
+// segment are summed exactly; what follows has one order on every machine.
+#pragma once
+
+#include "linear_quantized.h"
+
+namespace quire {
+
+constexpr int SEGMENTS = BLOCK / 16;  // of a BLOCK, at most
+
+// What the segments of a BLOCK of inputs of a panel are scaled with, each half of the outputs by itself.
+struct BlockNumbers {
+    f32x16 scales[SEGMENTS][2], offsets[SEGMENTS][2];
+};
+
+// What numbers are multiplied by: `step` halves further for each segment (0: all by the same). Null: by nothing.
+struct Units {
+    const f32x16* at;
+    int step;
+};
+
+template <class T>
+INLINE f32x16 load_number(const T* p) {
+    if constexpr (sizeof(T) > 1)
+        return load(p);
+    else {
+        const auto number = bits_of<i32x16>(widened(load_as<u8x16>(p)));
+        return converted<f32x16>(std::is_signed_v<T> ? (number << 24) >> 24 : number);
+    }
+}
+
+// The numbers of a panel's segments first .. first + count - 1. What lies ahead is asked for.
+template <class T>
+void numbers_as(const Weight& w, const Numbers& from, int64_t panel, int32_t first, int32_t count, Units units,
+                f32x16 (*to)[2]) {
+    const int32_t input = first * w.segment, group = input / from.each;
+    const T* at = (const T*)from.at + (panel * from.count + group) * PANEL;
+    auto load_segment = [&](int32_t s) __attribute__((always_inline)) {
+        const f32x16 low = load_number(at), high = load_number(at + LANES);
+        to[s][0] = units.at ? low * units.at[0] : low;
+        to[s][1] = units.at ? high * units.at[1] : high;
+        units.at += units.step;
+    };
+    for (size_t line = 0; line < count * PANEL * sizeof(T); line += 64)
+        __builtin_prefetch((const char*)at + line + AHEAD / 8, 0, LOCALITY);
+    if (from.each == w.segment) {
+        for (int32_t s = 0; s < count; s++, at += PANEL) load_segment(s);
+        return;
+    }
+    int32_t left = from.each - (input - group * from.each);
+    for (int32_t s = 0; s < count; s++) {
+        load_segment(s);
+        left -= w.segment;
+        if (left == 0) at += PANEL, left = from.each;
+    }
+}
+
+__attribute__((noinline)) inline void numbers_of(const Weight& w, const Numbers& from, int64_t panel, int32_t first,
+                                                 int32_t count, Units units, f32x16 (*to)[2]) {
+    switch (from.type) {
+        case F32: return numbers_as<float>(w, from, panel, first, count, units, to);
+        case BF16: return numbers_as<bf16>(w, from, panel, first, count, units, to);
+        case F16: return numbers_as<f16>(w, from, panel, first, count, units, to);
+        case U8: return numbers_as<uint8_t>(w, from, panel, first, count, units, to);
+        case I8: return numbers_as<int8_t>(w, from, panel, first, count, units, to);
+    }
+}
+
+// Those of a BLOCK. They are made for all of its segments at once, in memory, for all rows: so nothing of a scheme is in
+// the loops over these but a load.
+__attribute__((noinline)) inline void block_numbers(const Weight& w, int64_t panel, int64_t block, BlockNumbers& to) {
+    const int32_t segments = (int32_t)BLOCK / w.segment, first = (int32_t)block * segments;
+    const int32_t count = std::min(segments, (int32_t)(w.in - block * BLOCK) / w.segment);
+    f32x16 units[SEGMENTS][2];
+    auto of_blocks = [&](const Numbers& from) {
+        if (!from.at) return Units{nullptr, 0};
+        const bool one = from.each % BLOCK == 0;
+        numbers_of(w, from, panel, first, one ? 1 : count, {nullptr, 0}, units);
+        return Units{units[0], one ? 0 : 2};
+    };
+    numbers_of(w, w.scales, panel, first, count, of_blocks(w.block_scales), to.scales);
+    if (!w.offsets.at) return;
+    const bool steps = !w.block_offsets.at && (w.offsets.type == U8 || w.offsets.type == I8);  // of scales
+    numbers_of(w, w.offsets, panel, first, count, steps ? Units{to.scales[0], 2} : of_blocks(w.block_offsets), to.offsets);
+}
+
+#define QUIRE_ALWAYS inline __attribute__((always_inline))
+
+// What codes of 4 bits stand for, INT8_OFFSET added, by the lower and by the upper halves of bytes.
+struct Table {
+#if defined(__AVX512BW__)
+    __m512i of;
+    explicit Table(const int8_t* numbers) {
+        of = _mm512_maskz_broadcast_i32x4(ALL, _mm_xor_si128(load_as<__m128i>(numbers), _mm_set1_epi8((char)INT8_OFFSET)));
+    }
+#if defined(__AVX512VBMI__)
+    // It stands there four times: so an index's bits above the fourth may be anything.
+    QUIRE_ALWAYS u32x16 low(u32x16 codes) const { return (u32x16)_mm512_maskz_permutexvar_epi8(~0ull, (__m512i)codes, of); }
+    QUIRE_ALWAYS u32x16 high(u32x16 codes) const { return low(codes >> 4); }
+#else
+    QUIRE_ALWAYS u32x16 low(u32x16 codes) const { return (u32x16)_mm512_shuffle_epi8(of, (__m512i)(codes & 0x0f0f0f0fu)); }
+    QUIRE_ALWAYS u32x16 high(u32x16 codes) const { return low(codes >> 4); }
+#endif
+#elif defined(__AVX2__)
+    __m256i of;
+    explicit Table(const int8_t* numbers) {
+        of = _mm256_broadcastsi128_si256(_mm_xor_si128(load_as<__m128i>(numbers), _mm_set1_epi8((char)INT8_OFFSET)));
+    }
+    QUIRE_ALWAYS u32x16 low(u32x16 codes) const {
+        auto parts = bits_of<Parts<uint32_t>>(codes & 0x0f0f0f0fu);
+        for (auto& part : parts.part) part = (Parts<uint32_t>::Part)_mm256_shuffle_epi8(of, (__m256i)part);
+        return bits_of<u32x16>(parts);
+    }
+    QUIRE_ALWAYS u32x16 high(u32x16 codes) const { return low(codes >> 4); }
+#elif defined(__aarch64__)
+    uint8x16_t of;
+    explicit Table(const int8_t* numbers) : of(load_as<uint8x16_t>(numbers)) {}
+    QUIRE_ALWAYS u32x16 low(u32x16 codes) const {
+        for (auto& part : codes.part) part = (u32x4)vqtbl1q_u8(of, vandq_u8((uint8x16_t)part, vdupq_n_u8(15)));
+        return codes;
+    }
+    QUIRE_ALWAYS u32x16 high(u32x16 codes) const {
+        for (auto& part : codes.part) part = (u32x4)vqtbl1q_u8(of, vshrq_n_u8((uint8x16_t)part, 4));
+        return codes;
+    }
+#else
+    uint8_t of[16];
+    bool line = true;  // each is one more than that before
+    explicit Table(const int8_t* numbers) {
+        for (int i = 0; i < 16; i++) of[i] = (uint8_t)(numbers[i] ^ INT8_OFFSET), line = line && of[i] == of[0] + i;
+    }
+    QUIRE_ALWAYS u32x16 low(u32x16 codes) const {
+        codes = codes & 0x0f0f0f0fu;
+        if (line) return codes + of[0] * 0x01010101u;
+        auto bytes = bits_of<u8x64>(codes);
+        for (int i = 0; i < 64; i++) bytes[i] = of[bytes[i]];
+        return bits_of<u32x16>(bytes);
+    }
+    QUIRE_ALWAYS u32x16 high(u32x16 codes) const { return low(codes >> 4); }
+#endif
+};
+
+#undef QUIRE_ALWAYS
+
+// The numbers of rows for which there are groups: the sums of a segment, and of a block of them, are kept apart.
+#if defined(__AVX512F__)
+constexpr int MAX_ROWS_IN_GROUPS = 8;
+#else
+constexpr int MAX_ROWS_IN_GROUPS = 4;
+#endif
+
+template <int ROWS>
+using WholeSums = i32x16[ROWS][2];
+
+// sums += the products of `inputs` inputs.
+template <Format FORMAT, int ROWS>
+INLINE void add_dots(const Table& table, const char*& data, const uint32_t*& x, int64_t inputs, Later& later,
+                         WholeSums<ROWS>& sums) {
+    constexpr int EACH = FORMAT == INT4 ? 8 : 4;  // inputs that 128 bytes hold
+    for (int64_t j = 0; j < inputs; j += EACH, data += 128, x += EACH / 4 * ROWS) {
+        fetch(data), later.fetch();
+        const u32x16 b0 = load_as<u32x16>(data), b1 = load_as<u32x16>(data + 64);
+        if constexpr (FORMAT == INT8) {
+            const u32x16 w0 = b0 ^ SIGNS, w1 = b1 ^ SIGNS;
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) {
+                const u32x16 quad = splat_word(x + r);
+                sums[r][0] = dot4(sums[r][0], w0, quad);
+                sums[r][1] = dot4(sums[r][1], w1, quad);
+            }
+        } else {
+            const u32x16 low0 = table.low(b0), low1 = table.low(b1);
+            const u32x16 high0 = table.high(b0), high1 = table.high(b1);
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) {
+                const u32x16 one = splat_word(x + r), two = splat_word(x + ROWS + r);
+                sums[r][0] = dot4(dot4(sums[r][0], low0, one), high0, two);
+                sums[r][1] = dot4(dot4(sums[r][1], low1, one), high1, two);
+            }
+        }
+    }
+}
+
+// `starts` and `totals` (minus the sums of the activations' codes, where there are offsets) [segment][row], `scales`
+// [BLOCK][row] are the activations'.
+template <Format FORMAT, int ROWS>
+INLINE void times_codes(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* scales,
+                        const int32_t* starts, const float* totals, Later later, Sums<ROWS>& sums) {
+    constexpr bool GROUPS = ROWS <= MAX_ROWS_IN_GROUPS;
+    const Table table(w.table);
+    BlockNumbers numbers;
+    if constexpr (GROUPS)
+        for (auto& half : numbers.scales[0]) half = splat(1.0f);  // where there are none
+    for (int64_t first = 0; first < w.in; first += BLOCK, scales += ROWS) {
+        if (GROUPS && w.scales.at) block_numbers(w, panel, first / BLOCK, numbers);
+        f32x16 block[ROWS][2] = {};
+        const int64_t inputs = std::min(BLOCK, w.in - first), segments = GROUPS ? w.segment : BLOCK;
+        for (int64_t begin = 0, s = 0; begin < inputs; begin += segments, s++) {
+            WholeSums<ROWS> whole;
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) whole[r][0] = whole[r][1] = splat(*starts++);
+            add_dots<FORMAT, ROWS>(table, data, x, std::min(segments, inputs - begin), later, whole);
+            if constexpr (!GROUPS) {
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; r++)
+                    for (int half = 0; half < 2; half++) block[r][half] = converted<f32x16>(whole[r][half]);
+                break;
+            }
+            const f32x16 s0 = numbers.scales[s][0], s1 = numbers.scales[s][1];
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) {
+                block[r][0] = fma(converted<f32x16>(whole[r][0]), s0, block[r][0]);
+                block[r][1] = fma(converted<f32x16>(whole[r][1]), s1, block[r][1]);
+            }
+            if (w.offsets.at) {
+                const f32x16 o0 = numbers.offsets[s][0], o1 = numbers.offsets[s][1];
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; r++) {
+                    const f32x16 total = splat(*totals++);
+                    block[r][0] = fma(total, o0, block[r][0]);
+                    block[r][1] = fma(total, o1, block[r][1]);
+                }
+            }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+            const f32x16 scale = splat(scales[r]);
+            sums[r][0] = fma(block[r][0], scale, sums[r][0]);
+            sums[r][1] = fma(block[r][1], scale, sums[r][1]);
+        }
+    }
+    if (!w.factors) return;
+    const f32x16 f0 = load(w.factors + panel * PANEL), f1 = load(w.factors + panel * PANEL + LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) sums[r][0] *= f0, sums[r][1] *= f1;
+}
+
+}  // namespace quire
