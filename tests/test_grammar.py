@@ -21,7 +21,8 @@ from jsonschema_specifications import REGISTRY
 from quire.core.structured_outputs import MAX_GRAMMAR_BYTES, ReasoningBudget, StructuredOutputsParams
 from quire.errors import SamplingParamsError
 from quire.grammar import library
-from quire.grammar.grammars import MAX_GRAMMARS, STEPS_KEPT, Grammars, Matcher, _Masks, append, masks
+from quire.grammar.grammars import MAX_GRAMMARS, Grammars, Matcher, _Masks, append, masks
+from quire.grammar.in_use import STEPS_KEPT
 from quire.grammar.json_schema import ANNOTATIONS, FORMATS, MAX_DEPTH, RFC_3339, check_schema
 from quire.grammar.vocabulary import MAX_FORCED, Vocabulary
 from quire.models.hub import ASSETS
@@ -576,6 +577,29 @@ def test_a_grammar_that_a_request_was_admitted_with_is_there_for_its_first_step(
         grammars.compile(other)
         assert (mine in grammars._kept) == (number < STEPS_KEPT - 1)
         assert len(grammars._kept) == 2
+
+
+def test_grammars_in_use_have_a_bound_together(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(lambda: tokenizer.vocabulary(tokenizer.vocab_size))
+    forms = [StructuredOutputsParams(regex=f"c{i}{{1,9}}") for i in range(3)]
+    for form in forms:
+        grammars.compile(form)
+    sizes = [grammars._kept[form][1] for form in forms]
+    monkeypatch.setattr("quire.grammar.in_use.MAX_USED_BYTES", sizes[0] + max(sizes[1:]))
+    assert [grammars.take(form) for form in forms] == ["ready", "ready", "full"]
+    matchers = [grammars.matcher(form, [2]) for form in (*forms[:2], forms[1])]
+    for _ in range(STEPS_KEPT):
+        grammars.begin_step()
+    assert grammars.used_bytes == sizes[0] + sizes[1], "as long as there are matchers"
+    assert [grammars.take(form) for form in (forms[2], forms[1])] == ["full", "ready"], "once for all that have it"
+    del matchers[1:]
+    assert grammars.take(forms[2]) == "full", "a request that was just admitted will have one"
+    grammars.settle()
+    assert grammars.used_bytes == sizes[0] and grammars.take(forms[2]) == "ready"
+    monkeypatch.setattr("quire.grammar.in_use.MAX_USED_BYTES", 1)
+    del matchers[:]
+    grammars.settle()
+    assert not grammars.used_bytes and grammars.take(forms[0]) == "ready", "one alone always may"
 
 
 # -- vocabularies ----------------------------------------------------------------------------------------------

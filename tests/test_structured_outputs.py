@@ -439,6 +439,37 @@ def _thread() -> str:
     return threading.current_thread().name
 
 
+def test_requests_whose_grammars_take_too_much_together_wait_for_one_another(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.grammar.in_use.MAX_USED_BYTES", 1)
+    held, used = [], llm._engine.grammars._in_use
+
+    class Watch:
+        def planned(self, plan: StepPlan, *args: object) -> None:
+            held.append(len({*used._matchers}))
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: None
+
+    watch = Watch()
+    llm._engine._observers.append(watch)
+    try:
+        forms = [StructuredOutputsParams(regex=f"d{number}[a-c]{{3,6}}") for number in (1, 2, 3, 2, 1, 3)]
+        given = [SamplingParams(max_tokens=12, seed=1, structured_outputs=form) for form in forms]
+        given.insert(2, SamplingParams(max_tokens=4, seed=1))
+        made = llm.generate(["x"] * len(given), given)
+    finally:
+        llm._engine._observers.remove(watch)
+    for output, params in zip(made, given, strict=True):
+        assert output.outputs[0].error is None and output.outputs[0].finish_reason in ("stop", "length")
+        assert params.structured_outputs is None or output.outputs[0].text.startswith(
+            str(params.structured_outputs.regex)[:2]
+        )
+    assert max(held) <= 2, "and one that has ended is forgotten with the next step"
+    assert len(set(forms)) == 3 and llm._engine._compiling._full is None
+
+
 def test_other_ranks_are_told_of_a_grammar_no_later_than_its_request_starts(llm: LLM) -> None:
     plans: list[StepPlan] = []
     form = StructuredOutputsParams(regex="yy[0-9]{3}")

@@ -20,6 +20,9 @@ GRAMMAR = "grammar"
 ANY_GRAMMAR = Event("any grammar", None)
 """The event that a compilation has ended, for requests whose own could not be begun yet."""
 
+ROOM = Event("room for a grammar", None)
+"""The event that the grammars in use take less, for requests whose own takes too much beside them."""
+
 MOST_AHEAD = 16
 """Most grammars that are being compiled. More would evict each other before their requests are admitted."""
 
@@ -35,12 +38,21 @@ class Compiling:
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self._begun: list[StructuredOutputsParams | None] = []  # not told to the other ranks yet
+        self._alone = False  # nothing runs, so the next request may have any grammar
+        self._full: int | None = None  # what the grammars in use took when a request was kept waiting; None: none is
 
     def lacking(self, request: Request) -> Event | None:
         """See `Scheduler.lacking`: begins to compile the request's grammar if it is not there."""
         wanted = request.params.structured_outputs
-        if (wanted is None and request.reasoning is None) or wanted in self._grammars:
+        if wanted is None and request.reasoning is None:
             return None
+        state = self._grammars.take(wanted, self._alone)
+        if state == "ready":
+            self._alone = False
+            return None
+        if state == "full":
+            self._full = self._grammars.used_bytes
+            return ROOM
         if self._grammars.num_compiling >= MOST_AHEAD:
             return ANY_GRAMMAR
         self._grammars.begin(wanted)
@@ -55,6 +67,7 @@ class Compiling:
 
     def take_ended(self, scheduler: Scheduler | Lockstep, seconds: float = 0.0) -> None:
         """Tell the scheduler which have been compiled, or cannot be; waits up to this many seconds for one."""
+        self._make_room(scheduler)
         ended = self._grammars.ended(seconds) if self._grammars.compiling else ()
         for wanted, error in ended:
             if error is None:
@@ -66,3 +79,19 @@ class Compiling:
             scheduler.failed(Event(GRAMMAR, wanted), time.monotonic(), text)
         if ended:
             scheduler.arrived(ANY_GRAMMAR)
+
+    def rested(self, scheduler: Scheduler | Lockstep) -> bool:
+        """Nothing can run, and no step is in flight: whether requests that waited for room may be tried again."""
+        self._grammars.settle()
+        if self._full is not None and not scheduler.running:  # only with the next step do runners forget what has ended
+            self._alone, self._full = True, None
+            scheduler.arrived(ROOM)
+            return True
+        return self._make_room(scheduler)
+
+    def _make_room(self, scheduler: Scheduler | Lockstep) -> bool:
+        if self._full is None or self._grammars.used_bytes >= self._full:
+            return False
+        self._full = None
+        scheduler.arrived(ROOM)
+        return True

@@ -442,7 +442,7 @@ class Engine:
                 self._timeline.submitted(plan, submitting, time.monotonic() - submitting)
         elif not self._in_flight and self.grammars.compiling:
             self._compiling.take_ended(self.scheduler, GRAMMAR_SECONDS)
-        elif not self._in_flight and not self.scheduler.idle:
+        elif not self._in_flight and not self.scheduler.idle and not self._compiling.rested(self.scheduler):
             self.awaits_tiers = self.tiers.waits(self.scheduler, self.wait_seconds)
             self.blocked = not self.awaits_tiers and self.scheduler.expects_others
             if not self.awaits_tiers and not self.blocked:

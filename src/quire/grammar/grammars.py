@@ -8,16 +8,17 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.structured_outputs import ReasoningBudget, StructuredOutputsParams
 from quire.errors import SamplingParamsError
+from quire.grammar.in_use import InUse
 from quire.grammar.reasoning import ReasoningCounter, Spelling
 from quire.grammar.vocabulary import Vocabulary
 
@@ -29,10 +30,6 @@ MAX_GRAMMARS = 256
 
 MAX_KEPT_BYTES = 256 << 20
 """Most bytes that they take in total, the text that they were compiled from included: one takes 0.4 MB, or 180."""
-
-STEPS_KEPT = 16
-"""Steps, the one that is being planned included, in which a grammar that was found for a request is not evicted: the
-request's matcher is made when its first step is computed, and fewer are in flight."""
 
 
 class Matcher:
@@ -281,25 +278,45 @@ class Grammars:
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutputsParams, tuple[llguidance.LLMatcher, int]] = OrderedDict()
         self._kept_bytes = 0
-        self._found: deque[set[StructuredOutputsParams]] = deque([set()], STEPS_KEPT)  # of each step
+        self._in_use = InUse()
         self._thread: ThreadPoolExecutor | None = None
         self._begun: dict[StructuredOutputsParams | None, Future[None]] = {}
         self._worker = MaskWorker()
 
     def __contains__(self, wanted: StructuredOutputsParams | None) -> bool:
-        """Whether a grammar is compiled; if so, it is kept for some steps. None needs nothing but the vocabulary."""
+        """Whether a grammar is compiled; see `take`."""
+        return self.take(wanted) != "missing"
+
+    def take(self, wanted: StructuredOutputsParams | None, alone: bool = False) -> Literal["ready", "missing", "full"]:
+        """Whether a request may use a grammar: it is compiled, and kept for some steps; or it is not compiled; or those
+        in use take too much beside it, unless it is `alone`. None needs nothing but the vocabulary."""
         with self._lock:
             if wanted is None:
-                return self._vocabulary is not None
-            if wanted in self._kept:
-                self._kept.move_to_end(wanted)
-                self._found[-1].add(wanted)
-            return wanted in self._kept
+                return "missing" if self._vocabulary is None else "ready"
+            if wanted not in self._kept:
+                return "missing"
+            self._kept.move_to_end(wanted)
+            size = self._kept[wanted][1]
+            if not (alone or self._in_use.has_room(wanted, size)):
+                return "full"
+            self._in_use.found(wanted, size)
+            return "ready"
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the grammars that requests use."""
+        with self._lock:
+            return self._in_use.total
 
     def begin_step(self) -> None:
         """Another step is planned: see `STEPS_KEPT`."""
         with self._lock:
-            self._found.append(set())
+            self._in_use.begin_step()
+
+    def settle(self) -> None:
+        """No step is in flight: every request that runs has its matcher."""
+        with self._lock:
+            self._in_use.settle()
 
     def compile(self, wanted: StructuredOutputsParams | None) -> None:
         """Compile a grammar, so that matchers are cheap to make.
@@ -367,21 +384,25 @@ class Grammars:
         """
         if begun := self._begun.get(wanted):
             wait([begun])
-        compiled = None if wanted is None else self._compiled(wanted).deep_copy()
+        compiled, size = (None, 0) if wanted is None else self._compiled(wanted)
         vocabulary = self._loaded()
         known = [token for token in stop_ids if 0 <= token < vocabulary.size]
         ends = [token for token in known if token not in vocabulary.texts] or known
         counter = None if budget is None else self._counter(budget)
-        matcher = Matcher(compiled, vocabulary, ends, counter, self._worker)
+        matcher = Matcher(compiled and compiled.deep_copy(), vocabulary, ends, counter, self._worker)
+        if wanted is not None:
+            with self._lock:
+                self._in_use.made(matcher, wanted, size)
         for token in output:
             matcher.append(token)
         return matcher
 
-    def _compiled(self, wanted: StructuredOutputsParams) -> llguidance.LLMatcher:
+    def _compiled(self, wanted: StructuredOutputsParams) -> tuple[llguidance.LLMatcher, int]:
+        """The matcher in its initial state, and the bytes that it takes."""
         with self._lock:
             if wanted in self._kept:
                 self._kept.move_to_end(wanted)
-                return self._kept[wanted][0]
+                return self._kept[wanted]
         from quire.grammar.library import MOST_BYTES, allocated, compiled
 
         tokenizer = self._library_tokenizer()
@@ -404,14 +425,14 @@ class Grammars:
                 self._kept[wanted] = made, wanted.size + taken
                 self._kept_bytes += wanted.size + taken
             self._evict()
-        return made
+        return made, wanted.size + taken
 
     def _evict(self) -> None:
         """As many as are too many, those first that were used least recently. The caller has the lock."""
         for oldest in list(self._kept)[:-1]:
             if len(self._kept) <= MAX_GRAMMARS and self._kept_bytes <= MAX_KEPT_BYTES:
                 break
-            if not any(oldest in found for found in self._found):
+            if oldest not in self._in_use:
                 self._kept_bytes -= self._kept.pop(oldest)[1]
 
     def _library_tokenizer(self) -> llguidance.LLTokenizer:
