@@ -121,8 +121,8 @@ class EngineServer:
                     self._workers.append(worker)
                     self.state.boot = self.boot
                     await self._tell(self.state)
-                case wire.Located(path=path):
-                    await self._tell(wire.EngineState(boot=self.boot, state="loading", path=path))
+                case wire.Located(path=path, tokenizer=own):
+                    await self._tell(wire.EngineState(boot=self.boot, state="loading", path=path, tokenizer=own))
                 case wire.EngineReady(info=info):
                     await self._tell(wire.EngineState(boot=self.boot, state="ready", path=info.path, info=info))
                 case wire.EngineFailed(message=message):

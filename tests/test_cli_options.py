@@ -53,6 +53,8 @@ def given(*arguments: str, model: str | None = "demo") -> Given:
 ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "model": ("some/folder", "some/folder"),
     "revision": ("main", "main"),
+    "tokenizer": ("org/name", "org/name"),
+    "tokenizer_revision": ("main", "main"),
     "dtype": ("float32", "float32"),
     "device": ("cpu", "cpu"),
     "kv_cache_dtype": ("int8", "int8"),
@@ -149,6 +151,7 @@ NEEDED = {
     "prefill_url": {"kv_role": "decode"},
     "kv_directory": {"kv_role": "decode"},
     "cluster_key_file": {"kv_role": "prefill"},
+    "tokenizer_revision": {"tokenizer": "org/name"},
 }
 """What an option is valid with."""
 
@@ -241,17 +244,6 @@ def test_vllms_names_are_flags_and_yaml_keys_and_what_is_given_still_wins_in_ord
         given("--decode-context-parallel-size", "2")
     with pytest.raises(ConfigError, match="prefix_cache and enable_prefix_caching are the same option"):
         given("--prefix-cache", "hash", "--no-enable-prefix-caching")
-
-
-def test_vllms_tokenizer_may_repeat_the_model_which_is_its_default(tmp_path: Path) -> None:
-    assert given("--tokenizer", "demo").engine == {"model": "demo"}
-    assert given("--model", "demo", "--tokenizer", "demo", model=None).engine == {"model": "demo"}
-    file = tmp_path / "c.yaml"
-    file.write_text("model: demo\ntokenizer: demo\nrevision: main\ntokenizer-revision: main\n")
-    assert given("--config", str(file), model=None).engine == {"model": "demo", "revision": "main"}
-    for other in (["--tokenizer", "other"], ["--tokenizer-revision", "main"]):
-        with pytest.raises(ConfigError, match="the checkpoint's is used"):
-            given(*other)
 
 
 def test_vllms_short_flags_are_taken() -> None:

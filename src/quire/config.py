@@ -99,6 +99,10 @@ class EngineConfig:
         metadata={"help": "folder of a Hugging Face checkpoint, org/name on the Hub, or 'demo'"}
     )
     revision: str | None = option(None, "branch, tag or commit of a downloaded model")
+    tokenizer: str | None = option(
+        None, "folder, tokenizer.json, GGUF file, or org/name on the Hub, whose tokenizer replaces the model's own"
+    )
+    tokenizer_revision: str | None = option(None, "branch, tag or commit of a downloaded tokenizer")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto", "data type of weights and KV cache; auto: the checkpoint's, or float32 where that is fp16 on a CPU"
     )
@@ -331,12 +335,32 @@ class EngineConfig:
             )
         if self.chat_template is not None:
             object.__setattr__(self, "chat_template", _template_text(self.chat_template))
+        self._check_tokenizer()
         self._check_replicas()
         self._check_machines()
         self._check_pipeline()
         self._check_tiers()
         self._check_speculation()
         self._check_budgets()
+
+    def _check_tokenizer(self) -> None:
+        if self.tokenizer == "":
+            raise ConfigError("tokenizer is empty; give a folder, a tokenizer.json or org/name, or leave it out")
+        if self.tokenizer is None and self.tokenizer_revision not in (None, self.revision):
+            raise ConfigError(
+                f"tokenizer_revision={self.tokenizer_revision} needs tokenizer, a name on the Hub: without it, the "
+                "tokenizer is the model's own, at its revision"
+            )
+        if self.nnodes > 1 and self.tokenizer not in (None, self.model):
+            raise ConfigError(
+                f"tokenizer={self.tokenizer} with nnodes={self.nnodes} is not supported yet; put its files into the "
+                "model's folder on each machine instead"
+            )
+
+    def at(self, model: Path, tokenizer: Path) -> EngineConfig:
+        """The same options, with the folders that the names stand for."""
+        own = None if tokenizer == model else str(tokenizer)
+        return dataclasses.replace(self, model=str(model), revision=None, tokenizer=own, tokenizer_revision=None)
 
     def _check_replicas(self) -> None:
         beside = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import sys
@@ -19,7 +18,7 @@ from quire.engine.engine import Engine
 from quire.engine.frontend import Frontend
 from quire.engine.stats import EngineStats
 from quire.errors import ChatTemplateError, ConfigError, EngineClosedError, UnknownTemplateVariableError
-from quire.models.checkpoint import resolve
+from quire.models.hub import resolve, tokenizer_folder
 from quire.models.model import Model
 from quire.runner.memory_plan import MemoryPlan
 from quire.runner.start import OnLoad
@@ -185,11 +184,12 @@ def _load_engine(config: EngineConfig, on_load: OnLoad | None) -> tuple[Engine, 
         on_load("finding the checkpoint", 0.0)
     folder = resolve(config.model, config.revision)
     chats = ChatOptions.of(vars(config))
-    with TokenizerTrial(folder, chats) as trial:
-        engine = Engine(dataclasses.replace(config, model=str(folder), revision=None), on_load)
+    located = config.at(folder, tokens := tokenizer_folder(config, folder))
+    with TokenizerTrial(tokens, chats) as trial:
+        engine = Engine(located, on_load)
         try:
             no_chats = trial.check()
-            tokenizer = Tokenizer.load_if_present(engine.path, chats)
+            tokenizer = Tokenizer.load_if_present(tokens, chats)
             if tokenizer is not None and no_chats:
                 tokenizer.refuse_chats(no_chats)
             return engine, tokenizer

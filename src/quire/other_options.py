@@ -58,6 +58,7 @@ OTHER_OPTIONS: dict[str, OtherOption] = {
     "parallel": OtherOption(LLAMA_CPP, "max_num_seqs", short=("-np",)),
     "system_prompt": OtherOption(LLAMA_CPP, "system", short=("-sys",)),
     "temp": OtherOption(LLAMA_CPP, "temperature"),
+    "tokenizer_path": OtherOption(SGLANG, "tokenizer"),
     "context_length": OtherOption(SGLANG, "max_model_len"),
     "max_running_requests": OtherOption(SGLANG, "max_num_seqs"),
     "page_size": OtherOption(SGLANG, "block_size"),

@@ -21,7 +21,6 @@ class VllmOption:
         ours: the option of Quire's that it is; None: there is none.
         values: what its values are in `ours`. Others are the same there where `ours` has the same type.
         same: without `ours`: values that ask for what Quire does anyway; None: any of them changes nothing.
-        repeats: without `ours`: an option whose value this one may have, too.
         why: without `ours`: why other values are refused.
         short: how its flag may be written, too.
     """
@@ -30,7 +29,6 @@ class VllmOption:
     ours: str | None = None
     values: Mapping[Any, Any] = field(default_factory=dict)
     same: tuple[Any, ...] | None = ()
-    repeats: str = ""
     why: str = ""
     short: tuple[str, ...] = ()
 
@@ -141,9 +139,7 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     ),
     "swap_space": _only(float, 0, why=_NO_SWAP),
     "task": _only(str, "auto", "generate", why="the task is detected from the model"),
-    "tokenizer": VllmOption(kind=str, repeats="model", why=_OWN),
     "tokenizer_mode": _only(str, "auto", "hf", why="tokenizers are read from tokenizer.json"),
-    "tokenizer_revision": VllmOption(kind=str, repeats="revision", why=_OWN),
     "weight_transfer_config": _only(
         Mapping[str, Any], {}, why="weights do not change while an engine runs; save them, and start one with them"
     ),
@@ -204,8 +200,7 @@ def translated(
                 continue
             ours, value = option.ours or name, _value(name, option, value)
         elif option is not None and option.ours is None and name not in known:
-            if option.repeats not in options or value != options[option.repeats]:
-                _refuse_other(name, option, value)
+            _refuse_other(name, option, value)
             continue
         if ours in spelt:
             raise ConfigError(f"{spelt[ours]} and {name} are the same option, {ours}; leave one of them out")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cli.options import (
@@ -21,7 +22,7 @@ from quire.cli.options import (
 from quire.config import EngineConfig
 from quire.devices import count_gpus
 from quire.errors import ConfigError, QuireError
-from quire.models.hub import HUB_NAME, resolve
+from quire.models.hub import HUB_NAME, resolve, tokenizer_folder
 from quire.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def read_options(args: argparse.Namespace) -> tuple[Given, ServeOptions]:
         read_token(engine.cluster_key_file, "--cluster-key-file", quiet=True)  # the engine's process warns
     if not HUB_NAME.fullmatch(engine.model):  # that may be a download: when the model is loaded
         resolve(engine.model, engine.revision)
+    if engine.tokenizer is not None and not HUB_NAME.fullmatch(engine.tokenizer):
+        tokenizer_folder(engine, Path(engine.model))
 
     from quire.server.supervisor import ServeOptions
 

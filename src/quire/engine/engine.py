@@ -46,6 +46,7 @@ from quire.errors import (
 from quire.kv.host import HostTier
 from quire.kv.layout import KVLayout, layout_id
 from quire.models.checkpoint import Checkpoint, resolve
+from quire.models.hub import tokenizer_folder
 from quire.models.registry import check_ranks
 from quire.observe.timeline import KernelProfile, Timeline, TraceFile
 from quire.ops.threads import usable_threads
@@ -191,7 +192,7 @@ class Engine:
         if self._ranks:
             self._ranks.begin(self.memory_plan, hash_key)
         self.fingerprint = fingerprint.parts(self.path, self.model, config.kv_cache_dtype)
-        self.grammars = open_grammars(self.path, self.model.vocab_size)
+        self.grammars = open_grammars(tokenizer_folder(config, self.path), self.model.vocab_size)
         self._compiling = Compiling(self.grammars)
         starting = config, self.model, self.device, self.memory_plan, self.threads, report, self.speculation
         host_fd = self._ranks.host_memory if self._ranks else -1

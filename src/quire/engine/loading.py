@@ -14,6 +14,7 @@ from quire.grammar.grammars import Grammars
 from quire.grammar.vocabulary import Vocabulary
 from quire.models.checkpoint import Checkpoint, content_hash
 from quire.models.fields import Fields
+from quire.models.hub import tokenizer_folder
 from quire.models.model import Model
 from quire.models.registry import load_model
 from quire.models.sharing import Sharing
@@ -160,7 +161,9 @@ def load(
         )
     if proposer is not None:
         return model, Speculation(proposer, rejection=config.speculative_acceptance == "rejection")
-    return model, None if spec is None else make_speculation(spec, model, path, config)
+    if spec is None:
+        return model, None
+    return model, make_speculation(spec, model, tokenizer_folder(config, path), config)
 
 
 def for_whole_prompts(config: EngineConfig) -> EngineConfig:
@@ -178,7 +181,7 @@ def for_whole_prompts(config: EngineConfig) -> EngineConfig:
 
 
 def open_grammars(path: Path, vocab_size: int) -> Grammars:
-    """The grammar compiler of a model; its tokenizer is loaded with the first grammar."""
+    """The grammar compiler of a model; the tokenizer, in the folder `path`, is loaded with the first grammar."""
 
     def vocabulary() -> Vocabulary | None:
         from quire.text.tokenizer import Tokenizer

@@ -165,7 +165,7 @@ def _silent(phase: str, share: float) -> None:
 def _load(start: RankStart, link: Link) -> ModelRunner | None:
     """Start the runner; None if the first rank has given up."""
     from quire.engine.loading import check_contents, join, load, open_grammars
-    from quire.models.hub import resolve
+    from quire.models.hub import resolve, tokenizer_folder
     from quire.runner.device import open_device
     from quire.runner.start import measure, start_runner
 
@@ -185,7 +185,7 @@ def _load(start: RankStart, link: Link) -> ModelRunner | None:
         return None
     begin = msgspec.msgpack.decode(message, type=Begin)
     starting = config, model, device, begin.plan, start.threads, _silent, speculation
-    grammars = open_grammars(path, model.vocab_size)
+    grammars = open_grammars(tokenizer_folder(config, path), model.vocab_size)
     runner = start_runner(*starting, kv_key=begin.kv_key, host_fd=start.host_memory, grammars=grammars).runner
     if runner.mover is not None:
         runner.mover.on_prepared = lambda prepared: link.send(msgspec.msgpack.encode(prepared))

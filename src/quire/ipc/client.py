@@ -399,7 +399,7 @@ class EngineClient:
 
     async def _take_state(self, link: EngineLink, message: wire.EngineState) -> None:
         if message.path is not None and not self.located.is_set():
-            self.folder = Path(message.path)
+            self.folder = Path(message.tokenizer or message.path)
             self._tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load_if_present, self.folder))
             self.located.set()
         link.begin(message.boot)

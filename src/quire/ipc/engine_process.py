@@ -31,7 +31,7 @@ from quire.errors import INVALID, QuireError, RankLostError, RequestError
 from quire.fleet.cached_prompts import CachedPrompts
 from quire.ipc import wire
 from quire.ipc.board import NUM_IN_STEP, NUM_OPEN, PATIENCE, PULSE, START_SECONDS, Board
-from quire.models.hub import resolve
+from quire.models.hub import resolve, tokenizer_folder
 from quire.text.tokenizer_trial import TokenizerTrial
 
 if TYPE_CHECKING:
@@ -133,16 +133,16 @@ class EngineProcess:
         self._board.set_phase("finding the checkpoint", 0.0)
         self._board.fields[PATIENCE] = DOWNLOAD_SECONDS
         path = resolve(config.model, config.revision)
+        config = config.at(path, tokenizer := tokenizer_folder(config, path))
         self._board.fields[PATIENCE] = START_SECONDS
-        with TokenizerTrial(path) as trial:
+        with TokenizerTrial(tokenizer) as trial:
             trial.check()  # HTTP processes will load it as soon as they know the folder
-        self._control.send(wire.encode(wire.Located(str(path))))
+        self._control.send(wire.encode(wire.Located(config.model, config.tokenizer)))
         from quire.engine.engine import Engine
         from quire.ops.threads import usable_threads
 
         if config.threads is None and self._start.sharers > 1:
             config = replace(config, threads=max(1, usable_threads() // (self._start.sharers * config.num_ranks)))
-        config = replace(config, model=str(path), revision=None)
         engine = Engine(config, self._board.set_phase, self, neighbours=self._start.neighbours)
         for cache in (*engine.kv_cache, engine.kv_cache[0].draft_kv):
             if cache is not None:

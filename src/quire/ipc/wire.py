@@ -196,6 +196,7 @@ class EngineState(msgspec.Struct, tag="state", kw_only=True):
         boot: number of its current engine.
         state: "loading", "ready", "restarting" (an engine died, `boot` is the next one) or "failed" (no more restarts).
         path: folder of the checkpoint, as soon as it is known, so that tokenizers can load.
+        tokenizer: folder of the tokenizer; None if it is the same one.
         info: set when it is ready.
         cause: why the last engine died, for people.
         suspects: numbers of the requests in the step in which it died.
@@ -207,6 +208,7 @@ class EngineState(msgspec.Struct, tag="state", kw_only=True):
     boot: int
     state: Literal["loading", "ready", "restarting", "failed"]
     path: str | None = None
+    tokenizer: str | None = None
     info: EngineInfo | None = None
     cause: str | None = None
     suspects: list[int] = []
@@ -221,9 +223,10 @@ class Drain(msgspec.Struct, tag="drain"):
 
 
 class Located(msgspec.Struct, tag="located"):
-    """From an engine: the checkpoint's folder is known; loading goes on."""
+    """From an engine: the folders of the checkpoint and the tokenizer are known, see `EngineState`; loading goes on."""
 
     path: str
+    tokenizer: str | None = None
 
 
 class EngineReady(msgspec.Struct, tag="ready"):

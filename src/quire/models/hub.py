@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quire.errors import CheckpointNotFoundError, ConfigError, DownloadError
+from quire.errors import CheckpointNotFoundError, ConfigError, DownloadError, TokenizerError
+from quire.models.fields import has_file
 from quire.models.identify import hub_name_of, identify
 
 EMBEDDED_MODELS = {
@@ -15,6 +17,10 @@ EMBEDDED_MODELS = {
     "demo-eagle": "an embedded head that drafts for demo",
 }
 """Descriptions of the embedded models."""
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+
+TOKENIZER_FILE = "tokenizer.json"
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
@@ -69,6 +75,29 @@ def resolve(
         f"no checkpoint {model!r}: the folder {local.absolute()} does not exist, and a name on the hub has the form "
         f"org/name. Give a folder, org/name, or one of the embedded models: {', '.join(EMBEDDED_MODELS)}."
     )
+
+
+def tokenizer_folder(config: EngineConfig, checkpoint: Path) -> Path:
+    """The folder of the tokenizer and the chat templates: `config.tokenizer`'s, or else the checkpoint's.
+
+    Raises:
+        TokenizerError: there is no tokenizer.json in it.
+        CheckpointNotFoundError, DownloadError, ConfigError: see `resolve`.
+    """
+    if config.tokenizer is None:
+        return checkpoint
+    local = _expanded(config.tokenizer)
+    name = str(local.parent) if local.name == TOKENIZER_FILE and os.path.isfile(local) else config.tokenizer
+    try:
+        folder = resolve(name, config.tokenizer_revision, weights=False)
+    except (CheckpointNotFoundError, DownloadError, ConfigError) as error:
+        raise type(error)(f"tokenizer: {error}") from error
+    if not has_file(folder / TOKENIZER_FILE, TokenizerError):
+        raise TokenizerError(
+            f"tokenizer={config.tokenizer}: {folder} has no {TOKENIZER_FILE}; save one there with transformers' "
+            "save_pretrained, or leave the option out"
+        )
+    return folder
 
 
 def _expanded(model: str) -> Path:

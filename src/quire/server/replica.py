@@ -111,7 +111,7 @@ class Replica:
     def hear(self, message: wire.ToSupervisor) -> None:
         """Handle a message of the current engine."""
         if isinstance(message, wire.Located):
-            self._set_state(path=message.path)
+            self._set_state(path=message.path, tokenizer=message.tokenizer)
         elif isinstance(message, wire.EngineReady):
             self._ready(message.info)
         elif isinstance(message, wire.EngineFailed) and self.child is not None and not self._last_words.done():
@@ -178,9 +178,15 @@ class Replica:
                 config["kv_events_config"] = of_replica(options.kv_events_config, self.index)
             if options.disk_kv_path is not None:  # a folder of blocks has one writer
                 config["disk_kv_path"] = str(Path(options.disk_kv_path).expanduser() / f"replica-{self.index}")
-        if self.state.path is not None:  # the files with which open requests have begun
-            config |= {"model": self.state.path, "revision": None}
-        return config
+        return config | self.located
+
+    @property
+    def located(self) -> dict[str, Any]:
+        """The options that name files, with those with which open requests have begun; empty if none are known."""
+        if self.state.path is None:
+            return {}
+        own = {"tokenizer": self.state.tokenizer, "tokenizer_revision": None}
+        return {"model": self.state.path, "revision": None, **own}
 
     def _ready(self, info: wire.EngineInfo) -> None:
         again = self._was_ready

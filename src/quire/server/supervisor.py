@@ -277,7 +277,7 @@ class Supervisor:
         self._screen.close()
         self._screen.ready(info, seconds)
         if len(self.replicas) > 1:
-            found = {"model": info.path, "revision": None}
+            found = {**replica.located, "model": info.path, "revision": None}
             found |= {name: info.config[name] for name in ("max_model_len", "num_kv_blocks")}
             for each in self.replicas:
                 each.found = found

@@ -12,11 +12,11 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.eagle import SKIPPED, TABLE, Eagle, HeadConfig
 from quire.models.eagle3 import CHOSEN, MOVES, Eagle3, read_ids
 from quire.models.fields import Fields, has_file
+from quire.models.hub import TOKENIZER_FILE
 from quire.models.model import Model
 from quire.models.registry import load_model, read_config
 from quire.models.weights import Weights
 
-TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 256 << 20
 HEAD = "fc.weight"
 """A tensor that distinguishes heads from whole models."""
@@ -71,7 +71,7 @@ def load_draft_model(folder: Path | str, target: Model, target_folder: Path | No
     """A smaller model of the same vocabulary, on the target's device.
 
     Args:
-        target_folder: the target's checkpoint: if both have a tokenizer, the tokenizers must be equal, and vocabularies
+        target_folder: that of the target's tokenizer: if both have one, the tokenizers must be equal, and vocabularies
             may then be padded to different sizes, as is common within a family of models.
 
     Raises ConfigError: the folder contains no model, or its tokens differ from the target's.

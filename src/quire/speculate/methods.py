@@ -21,7 +21,7 @@ def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, confi
     """The proposer for `target`, with its model loaded, if it has one.
 
     Args:
-        folder: of the target's checkpoint.
+        folder: of the target's tokenizer.
 
     Raises:
         ConfigError: the model was not found, or cannot draft for the target.

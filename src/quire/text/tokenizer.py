@@ -35,6 +35,7 @@ from quire.errors import (
 )
 from quire.grammar.vocabulary import Vocabulary
 from quire.models.fields import has_file
+from quire.models.hub import TOKENIZER_FILE
 from quire.text.chat_template import (
     AS_THE_CHECKPOINT,
     ChatOptions,
@@ -51,7 +52,6 @@ from quire.text.reply_syntax import PLAIN, ReplyForm, ReplySyntax
 from quire.text.template_sandbox import SPECIAL_NAMES
 from quire.text.tokenizer_backend import BYTE_OF, Backend
 
-TOKENIZER_FILE = "tokenizer.json"
 NO_TOKENIZER = (
     "the checkpoint has no tokenizer.json: prompts are token ids, and outputs have no text; chats are refused"
 )

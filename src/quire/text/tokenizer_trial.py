@@ -22,10 +22,9 @@ import msgspec
 from quire import child, errors
 from quire.errors import TokenizerError, TokenizerFailedError
 from quire.models.fields import has_file
-from quire.models.hub import ASSETS
+from quire.models.hub import ASSETS, TOKENIZER_FILE
 from quire.text.chat_template import AS_THE_CHECKPOINT, ChatOptions
 from quire.text.reply_syntax import ReplySyntax
-from quire.text.tokenizer import TOKENIZER_FILE
 from quire.text.tokenizer_worker import LENGTH, Answer, Done, Failed, WorkerStart
 
 MEMORY_BYTES = 2 << 30

@@ -31,10 +31,11 @@ from quire.errors import (
     TokenizerFailedError,
     TokenOutOfRangeError,
 )
+from quire.models.hub import TOKENIZER_FILE
 from quire.text.chat_template import AS_THE_CHECKPOINT, ChatOptions
 from quire.text.reply_grammar import ReplyRequest
 from quire.text.reply_syntax import ReplySyntax
-from quire.text.tokenizer import NO_TOKENIZER, TOKENIZER_FILE, Tokenizer
+from quire.text.tokenizer import NO_TOKENIZER, Tokenizer
 
 if TYPE_CHECKING:
     from quire.grammar.grammars import Grammars
