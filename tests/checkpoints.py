@@ -18,7 +18,7 @@ def write(folder: Path, tensors: Tensors, section: dict[str, Any]) -> Checkpoint
     """A checkpoint with these tensors and this `quantization_config`, and nothing else."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"quantization_config": section}))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return Checkpoint(folder)
 
 

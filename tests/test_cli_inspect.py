@@ -106,10 +106,10 @@ def test_inspect_needs_config_json_alone_and_says_what_would_make_it_fit(
     assert "Fits with --quantization" in out
     assert main(["inspect", str(tmp_path), "--memory", "1KiB"]) == 0
     assert "Does not fit" in capsys.readouterr().out
-    edited = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    edited = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "hqq"}}
     (tmp_path / "config.json").write_text(json.dumps(edited))
     assert main(["inspect", str(tmp_path)]) == 2
-    assert "AWQ weights" in capsys.readouterr().err
+    assert "HQQ weights" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_there_is_told_before_torch_is_imported() -> None:

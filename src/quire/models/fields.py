@@ -73,6 +73,10 @@ class Fields:
         """Names of the fields that are present and not null."""
         return set(self._values)
 
+    def given(self) -> dict[str, Any]:
+        """All of them, unchecked, also those that are null."""
+        return dict(self._given)
+
     def picked(self, names: Iterable[str]) -> dict[str, Any]:
         """Those of some fields that are present, unchecked."""
         return {name: self._values[name] for name in names if name in self._values}

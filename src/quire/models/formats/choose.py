@@ -21,10 +21,13 @@ SECTIONS = ("quantization_config", "compression_config")
 NESTED = ("text_config",)
 FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files of older checkpoints that say it, by their name, and the `quant_method` that they imply."""
+OLDER = {"quant_algo": "modelopt", "load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes"}
+"""Fields of sections without a `quant_method`, and the one that they imply."""
 
 READERS = {
     "auto-round": "quire.models.formats.auto_round",
     "awq": "quire.models.formats.awq",
+    "bitsandbytes": "quire.models.formats.bitsandbytes",
     "compressed-tensors": "quire.models.formats.compressed_tensors",
     "fbgemm_fp8": "quire.models.formats.fp8",
     "fp8": "quire.models.formats.fp8",
@@ -76,6 +79,8 @@ def refusal(section: Fields, folder: Path) -> str:
 
 def _method(section: Fields) -> str:
     method = section.picked(["quant_method"]).get("quant_method")
+    if method is None:
+        return next((implied for name, implied in OLDER.items() if name in section), "")
     return method if isinstance(method, str) else ""
 
 
@@ -96,8 +101,7 @@ def _section_of(config: Fields) -> tuple[Fields, Fields | None]:
         if name in config:
             return config.without(*SECTIONS), config.section(name)
     for outer in NESTED:
-        if outer in config and (inner := config.section(outer)):
-            plain, section = _section_of(inner)
-            if section is not None:
-                return config.updated({outer: plain.picked(plain.names())}), section
+        plain, section = _section_of(config.section(outer)) if outer in config else (config, None)
+        if section is not None:
+            return config.updated({outer: plain.given()}), section
     return config, None

@@ -40,7 +40,7 @@ FLOATS = tuple(FLOAT_DTYPES)
 EXPONENTS = ("U8", "F8_E8M0")
 EXPONENT_OF_1 = 127
 
-OF_ACTIVATIONS = re.compile(r"\.(input|output|activation)_(global_)?(scale|zero_point)(_inv)?$")
+OF_ACTIVATIONS = re.compile(r"\.(input|output|activation)_(global_)?(scale|zero_point)(_inv|_ub)?$")
 OF_CACHE = re.compile(r"\.(k|v|q|kv|prob_output)_(global_)?(scale|zero_point)$|\.[kv]_proj\.output_scale$")
 
 
