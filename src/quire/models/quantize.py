@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import uuid
@@ -9,12 +10,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Final, Literal
 
 import torch
 
 from quire import __version__
 from quire.errors import ConfigError
 from quire.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, content_hash
+from quire.models.formats import write_compressed_tensors
 from quire.models.formats.choose import of_numbers
 from quire.models.quantized_folder import PACKED, RECORD_FILE, SCALES, Record, read_record
 from quire.models.registry import build_model, read_config
@@ -31,7 +34,12 @@ OnProgress = Callable[[str, float], None]
 """Called with (phase, progress from 0 to 1)."""
 
 
-def quantize_folder(base: Path, output: Path, how: Quantization, on_progress: OnProgress | None = None) -> None:
+COMPRESSED: Final = "compressed-tensors"
+
+
+def quantize_folder(
+    base: Path, output: Path, how: Quantization | Literal["compressed-tensors"], on_progress: OnProgress | None = None
+) -> None:
     """Write a quantized copy of a checkpoint.
 
     The folder gets its name only when it is complete; if this fails or is interrupted, nothing is left.
@@ -39,7 +47,8 @@ def quantize_folder(base: Path, output: Path, how: Quantization, on_progress: On
     Args:
         base: folder of the checkpoint.
         output: a folder that does not exist yet, or is empty.
-        how: the quantization of its linear layers.
+        how: the quantization of its linear layers, in Quire's own layout; or the format of others, see
+            `write_compressed_tensors`.
 
     Raises:
         ConfigError: `output` is not empty or cannot be written, or `base` is quantized already.
@@ -53,12 +62,25 @@ def quantize_folder(base: Path, output: Path, how: Quantization, on_progress: On
     try:
         partial.mkdir(parents=True)
         _copy_small_files(base, partial)
-        write_quantized(checkpoint, partial, how, str(base.resolve()), report)
+        if isinstance(how, Quantization):
+            write_quantized(checkpoint, partial, how, str(base.resolve()), report)
+        else:
+            _write_compressed(checkpoint, partial, report)
         partial.rename(output)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror or error}; choose another output") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_compressed(checkpoint: Checkpoint, folder: Path, report: OnProgress) -> None:
+    """Write a checkpoint's weights in compressed-tensors, and the configuration that says so."""
+
+    def progress(done: int, total: int) -> None:
+        report(f"quantizing to {COMPRESSED}", done / total)
+
+    fields = write_compressed_tensors.write(checkpoint, folder, choose_kernels(), progress)
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def write_quantized(

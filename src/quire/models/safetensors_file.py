@@ -24,7 +24,8 @@ FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 """Allowed types of weights."""
 PACKED_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "F32": torch.float32, "F16": torch.float16}
 """Types of the tensors of quantized weights."""
-_NAMES = {dtype: name for name, dtype in (FLOAT_DTYPES | PACKED_DTYPES).items()}
+_WHOLE = {"I32": torch.int32, "I64": torch.int64}
+_NAMES = {dtype: name for name, dtype in (FLOAT_DTYPES | PACKED_DTYPES | _WHOLE).items()}
 
 ALIGNMENT = 64
 """Tensors in a written file begin at multiples of this, where vectors are loaded fastest."""
@@ -104,7 +105,7 @@ class Writer:
         self._stream.seek(self._start)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a contiguous tensor, of any type that is read."""
+        """Write a contiguous tensor: floats, or whole numbers of 8, 32 or 64 bits."""
         start = self._written
         for part in torch.split(tensor.detach().flatten().view(torch.uint8), WRITE_BYTES):
             self._written += self._stream.write(part.numpy().data)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,7 @@ from quire.ops.linear import PackedWeight, Product, can_pack
 from quire.ops.logit_edits import Edits
 from quire.ops.mamba import MambaWeights
 from quire.ops.mxfp4 import Mxfp4Product, Mxfp4Weight
+from quire.ops.quantize_groups import quantize_groups
 from quire.ops.quantized import Quantization, QuantizedProduct, QuantizedWeight, quantize
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
@@ -245,6 +246,12 @@ class Kernels:
     def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
         """See `quantized.quantize`."""
         return quantize(weight, how)
+
+    def quantize_groups(
+        self, weight: torch.Tensor, bits: Literal[4, 8], group: int, scale_dtype: torch.dtype = torch.float16
+    ) -> CodedWeight:
+        """See `quantize_groups.quantize_groups`."""
+        return quantize_groups(weight, bits, group, scale_dtype)
 
     def pack_quantized(
         self, weight: QuantizedWeight, bias: torch.Tensor | None = None, outputs: int | None = None

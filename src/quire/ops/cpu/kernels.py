@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -105,6 +105,11 @@ class CpuKernels(Kernels):
 
     def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
         return quantize.quantize(self._lib, weight, how)
+
+    def quantize_groups(
+        self, weight: torch.Tensor, bits: Literal[4, 8], group: int, scale_dtype: torch.dtype = torch.float16
+    ) -> CodedWeight:
+        return quantize.quantize_groups(self._lib, weight, bits, group, scale_dtype)
 
     def pack_quantized(
         self, weight: QuantizedWeight, bias: torch.Tensor | None = None, outputs: int | None = None

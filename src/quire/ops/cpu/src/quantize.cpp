@@ -138,6 +138,125 @@ void int4(const T* weight, int64_t outputs, int64_t inputs, int group, uint8_t* 
     });
 }
 
+// -- groups with scales and zeros (see quire.ops.quantize_groups) ---------------------------------------------------
+
+constexpr int STEPS = 21, ROUNDS = 2;
+constexpr float TOP = 15.0f;  // the highest code
+
+INLINE f32x16 square_root(f32x16 v) {
+    float numbers[LANES];
+    std::memcpy(numbers, &v, sizeof v);
+    for (float& number : numbers) number = std::sqrt(number);
+    return load(numbers);
+}
+
+INLINE f32x16 inverse_of(f32x16 scale) { return select(equal(scale, f32x16{}), f32x16{}, splat(1.0f) / scale); }
+
+// The same group of 16 outputs, an output a lane.
+struct Groups {
+    int size;
+    f32x16 x[MAX_GROUP], weights[MAX_GROUP];
+
+    inline __attribute__((always_inline)) f32x16 code(int i, f32x16 inverse, f32x16 zero) const {
+        return code_of(x[i] * inverse + zero, 0.0f, TOP) - zero;
+    }
+
+    // The scale of least error for the codes that a scale gives; that scale itself where all codes are 0.
+    f32x16 projected(f32x16 scale, f32x16 zero) const {
+        f32x16 dot = {}, square = {};
+        const f32x16 inverse = inverse_of(scale);
+        for (int i = 0; i < size; i++) {
+            const f32x16 q = code(i, inverse, zero), weighed = weights[i] * q;
+            dot = dot + weighed * x[i], square = square + weighed * q;
+        }
+        const i32x16 found = less(f32x16{}, dot) & less(f32x16{}, square);
+        return select(found, dot / select(found, square, splat(1.0f)), scale);
+    }
+
+    f32x16 error(f32x16 scale, f32x16 zero) const {
+        f32x16 total = {};
+        const f32x16 inverse = inverse_of(scale);
+        for (int i = 0; i < size; i++) {
+            const f32x16 off = scale * code(i, inverse, zero) - x[i];
+            total = total + weights[i] * (off * off);
+        }
+        return total;
+    }
+};
+
+f32x16 rounded_to(int32_t dtype, f32x16 v) {
+    if (dtype == BF16) return rounded(v, (const bf16*)nullptr);
+    return dtype == F16 ? rounded(v, (const f16*)nullptr) : v;
+}
+
+void best_grid(Groups& groups, int32_t stored, f32x16& best_scale, f32x16& best_zero) {
+    f32x16 high = {}, low = {}, square = {};
+    for (int i = 0; i < groups.size; i++) {
+        const f32x16 v = groups.x[i];
+        high = max(high, v), low = min(low, v), square = square + v * v;
+    }
+    const f32x16 span = high - low, mean = square_root(square / (float)groups.size);
+    for (int i = 0; i < groups.size; i++) groups.weights[i] = mean + max(groups.x[i], -groups.x[i]);
+    const f32x16 highest = splat(std::numeric_limits<float>::infinity());
+    f32x16 least = highest;
+    best_scale = best_zero = f32x16{};
+    for (int step = 0; step < STEPS; step++) {
+        f32x16 scale = span / (float)(TOP + (step - 10) / 10.0);
+        const f32x16 zero = code_of(-low * inverse_of(scale), 0.0f, TOP);
+        for (int round = 0; round < ROUNDS; round++) scale = groups.projected(scale, zero);
+        scale = rounded_to(stored, scale);
+        const f32x16 error = groups.error(scale, zero);
+        const i32x16 better = less(error, least);
+        least = select(better, error, least);
+        best_scale = select(better, scale, best_scale), best_zero = select(better, zero, best_zero);
+    }
+    best_scale = select(less(least, highest), best_scale, splat(std::numeric_limits<float>::quiet_NaN()));
+}
+
+// 16 rows, or fewer, from `weight` on; codes [rows, inputs], scales (in fp32) and zeros [rows, groups].
+template <class T>
+void four_bits(const T* weight, int64_t rows, int64_t inputs, int group, int32_t stored, uint8_t* codes, float* scales,
+               uint8_t* zeros) {
+    Groups groups;
+    groups.size = group;
+    const int64_t count = inputs / group;
+    float* lanes = (float*)groups.x;
+    for (int64_t g = 0; g < count; g++) {
+        for (int64_t row = 0; row < LANES; row++) {
+            const T* from = weight + std::min(row, rows - 1) * inputs + g * group;
+            for (int k = 0; k < group; k += LANES) {
+                float numbers[LANES];
+                const f32x16 v = load(from + k);
+                std::memcpy(numbers, &v, sizeof v);
+                for (int i = 0; i < LANES; i++) lanes[(k + i) * LANES + row] = numbers[i];
+            }
+        }
+        f32x16 scale, zero;
+        best_grid(groups, stored, scale, zero);
+        float of_scale[LANES], of_zero[LANES];
+        std::memcpy(of_scale, &scale, sizeof scale), std::memcpy(of_zero, &zero, sizeof zero);
+        for (int64_t row = 0; row < rows; row++) {
+            scales[row * count + g] = of_scale[row], zeros[row * count + g] = (uint8_t)of_zero[row];
+        }
+        const f32x16 inverse = inverse_of(scale);
+        for (int i = 0; i < group; i++) {
+            const f32x16 code = code_of(groups.x[i] * inverse + zero, 0.0f, TOP);
+            float numbers[LANES];
+            std::memcpy(numbers, &code, sizeof code);
+            for (int64_t row = 0; row < rows; row++) codes[row * inputs + g * group + i] = (uint8_t)numbers[row];
+        }
+    }
+}
+
+template <class T>
+void four_bits_of_all(const T* weight, int64_t outputs, int64_t inputs, int group, int32_t stored, uint8_t* codes,
+                      float* scales, uint8_t* zeros) {
+    parallel_each((outputs + LANES - 1) / LANES, {}, [=](int64_t item) {
+        const int64_t first = item * LANES, rows = std::min<int64_t>(LANES, outputs - first), at = first * (inputs / group);
+        four_bits(weight + first * inputs, rows, inputs, group, stored, codes + first * inputs, scales + at, zeros + at);
+    });
+}
+
 }  // namespace
 
 // weight: [outputs, inputs] of `dtype`; packed and scales as quire.ops.quantized describes them.
@@ -155,6 +274,15 @@ QUIRE_API void quire_quantize_int4(
     if (dtype == F32) int4((const float*)weight, outputs, inputs, group, packed, scales);
     if (dtype == BF16) int4((const bf16*)weight, outputs, inputs, group, packed, scales);
     if (dtype == F16) int4((const f16*)weight, outputs, inputs, group, packed, scales);
+}
+
+// group: a multiple of 16, up to 128; codes, from 0 to 15, and zeros are bytes; scales, of the type `stored`, are widened.
+QUIRE_API void quire_quantize_groups(
+    int32_t dtype, const void* weight, int64_t outputs, int64_t inputs, int32_t group, int32_t stored, uint8_t* codes,
+    float* scales, uint8_t* zeros) {
+    if (dtype == F32) four_bits_of_all((const float*)weight, outputs, inputs, group, stored, codes, scales, zeros);
+    if (dtype == BF16) four_bits_of_all((const bf16*)weight, outputs, inputs, group, stored, codes, scales, zeros);
+    if (dtype == F16) four_bits_of_all((const f16*)weight, outputs, inputs, group, stored, codes, scales, zeros);
 }
 
 }  // namespace quire
