@@ -72,6 +72,10 @@ class CorruptSafetensorsError(CheckpointError):
     """A safetensors file's header, offsets or length are not valid."""
 
 
+class CorruptGgufError(CheckpointError):
+    """A GGUF file's header, types, offsets or parts are not valid."""
+
+
 class MissingTensorError(CheckpointError):
     """The model needs tensors that the checkpoint does not hold."""
 
