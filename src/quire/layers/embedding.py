@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from quire.ops import Kernels
+
+
+class Table(Protocol):
+    """A matrix that is not in memory as numbers, such as a quantized one in a mapped file.
+
+    Attributes:
+        shape: rows and columns.
+    """
+
+    shape: torch.Size
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids: int64 [n]. Returns fp32 [n, columns]. Raises IndexError for an id outside the table."""
+        ...
 
 
 class Embedding:
@@ -14,13 +30,13 @@ class Embedding:
     pages of its rows. So if the head is tied to the embedding, only the head's packed copy is in memory.
 
     Args:
-        weight: see above.
+        weight: see above; or a table, whose rows become numbers when they are looked up.
         dtype: of the results.
         kernels: implementation of the lookup.
         scale: factor of the rows.
     """
 
-    def __init__(self, weight: torch.Tensor, dtype: torch.dtype, kernels: Kernels, scale: float = 1.0) -> None:
+    def __init__(self, weight: torch.Tensor | Table, dtype: torch.dtype, kernels: Kernels, scale: float = 1.0) -> None:
         self.weight = weight
         self.dtype = dtype
         self._kernels, self._scale = kernels, scale
@@ -28,5 +44,8 @@ class Embedding:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """ids: [tokens] int64, each in [0, vocabulary). Returns [tokens, hidden] in `dtype`."""
-        rows = self._kernels.embed(ids, self.weight, self.dtype)
+        if isinstance(self.weight, torch.Tensor):
+            rows = self._kernels.embed(ids, self.weight, self.dtype)
+        else:
+            rows = self.weight.rows(ids).to(self.dtype)
         return rows if self._scale == 1.0 else rows.mul_(self._scale)

@@ -1,4 +1,5 @@
-"""A checkpoint: a Hugging Face folder of `config.json`, `generation_config.json` and `*.safetensors`.
+"""A checkpoint: a Hugging Face folder of `config.json`, `generation_config.json` and `*.safetensors`, or a folder that
+`gguf_folder` has made, with `*.gguf`.
 
 No code in it is ever run, and no tensor is read before its header has been checked.
 """
@@ -22,6 +23,9 @@ from quire.errors import (
     UnexpectedTensorError,
 )
 from quire.models.fields import Fields, has_file
+from quire.models.gguf_folder import notes_of
+from quire.models.gguf_parts import model_files, read_model
+from quire.models.gguf_tensors import GgufTensors, QuantizedTable
 from quire.models.hub import resolve
 from quire.models.identify import identify
 from quire.models.safetensors_file import FLOAT_DTYPES, map_tensor
@@ -52,6 +56,7 @@ class Checkpoint:
     """
 
     notes: tuple[str, ...] = ()
+    _gguf: GgufTensors | None = None
 
     def __init__(self, folder: Path) -> None:
         if not os.path.isdir(folder):
@@ -65,15 +70,25 @@ class Checkpoint:
             )
         self.config = Fields.read(folder / "config.json")
         self.generation = Fields.read(folder / "generation_config.json")
-        self.entries = _read_entries(folder)
+        if gguf := model_files(folder)[0]:
+            self._gguf = GgufTensors(read_model(gguf))
+            self.entries, self.notes = self._gguf.entries, (*self._gguf.notes, *notes_of(folder))
+        else:
+            self.entries = _read_entries(folder)
 
     def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
         """A tensor as a view of its mapped file: pages are read when touched, and freed with the view."""
+        if self._gguf is not None:
+            return self._gguf.tensor(name)
         return map_tensor(self.entries[name], dtypes)
 
     def coded(self, name: str) -> StoredWeight | None:
         """A tensor as it is stored, if that is in MXFP4, in fp8 or coded; otherwise None."""
-        return None
+        return None if self._gguf is None else self._gguf.coded(name)
+
+    def table(self, name: str) -> QuantizedTable | None:
+        """A matrix whose rows are restored when they are read, if it is quantized and need not be restored whole."""
+        return None if self._gguf is None else self._gguf.table(name)
 
 
 def content_hash(folder: Path) -> str:

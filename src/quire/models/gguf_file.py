@@ -66,7 +66,19 @@ TYPES = {
 """By their numbers in files."""
 
 STRING, ARRAY, BOOL = 8, 9, 7
-NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+NUMBERS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 """Types of numbers in metadata."""
 
 
@@ -152,7 +164,8 @@ class _Reader:
 
     def texts(self, count: int, what: str, errors: str) -> list[str]:
         """Like `text` for each of many, which is most of a header."""
-        read, found, end = self._read, [], self._end - self.position
+        found: list[str] = []
+        read, end = self._read, self._end - self.position
         try:
             for _ in range(count):
                 length = int.from_bytes(read(8), "little")
@@ -169,8 +182,8 @@ class _Reader:
         dtype = np.dtype(NUMBERS[kind])
         found = np.frombuffer(self.bytes(count * dtype.itemsize, what), np.uint8 if kind == BOOL else dtype)
         if dtype == np.float32:  # the shortest decimal number that is this one in fp32: 1e-05, as the converter read it
-            return [float(text) for text in found.astype(str)] if count <= MAX_DIMENSIONS else found.tolist()
-        return (found != 0).tolist() if kind == BOOL else found.tolist()
+            return [float(text) for text in found.astype(str)]
+        return list((found != 0).tolist() if kind == BOOL else found.tolist())
 
 
 def _read(file: Path, reader: _Reader) -> GgufHeader:

@@ -68,6 +68,10 @@ class Said:
         found = self._values.get(name)
         return default if found is None else found
 
+    def ignore(self, *keys: str) -> None:
+        """Keys that say nothing about this model."""
+        self._read |= {f"{self.architecture}.{key}" for key in keys}
+
     def integer(self, key: str, default: int | None = None) -> int:
         found = self.value(key, default)
         if type(found) is not int or found < 0:
@@ -106,6 +110,18 @@ class Said:
         """Whether a layer has a tensor of this name, such as "attn_q.bias"."""
         return any(f"blk.{layer}.{part}" in self.tensors for layer in range(self.layers))
 
+    def kinds(self, of: Mapping[str, str], otherwise: str) -> list[str]:
+        """Of each layer, its kind: that of the first of these tensors that it has."""
+        return [
+            next((kind for part, kind in of.items() if f"blk.{layer}.{part}" in self.tensors), otherwise)
+            for layer in range(self.layers)
+        ]
+
+    def rows(self, part: str) -> int:
+        """Rows of the first layer's tensor of this name that has one; 0 if none has."""
+        found = (self.tensors.get(f"blk.{layer}.{part}") for layer in range(self.layers))
+        return next((tensor.shape[0] for tensor in found if tensor is not None), 0)
+
     def numbers(self, name: str) -> list[float] | None:
         """A short tensor's numbers, in fp32; None if there is no such tensor."""
         tensor = self.tensors.get(name)
@@ -130,11 +146,15 @@ class Said:
         return sorted(own - {prefix + key for key in WITHOUT_EFFECT})
 
 
-def common(said: Said, architecture: str, model_type: str) -> dict[str, Any]:
+def common(
+    said: Said, architecture: str, model_type: str, width: int | None = None, *, scaled: bool = True
+) -> dict[str, Any]:
     """The fields of any decoder.
 
     Args:
         architecture, model_type: their names in config.json.
+        width: of a head; None: as the metadata say.
+        scaled: whether the scaling of positions is read.
     """
     heads = said.same("attention.head_count", zero=True)
     table = said.tensors.get("token_embd.weight")
@@ -146,11 +166,11 @@ def common(said: Said, architecture: str, model_type: str) -> dict[str, Any]:
         "model_type": model_type,
         "vocab_size": vocabulary,
         "hidden_size": said.integer("embedding_length", hidden),
-        "intermediate_size": said.same("feed_forward_length", 0, zero=True),
+        "intermediate_size": max(said.of_layers("feed_forward_length", 0)),
         "num_hidden_layers": said.layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": said.same("attention.head_count_kv", heads, zero=True),
-        "head_dim": head_dim(said, hidden // heads),
+        "num_key_value_heads": max(said.of_layers("attention.head_count_kv", heads)),
+        "head_dim": width or head_dim(said, hidden // heads),
         "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon", 1e-5),
         "max_position_embeddings": said.integer("context_length"),
         "rope_theta": said.number("rope.freq_base", 10000.0),
@@ -159,7 +179,7 @@ def common(said: Said, architecture: str, model_type: str) -> dict[str, Any]:
     }
     if not said.flag("attention.causal", True):
         fields["is_causal"] = False
-    scaling = rope_scaling(said)
+    scaling = rope_scaling(said) if scaled else None
     return fields | ({"rope_scaling": scaling} if scaling else {})
 
 

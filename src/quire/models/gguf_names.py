@@ -21,6 +21,9 @@ from quire.models.gguf_metadata import Said
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Order = Callable[[int], Indices]
 """Given the number of rows, the row of the file for each row of the model's tensor."""
+Described = tuple[dict[str, Any], "Naming"]
+"""Of a family: the fields of config.json, and its tensors' names."""
+Family = Callable[[Said], Described]
 Change = Literal["less_one", "log", "flat", "taps", "row", "keys_and_values"]
 """What becomes of the numbers: 1 is subtracted; of -x the logarithm; all in one dimension; channels of a convolution
 [channels, 1, taps]; one row; or the two halves of latent attention's `kv_b_proj` are joined."""
@@ -136,6 +139,35 @@ def less_one(*norms: str) -> dict[str, Change]:
     return dict.fromkeys((f"{name}.weight" for name in norms), "less_one")
 
 
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Numbers of query heads and of key heads, and a head's width."""
+
+    heads: int
+    kv_heads: int
+    width: int
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Attention:
+        return cls(fields["num_attention_heads"], fields["num_key_value_heads"], fields["head_dim"])
+
+    @property
+    def joined(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """The parts of a tensor of queries, keys and values."""
+        keys = self.kv_heads * self.width
+        return {"attn_qkv": (("attn_q", self.heads * self.width), ("attn_k", keys), ("attn_v", keys))}
+
+
+def joined_experts(said: Said, inner: int) -> dict[str, tuple[tuple[str, int], ...]]:
+    """The parts of a tensor of all experts' gates and inputs."""
+    return {"ffn_gate_up_exps": (("ffn_gate_exps", inner), ("ffn_up_exps", inner))}
+
+
+def layer_types(windowed: list[int]) -> list[str]:
+    """The field of that name, given which layers have a window."""
+    return ["sliding_attention" if each else "full_attention" for each in windowed]
+
+
 def find_sources(said: Said, naming: Naming) -> tuple[dict[str, Source], list[GgufTensor]]:
     """By the model's names, where its tensors are; and the tensors of layers that predict further tokens, if the family
     has no names for them.
@@ -221,7 +253,7 @@ def _placed(
     said: Said, naming: Naming, tensor: GgufTensor, layer: str, own: str, name: str, rows: Indices | None
 ) -> Iterator[tuple[str, Source]]:
     """A tensor, or some rows of it, as one of the model's, or as one of each expert."""
-    stem = own.rpartition(".")[0]
+    stem = own.rpartition(".")[0] or own
     prefix = tensor.name.removesuffix(own) if rows is None else tensor.name[: tensor.name.index(".", 4) + 1]
     whole = ".experts.{}." not in f".{name}"
     shape = tensor.shape if whole else tensor.shape[1:]

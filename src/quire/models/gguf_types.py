@@ -7,12 +7,17 @@ those of the first run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
+from quire.models.gguf_file import GgufType
 from quire.ops.coded import CodedWeight, Scheme
 from quire.ops.mxfp4 import Mxfp4Weight
+from quire.ops.threads import torch_threads
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types that are not quantized."""
@@ -23,6 +28,8 @@ FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 IDENTITY_8 = tuple(range(-8, 8))
 IDENTITY_4 = (*range(-4, 4), *range(8))
 """Of codes of 3 bits."""
+CHUNK = 1 << 17
+"""Most numbers that are decoded at a time, if a row has not more: so few stay in a processor's caches."""
 SUPER = 256
 """Inputs of a block that has scales of scales."""
 
@@ -35,7 +42,7 @@ def _half(part: torch.Tensor) -> torch.Tensor:
 def _runs(part: torch.Tensor, bits: int, run: int) -> torch.Tensor:
     """Codes of this many bits: uint8 [..., n * run] to [..., n, 8 / bits, run]; of each `run` bytes, the lower bits are
     the codes of the first run."""
-    part = part.unflatten(-1, (-1, 1, run))
+    part = part.reshape(*part.shape[:-1], -1, 1, run)
     return torch.cat([(part >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], dim=-2)
 
 
@@ -46,8 +53,8 @@ def _codes(part: torch.Tensor, bits: int, run: int) -> torch.Tensor:
 
 def _paired(codes: torch.Tensor) -> torch.Tensor:
     """Codes of 4 bits [rows, blocks, inputs], two a byte, as `CodedWeight` has them: [rows, all inputs / 2]."""
-    both = codes.flatten(1).unflatten(1, (-1, 2))
-    return both[..., 0] | both[..., 1] << 4
+    both = codes.reshape(len(codes), -1, 2)
+    return torch.bitwise_or(both[..., 0], both[..., 1] << 4)
 
 
 def _signed(codes: torch.Tensor, middle: int) -> torch.Tensor:
@@ -173,11 +180,11 @@ def _nvfp4(x: torch.Tensor) -> CodedWeight:
 
 
 def _mxfp4(x: torch.Tensor) -> Mxfp4Weight:
-    codes = _codes(x[..., 1:], 4, 16).unflatten(2, (-1, 2))
-    return Mxfp4Weight(codes[..., 0] | codes[..., 1] << 4, x[..., 0].contiguous())
+    codes = _paired(_codes(x[..., 1:], 4, 16)).view(*x.shape[:2], 16)
+    return Mxfp4Weight(codes, x[..., 0].contiguous())
 
 
-CODED: dict[str, Callable[[torch.Tensor], CodedWeight | Mxfp4Weight]] = {
+DECODERS: dict[str, Callable[[torch.Tensor], CodedWeight | Mxfp4Weight]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
@@ -194,3 +201,47 @@ CODED: dict[str, Callable[[torch.Tensor], CodedWeight | Mxfp4Weight]] = {
     "NVFP4": _nvfp4,
 }
 """By the type's name, given uint8 [rows, blocks, bytes of a block]."""
+
+
+def decoded(form: GgufType, blocks: torch.Tensor, rows: torch.Tensor | None = None) -> CodedWeight | Mxfp4Weight:
+    """A quantized weight, in tensors of its own.
+
+    Args:
+        blocks: uint8 [rows, blocks, bytes of a block].
+        rows: which of these, in this order, int64 [n]; None for all.
+
+    Raises:
+        CheckpointError: a scale is not one that is computed with.
+    """
+    with _alone(form, blocks, rows):
+        parts = [DECODERS[form.name](part) for part in _chunks(form, blocks, rows)]
+    if len(parts) == 1:
+        return parts[0]
+    joined: dict[str, Any] = {}
+    for field in fields(parts[0]):
+        if isinstance(getattr(parts[0], field.name), torch.Tensor):
+            joined[field.name] = torch.cat([getattr(part, field.name) for part in parts])
+    return replace(parts[0], **joined)
+
+
+def restored(form: GgufType, blocks: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """The numbers of a quantized weight, fp32 [rows, inputs]; the arguments are those of `decoded`."""
+    count = len(blocks if rows is None else rows)
+    numbers, start = torch.empty(count, blocks.shape[1] * form.numbers), 0
+    with _alone(form, blocks, rows):
+        for part in _chunks(form, blocks, rows):
+            numbers[start : start + len(part)] = DECODERS[form.name](part).restored()
+            start += len(part)
+    return numbers
+
+
+def _alone(form: GgufType, blocks: torch.Tensor, rows: torch.Tensor | None) -> AbstractContextManager[None]:
+    """In one thread, if there is more than a chunk: several would wait for each other after each small operation."""
+    numbers = len(blocks if rows is None else rows) * blocks.shape[1] * form.numbers
+    return torch_threads(1) if numbers > CHUNK else nullcontext()
+
+
+def _chunks(form: GgufType, blocks: torch.Tensor, rows: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    step = max(1, CHUNK // (blocks.shape[1] * form.numbers))
+    for start in range(0, len(blocks if rows is None else rows), step):
+        yield blocks[start : start + step] if rows is None else blocks[rows[start : start + step]]

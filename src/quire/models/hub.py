@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.errors import CheckpointNotFoundError, ConfigError, DownloadError, TokenizerError
+from quire.models import gguf_folder
 from quire.models.fields import has_file
+from quire.models.gguf_parts import SUFFIX
 from quire.models.identify import hub_name_of, identify
 
 EMBEDDED_MODELS = {
@@ -45,8 +47,9 @@ def resolve(
     """The folder of a checkpoint.
 
     Args:
-        model: "demo" for the embedded model, "demo-draft" and "demo-eagle" for its draft models; else a folder; else
-            `org/name` on the Hugging Face Hub, downloaded (with a progress bar) unless it is in the Hub's cache.
+        model: "demo" for the embedded model, "demo-draft" and "demo-eagle" for its draft models; else a folder, or a
+            GGUF file (of which, as of a folder with such ones alone, `gguf_folder` makes the folder); else `org/name`
+            on the Hugging Face Hub, downloaded (with a progress bar) unless it is in the Hub's cache.
         revision: branch, tag or commit of a download.
         endpoint: a hub other than huggingface.co.
         cache_dir: folder of downloads; None for the hub library's default.
@@ -64,12 +67,14 @@ def resolve(
                 f"revision {revision!r} was given, but {model!r} is the folder {local}, which has no "
                 "revisions. Leave the revision out."
             )
-        return local
+        return gguf_folder.folder_of(local) if gguf_folder.has_model(local) else local
     if HUB_NAME.fullmatch(model):
         return _download(model, revision, endpoint, cache_dir, weights)
     if (name := hub_name_of(model)) is not None:
         raise CheckpointNotFoundError(f"no checkpoint {model!r}: give {name} alone, without the rest of the URL")
     if os.path.isfile(local):
+        if local.suffix == SUFFIX and revision is None:
+            return gguf_folder.folder_of(local)
         raise CheckpointNotFoundError(f"no checkpoint {model!r}: {identify(local)}")
     raise CheckpointNotFoundError(
         f"no checkpoint {model!r}: the folder {local.absolute()} does not exist, and a name on the hub has the form "

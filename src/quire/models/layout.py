@@ -19,6 +19,7 @@ import torch
 
 from quire.errors import TensorShapeError, UnexpectedTensorError
 from quire.models.checkpoint import Checkpoint
+from quire.models.gguf_tensors import QuantizedTable
 from quire.models.safetensors_file import FLOAT_DTYPES
 from quire.models.safetensors_header import TensorEntry
 from quire.ops import CodedWeight, Mxfp4Weight, StoredWeight
@@ -133,6 +134,11 @@ class LaidOutCheckpoint(Checkpoint):
             return weight
         permuted = torch.arange(weight.out_features).view(-1, len(order))[:, list(order)]
         return weight.outputs(permuted.flatten())
+
+    def table(self, name: str) -> QuantizedTable | None:
+        """See `Checkpoint`."""
+        stored, where = self._parts[name]
+        return None if where else self._base.table(stored)
 
     def _add(self, stored: str, entry: TensorEntry) -> None:
         name = self._layout.name(stored)

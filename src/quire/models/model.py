@@ -234,10 +234,11 @@ class Model(ModelSizes):
         """Size of the embedding tables in a GPU's memory besides `weight_bytes`. On a CPU they are mapped files."""
         if self.kernels.device.type == "cpu":
             return 0
-        tables = [self.embedding.weight, *([self._per_layer_inputs.table.weight] if self._per_layer_inputs else [])]
+        found = [self.embedding.weight, *([self._per_layer_inputs.table.weight] if self._per_layer_inputs else [])]
+        tables = [table for table in found if isinstance(table, torch.Tensor)]  # as all are on a GPU
         size = sum(table.nbytes for table in tables)
         if self.config.tie_word_embeddings and self.quantization is None:  # the head is a part of the table
-            size -= self.head.product.out_features * self.embedding.hidden_size * self.embedding.weight.itemsize
+            size -= self.head.product.out_features * self.embedding.hidden_size * tables[0].itemsize
         return size
 
     @property

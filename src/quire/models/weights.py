@@ -308,10 +308,14 @@ class Weights:
         return RMSNorm(weight + offset if offset else weight, eps, self.kernels)
 
     def embedding(self, name: str, scale: float = 1.0) -> Embedding:
-        """Load an embedding table. On a CPU it remains a view of the file, and the system is asked to read that of the
-        tokens ahead."""
-        if self.kernels.device.type == "cpu" and f"{name}.weight" == EMBEDDING:  # other tables may be most of the file
-            read_ahead(self._checkpoint.entries[EMBEDDING])
+        """Load an embedding table. On a CPU it remains a view of the file, quantized or not, and the system is asked to
+        read that of the tokens ahead."""
+        if self.kernels.device.type == "cpu":
+            if f"{name}.weight" == EMBEDDING:  # other tables may be most of the file
+                read_ahead(self._checkpoint.entries[EMBEDDING])
+            if (table := self._checkpoint.table(f"{name}.weight")) is not None:
+                self._count(f"{name}.weight")
+                return Embedding(table, self.dtype, self.kernels, scale)
         return Embedding(self._on_device(f"{name}.weight"), self.dtype, self.kernels, scale)
 
     def under(self, prefix: str, group: Group | None = None) -> WeightsUnder:
