@@ -108,7 +108,9 @@ def _made(header: GgufHeader, companions: Sequence[Path]) -> dict[str, str]:
     except CheckpointError as error:
         notes.append(f"{error}; until then prompts are token ids")
     if companions:
-        notes.append(f"{', '.join(file.name for file in companions)} beside {header.file.name}: used instead of its own")
+        notes.append(
+            f"{', '.join(file.name for file in companions)} beside {header.file.name}: used instead of its own"
+        )
     return made | {NOTES: json.dumps(notes)}
 
 
