@@ -12,6 +12,7 @@ import pytest
 
 from quire.errors import INVALID, CheckpointNotFoundError, ConfigError, DownloadError
 from quire.models.checkpoint import resolve
+from tests.gguf_files import LLAMA, gguf_bytes, llama
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -148,10 +149,42 @@ def test_what_is_neither_a_folder_nor_a_name_on_the_hub_is_refused(
 
 
 def test_a_file_is_refused_as_not_a_folder(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
-    with pytest.raises(CheckpointNotFoundError, match=r"is a GGUF file.*does not read"):
+    with pytest.raises(CheckpointNotFoundError, match=r"is one file of weights; give the folder"):
         resolve(str(file))
+
+
+def test_a_gguf_file_under_another_name_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "model"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(CheckpointNotFoundError, match=r"is a GGUF file; give it a name that ends with \.gguf"):
+        resolve(str(file))
+
+
+def test_a_gguf_file_on_the_hub_is_named_by_its_type(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "made"))
+    for name, seed in (("m-Q4_K_M.gguf", 1), ("Q8_0/m-Q8_0.gguf", 2)):
+        monkeypatch.setitem(FILES, name, gguf_bytes(LLAMA, llama(seed=seed)))
+    for kind in ("Q4_K_M", "q8_0"):
+        folder = resolve(f"org/name:{kind}", endpoint=hub, cache_dir=tmp_path / kind)
+        [file] = folder.glob("*.gguf")
+        assert kind.upper() in file.name and file.read_bytes().startswith(b"GGUF")
+        assert len([*(tmp_path / kind).rglob("*.gguf")]) == 1  # the others are not downloaded
+        assert resolve(f"org/name:{kind}", endpoint="http://127.0.0.1:9", cache_dir=tmp_path / kind) == folder
+    with pytest.raises(CheckpointNotFoundError, match=r"no GGUF file of this type\. Give one of org/name:Q4_K_M, "):
+        resolve("org/name:Q5_K_M", endpoint=hub, cache_dir=tmp_path)
+    with pytest.raises(DownloadError, match="cannot be reached"):
+        resolve("org/name:Q4_K_M", endpoint="http://127.0.0.1:9", cache_dir=tmp_path / "nothing")
+    for name in (
+        "model.safetensors",
+        "consolidated.safetensors",
+        "8bit/model.safetensors",
+        "10_Dense/model.safetensors",
+    ):
+        monkeypatch.delitem(FILES, name)
+    with pytest.raises(CheckpointNotFoundError, match=r"in GGUF alone\. Give one of org/name:Q4_K_M, org/name:Q8_0"):
+        resolve("org/name", endpoint=hub, cache_dir=tmp_path / "alone")
 
 
 @pytest.mark.parametrize("name", ["demo", "."])

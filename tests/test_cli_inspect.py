@@ -32,7 +32,7 @@ def folder_of(tmp_path: Path, **files: str) -> Path:
 
 
 KINDS = {
-    "gguf": ({"m.gguf": "GGUF"}, "llama.cpp's format, .* --quantization int4"),
+    "gguf": ({"m.gguf": "GGUF"}, r"has GGUF files alone; give the path of one, such as .*m\.gguf"),
     "lora": ({"adapter_config.json": '{"base_model_name_or_path": "a/b"}'}, "LoRA adapter of a/b.*merge"),
     "diffusers": ({"model_index.json": "{}", "config.json": "{}"}, "diffusers"),
     "hub-cache": ({"models--org--name__refs": ""}, "hub's cache; .*org/name"),

@@ -1,7 +1,7 @@
 """Describe a model without loading it: what it is, whether Quire supports it, and how much memory it needs.
 
-MODEL is a folder, where config.json is enough, or a name on the Hub, of which only small files are downloaded. No
-weights are read. Memory is that of weights and KV cache; activations come on top."""
+MODEL is a folder, where config.json is enough, a GGUF file, or a name on the Hub, of which only small files are
+downloaded (a GGUF file whole). No weights are read. Memory is that of weights and KV cache; activations come on top."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from quire.config import parse_size
 from quire.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from quire.models.checkpoint import Checkpoint
     from quire.models.config import DecoderConfig
     from quire.models.model import ModelSizes
 
@@ -27,7 +28,7 @@ CACHES = ("auto", "bf16"), ("int8", "int8")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `quire inspect`."""
     parser.usage = "quire inspect MODEL [--memory SIZE] [--max-model-len N] [--json]"
-    parser.add_argument("model", metavar="MODEL", help="folder, org/name on the hub, or 'demo'")
+    parser.add_argument("model", metavar="MODEL", help="folder, GGUF file, org/name on the hub, or 'demo'")
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit on the hub")
     parser.add_argument("--memory", metavar="SIZE", help="such as 24GiB (default: what is free on this machine)")
     parser.add_argument("--max-model-len", type=int, metavar="N", help="count for contexts of N tokens")
@@ -103,11 +104,9 @@ def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, 
     if (other := identify(folder)) and not (folder / "config.json").is_file():
         raise CheckpointError(other)
     fields, generation = Fields.read(folder / "config.json"), Fields.read(folder / "generation_config.json")
-    entries = Checkpoint(folder).entries if any(folder.glob("*.safetensors")) else {}
+    checkpoint = Checkpoint(folder) if any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")) else None
     config = read_config(without_read_formats(fields), generation)
     sizes = ModelSizes(config, torch.bfloat16)
-    on_disk = Counter(entry.dtype for entry in entries.values())
-    stored = sum(entry.num_bytes for entry in entries.values())
     length = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     weights = {"bf16": sizes.weight_bytes} | {name: _quantized_bytes(sizes, config, name) for name in WEIGHTS[1:]}
     kv, full, states = _kept(sizes, length)
@@ -122,8 +121,7 @@ def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, 
         "active_parameters": sizes.active_parameters,
         "layers": str(config.num_layers),
         "max_model_len": length,
-        "on_disk": ", ".join(f"{count} tensors of {dtype}" for dtype, count in on_disk.most_common())
-        + (f" ({stored / 2**30:,.2f} GiB)" if entries else "not here: config.json alone was read"),
+        "on_disk": "not here: config.json alone was read" if checkpoint is None else _on_disk(checkpoint),
         "tokenizer": tokenizer_of(folder),
         "weight_bytes": weights,
         "kv_bytes_per_token": kv,
@@ -133,6 +131,16 @@ def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, 
         "requests_that_fit": fits,
         "advice": _advice(fits, length),
     }
+
+
+def _on_disk(checkpoint: Checkpoint) -> str:
+    """The types of the tensors and their size; of a GGUF model also the bits of a weight."""
+    kinds, entries = Counter(checkpoint.types.values()), checkpoint.entries.values()
+    stored = sum(entry.num_bytes for entry in entries)
+    shown = ", ".join(f"{count} tensors of {kind}" for kind, count in kinds.most_common())
+    numbers = sum(math.prod(entry.shape) for entry in entries)
+    bits = f", {8 * stored / max(numbers, 1):.2f} bits a weight" if any(checkpoint.folder.glob("*.gguf")) else ""
+    return f"{shown} ({stored / 2**30:,.2f} GiB{bits})"
 
 
 def _kept(sizes: ModelSizes, length: int) -> tuple[dict[str, int], dict[str, int], int]:

@@ -7,7 +7,7 @@ No code in it is ever run, and no tensor is read before its header has been chec
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import blake3
@@ -23,8 +23,9 @@ from quire.errors import (
     UnexpectedTensorError,
 )
 from quire.models.fields import Fields, has_file
+from quire.models.gguf_file import GgufTensor, read_gguf
 from quire.models.gguf_folder import notes_of
-from quire.models.gguf_parts import model_files, read_model
+from quire.models.gguf_parts import read_model, stored_files
 from quire.models.gguf_tensors import GgufTensors, QuantizedTable
 from quire.models.hub import resolve
 from quire.models.identify import identify
@@ -70,11 +71,18 @@ class Checkpoint:
             )
         self.config = Fields.read(folder / "config.json")
         self.generation = Fields.read(folder / "generation_config.json")
-        if gguf := model_files(folder)[0]:
+        if gguf := stored_files(folder):
             self._gguf = GgufTensors(read_model(gguf))
             self.entries, self.notes = self._gguf.entries, (*self._gguf.notes, *notes_of(folder))
         else:
             self.entries = _read_entries(folder)
+
+    @property
+    def types(self) -> dict[str, str]:
+        """The type of each tensor as it is stored, by name."""
+        if self._gguf is not None:
+            return {name: form.name for name, form in self._gguf.types.items()}
+        return {name: entry.dtype for name, entry in self.entries.items()}
 
     def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
         """A tensor as a view of its mapped file: pages are read when touched, and freed with the view."""
@@ -102,16 +110,26 @@ def content_hash(folder: Path) -> str:
     """
     hasher = blake3.blake3()
     for path in sorted(folder.glob("*.safetensors")):
-        hasher.update(path.name.encode())
-        with path.open("rb") as file:
-            for entry in sorted(read_header(path).values(), key=lambda entry: entry.start):
-                hasher.update(f"|{entry.name}|{entry.dtype}|{entry.shape}|".encode())
-                for index in range(HASH_SAMPLES):
-                    start = max(0, entry.num_bytes - HASH_SAMPLE_BYTES) * index // (HASH_SAMPLES - 1)
-                    hasher.update(os.pread(file.fileno(), min(HASH_SAMPLE_BYTES, entry.num_bytes), entry.start + start))
+        _hash_tensors(hasher, path, read_header(path).values())
+    for path in stored_files(folder):
+        _hash_tensors(hasher, path, (_as_entry(tensor) for tensor in read_gguf(path).tensors.values()))
     if has_file(folder / "config.json"):
         hasher.update((folder / "config.json").read_bytes())
     return hasher.hexdigest(length=16)
+
+
+def _hash_tensors(hasher: blake3.blake3, path: Path, entries: Iterable[TensorEntry]) -> None:
+    hasher.update(path.name.encode())
+    with path.open("rb") as file:
+        for entry in sorted(entries, key=lambda entry: entry.start):
+            hasher.update(f"|{entry.name}|{entry.dtype}|{entry.shape}|".encode())
+            for index in range(HASH_SAMPLES):
+                start = max(0, entry.num_bytes - HASH_SAMPLE_BYTES) * index // (HASH_SAMPLES - 1)
+                hasher.update(os.pread(file.fileno(), min(HASH_SAMPLE_BYTES, entry.num_bytes), entry.start + start))
+
+
+def _as_entry(tensor: GgufTensor) -> TensorEntry:
+    return TensorEntry(tensor.name, tensor.type.name, tensor.shape, tensor.file, tensor.start, tensor.num_bytes)
 
 
 def choose_dtype(checkpoint: Checkpoint, requested: str, on_cpu: bool = True) -> tuple[torch.dtype, str | None]:
@@ -138,6 +156,12 @@ def choose_dtype(checkpoint: Checkpoint, requested: str, on_cpu: bool = True) ->
         floats = [entry for entry in checkpoint.entries.values() if entry.dtype in FLOAT_DTYPES]
         largest = max(floats, key=lambda entry: entry.num_bytes, default=None)
         dtype = torch.float32 if largest is None else FLOAT_DTYPES[largest.dtype]
+    halves = sum(kind == "F16" and len(checkpoint.entries[name].shape) > 1 for name, kind in checkpoint.types.items())
+    if dtype == torch.bfloat16 and halves:
+        return dtype, (
+            f"{halves} of the checkpoint's weights are fp16, and are rounded to bfloat16 (dtype='float32' holds them "
+            "exactly)"
+        )
     if dtype == torch.float16 and on_cpu:
         return torch.float32, (
             "the checkpoint is fp16; computing in float32, which holds its weights exactly and is faster "

@@ -41,6 +41,15 @@ def parts_of(file: Path) -> list[Path]:
     return parts
 
 
+def stored_files(folder: Path) -> list[Path]:
+    """The GGUF files of a checkpoint's folder; none if it has safetensors, which are then read.
+
+    Raises:
+        CheckpointNotFoundError: there is more than one model.
+    """
+    return [] if any(folder.glob("*.safetensors")) else model_files(folder)[0]
+
+
 def model_files(folder: Path) -> tuple[list[Path], list[str]]:
     """The files of the model in a folder, and the names of those beside it; both may be empty.
 

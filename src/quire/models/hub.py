@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.errors import CheckpointNotFoundError, ConfigError, DownloadError, TokenizerError
 from quire.models import gguf_folder
 from quire.models.fields import has_file
+from quire.models.gguf_hub import choose, types
 from quire.models.gguf_parts import SUFFIX
 from quire.models.identify import hub_name_of, identify
 
@@ -26,6 +28,8 @@ TOKENIZER_FILE = "tokenizer.json"
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+HUB_FILE = re.compile(rf"({HUB_NAME.pattern}):([\w.-]{{1,64}})", re.ASCII)
+"""A name with the type of a GGUF file."""
 UNWANTED_FILES = ["[!0-9]*/*", "[0-9][!0-9_]*/*", "*/*/*", "consolidated*.safetensors"]
 """Folders of other formats, except modules of Sentence Transformers ("1_Pooling"), and Mistral's second copy of the
 weights."""
@@ -49,7 +53,8 @@ def resolve(
     Args:
         model: "demo" for the embedded model, "demo-draft" and "demo-eagle" for its draft models; else a folder, or a
             GGUF file (of which, as of a folder with such ones alone, `gguf_folder` makes the folder); else `org/name`
-            on the Hugging Face Hub, downloaded (with a progress bar) unless it is in the Hub's cache.
+            on the Hugging Face Hub, or `org/name:TYPE` for one of its GGUF files, downloaded (with a progress bar)
+            unless it is in the Hub's cache.
         revision: branch, tag or commit of a download.
         endpoint: a hub other than huggingface.co.
         cache_dir: folder of downloads; None for the hub library's default.
@@ -69,7 +74,16 @@ def resolve(
             )
         return gguf_folder.folder_of(local) if gguf_folder.has_model(local) else local
     if HUB_NAME.fullmatch(model):
-        return _download(model, revision, endpoint, cache_dir, weights)
+        folder = _download(model, revision, endpoint, cache_dir, weights)
+        if not any(folder.glob("*.safetensors")):
+            _check_format(model, _files(model, revision, endpoint, cache_dir))
+        return folder
+    if (found := HUB_FILE.fullmatch(model)) is not None:
+        where = found[1], revision, endpoint, cache_dir
+        if not (files := _files(*where)):
+            _download(*where)  # says why there are none
+        files = choose(files, found[2], found[1])
+        return gguf_folder.folder_of(_download(*where, wanted=[*files, *gguf_folder.COMPANIONS]) / files[0])
     if (name := hub_name_of(model)) is not None:
         raise CheckpointNotFoundError(f"no checkpoint {model!r}: give {name} alone, without the rest of the URL")
     if os.path.isfile(local):
@@ -112,19 +126,48 @@ def _expanded(model: str) -> Path:
         raise CheckpointNotFoundError(f"no checkpoint {model!r}: there is no such user's home folder") from error
 
 
-def _download(model: str, revision: str | None, endpoint: str | None, cache_dir: Path | None, weights: bool) -> Path:
+def _check_format(model: str, files: Sequence[str]) -> None:
+    """Check that a repository's weights are not in GGUF alone."""
+    if not any(file.endswith(".safetensors") for file in files) and (kinds := types(files, model)):
+        raise CheckpointNotFoundError(f"no checkpoint {model!r}: it has its weights in GGUF alone. {kinds}")
+
+
+def _files(model: str, revision: str | None, endpoint: str | None, cache_dir: Path | None = None) -> list[str]:
+    """Paths of a repository's files; without the hub, of those in its cache."""
+    from huggingface_hub import HfApi, constants
+
+    try:
+        found = HfApi(endpoint=endpoint).model_info(model, revision=revision or "main").siblings or []
+        return [each.rfilename for each in found]
+    except Exception:  # whatever it is, downloading fails too, and says why
+        kept = (cache_dir or Path(constants.HF_HUB_CACHE)) / f"models--{model.replace('/', '--')}"
+        reference = kept / "refs" / (revision or "main")
+        commit = reference.read_text("utf-8") if reference.is_file() else revision or "main"
+        snapshot = kept / "snapshots" / commit
+        return [str(file.relative_to(snapshot)) for file in snapshot.rglob(f"*{SUFFIX}")]
+
+
+def _download(
+    model: str,
+    revision: str | None,
+    endpoint: str | None,
+    cache_dir: Path | None,
+    weights: bool = True,
+    wanted: Sequence[str] | None = None,
+) -> Path:
     from huggingface_hub import constants, snapshot_download  # imported late, since folders do not need it
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     at = f" at revision {revision!r}" if revision else ""
+    unwanted = UNWANTED_FILES if weights else [*UNWANTED_FILES, "*.safetensors"]
     try:
         folder = snapshot_download(
             model,
             revision=revision,
             endpoint=endpoint,
             cache_dir=cache_dir,
-            allow_patterns=WANTED_FILES,
-            ignore_patterns=UNWANTED_FILES if weights else [*UNWANTED_FILES, "*.safetensors"],
+            allow_patterns=WANTED_FILES if wanted is None else [*wanted],
+            ignore_patterns=unwanted if wanted is None else None,
         )
     except LocalEntryNotFoundError as error:
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{error.__cause__ or error}"[:200]

@@ -96,18 +96,12 @@ def made_from(folder: Path) -> str:
 def _identify_file(path: Path) -> str:
     head = _head(path)
     if head.startswith(GGUF_HEAD) or path.suffix == ".gguf":
-        return f"{path} is a GGUF file, llama.cpp's format, which Quire does not read; {_ORIGINAL}"
+        return f"{path} is a GGUF file; give it a name that ends with .gguf, and no revision"
     if path.suffix == ".safetensors":
         return f"{path} is one file of weights; give the folder that it lies in, which has config.json, too"
     if path.suffix in PICKLES:
         return f"{path} is a pickle of PyTorch's, which can run code when it is read, so Quire never does; {CONVERT}"
     return f"{path} is a file; give the folder of a checkpoint"
-
-
-_ORIGINAL = (
-    "give the checkpoint that it was made from, and --quantization int4 or int8 (or 'quire quantize' once) for small "
-    "weights"
-)
 
 
 def _not_a_checkpoint(folder: Path, names: list[str]) -> str | None:
@@ -133,7 +127,7 @@ def _not_a_checkpoint(folder: Path, names: list[str]) -> str | None:
         return f"{folder} is the hub's cache; give the name of a model" + (f", such as {models}" if models else "")
     gguf = [name for name in names if name.endswith(".gguf")]
     if gguf:
-        return f"{folder} has GGUF files ({gguf[0]}), llama.cpp's format, which Quire does not read; {_ORIGINAL}"
+        return f"{folder} has GGUF files alone; give the path of one, such as {folder / gguf[0]}"
     if "params.json" in names:
         return f"{folder} is in its publisher's own format (params.json); give the one for transformers (config.json)"
     inside = [name for name in names if os.path.isfile(folder / name / "config.json")]
