@@ -15,8 +15,20 @@ from quire.models.gguf_file import TYPES
 Array = np.ndarray[Any, Any]
 NUMBERS = {form.name: number for number, form in TYPES.items()}
 HALVES = {
-    **{"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "IQ4_NL": [0], "IQ4_XS": [0]},
-    **{"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "MXFP4": [], "NVFP4": []},
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "IQ4_NL": [0],
+    "IQ4_XS": [0],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+    "MXFP4": [],
+    "NVFP4": [],
 }
 """Where scales in fp16 are in the block of a type."""
 
