@@ -1,4 +1,5 @@
-"""KV events: a subscriber written from vLLM's example (kv_events_subscriber.py) knows what an engine has cached."""
+"""KV events: a subscriber written from vLLM's example (kv_events_subscriber.py) knows what an engine has cached, and
+llm-d's parser (pkg/kvevents/engineadapter/vllm_adapter.go, by which `positions` is written) reads the same."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 import zmq
 
 from quire import LLM, SamplingParams
-from quire.engine.kv_events import of_replica
+from quire.engine.kv_events import _number, of_replica
 from quire.errors import ConfigError
 from tests.http_tools import free_port
 
@@ -39,6 +40,31 @@ class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True):
 class KVEventBatch(msgspec.Struct, array_like=True):
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+def positions(payload: bytes) -> list[tuple[str, list[int], int | None, list[int] | None]]:
+    """The events of a batch as llm-d's parser takes them: arrays, by the positions of their fields, with hashes that
+    are 64-bit numbers in msgpack (a smaller one has a type that it refuses), token ids of 32 bits, and trailing fields
+    (LoRA, medium, extra keys, group, kind of cache, window) that may be absent or null."""
+    ts, events, rank = msgspec.msgpack.decode(payload)
+    assert isinstance(ts, float) and rank == 0
+    found = []
+    for tag, *fields in events:
+        hashes, parent, tokens = fields[0] if fields else [], None, None
+        assert type(tag) is str and all(b"\xcf" + each.to_bytes(8, "big") in payload for each in hashes)
+        if tag == "BlockStored":
+            _, parent, tokens, size, *more = fields
+            assert parent is None or b"\xcf" + parent.to_bytes(8, "big") in payload
+            assert all(0 <= token < 2**32 for token in tokens) and type(size) is int
+            types = int, str, str, list, int, str, int
+            assert all(each is None or type(each) is kind for each, kind in zip(more, types, strict=False))
+            assert len(tokens) == size * len(hashes), "a dense span"
+        elif tag == "BlockRemoved":
+            assert all(each is None or type(each) is kind for each, kind in zip(fields[1:], (str, int), strict=False))
+        else:
+            assert tag == "AllBlocksCleared"
+        found.append((tag, hashes, parent, tokens))
+    return found
 
 
 class Subscriber:
@@ -78,7 +104,9 @@ class Subscriber:
     def _take(self, number: bytes, payload: bytes) -> None:
         assert int.from_bytes(number, "big") == self._next
         self._next += 1
-        for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
+        events = msgspec.msgpack.decode(payload, type=KVEventBatch).events
+        assert [tag for tag, *_ in positions(payload)] == [type(event).__name__ for event in events]
+        for event in events:
             self.seen.append(type(event).__name__)
             match event:
                 case BlockStored(hashes, parent, tokens, size, _, medium):
@@ -142,6 +170,11 @@ def test_a_subscriber_knows_what_an_engine_has_cached(addresses: dict[str, str])
     finally:
         subscriber.close()
         llm.close()
+
+
+def test_a_hash_is_a_number_of_64_bits_in_msgpack_whatever_its_value() -> None:
+    for name in (bytes(32), bytes(31) + b"\x07", b"\xff" * 32):
+        assert msgspec.msgpack.encode(_number(name))[0] == 0xCF
 
 
 def test_what_cannot_be_used_is_refused_by_name(addresses: dict[str, str]) -> None:

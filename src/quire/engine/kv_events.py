@@ -2,8 +2,9 @@
 
 A message has three frames: the topic, a sequence number of 8 bytes (big-endian), and a batch of events in msgpack. A
 subscriber that has missed some asks the replay socket, with the number of the first that it wants, for what is kept.
-A block's hash is the last 8 bytes of Quire's; its medium "GPU" is vLLM's name for what can be used without a
-transfer, on any device. Blocks of requests with a `cache_salt` are their owners' matter, and are not published.
+A block's hash is the last 8 bytes of Quire's, with the first bit set; its medium "GPU" is vLLM's name for what can be
+used without a transfer, on any device. Blocks of requests with a `cache_salt` are their owners' matter, and are not
+published.
 """
 
 from __future__ import annotations
@@ -200,7 +201,8 @@ def _counted_up(address: str, index: int) -> str:
 
 
 def _number(name: bytes) -> int:
-    return int.from_bytes(name[-8:], "big")
+    """A block's hash: never so small that msgpack takes fewer than 8 bytes, which older versions of llm-d refuse."""
+    return int.from_bytes(name[-8:], "big") | 1 << 63
 
 
 def _stored(new: dict[bytes, Node], block_size: int) -> list[BlockStored]:
