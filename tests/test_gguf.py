@@ -435,7 +435,10 @@ def test_a_folder_with_one_model_is_that_model_and_of_several_one_must_be_named(
     with pytest.raises(CheckpointNotFoundError, match=r"none of a language model: mmproj-model-f16\.gguf"):
         resolve(str(folder))
     write(folder / "a.gguf", LLAMA, llama())
-    assert Checkpoint(resolve(str(folder))).config.integer("hidden_size") == 256
+    for given in (folder, folder / "a.gguf"):
+        checkpoint = Checkpoint(resolve(str(given)))
+        assert checkpoint.config.integer("hidden_size") == 256
+        assert "mmproj-model-f16.gguf beside a.gguf: not used; requests with images are refused" in checkpoint.notes
     write(folder / "b.gguf", LLAMA, llama())
     with pytest.raises(CheckpointNotFoundError, match=r"several GGUF models: a\.gguf, b\.gguf\. Give the path"):
         resolve(str(folder))
@@ -451,6 +454,17 @@ def test_the_folder_that_is_made_is_found_again_and_made_anew_when_the_file_chan
     os.utime(file, ns=(1, 1))
     changed = resolve(str(file))
     assert changed != folder and Checkpoint(changed).config.integer("max_position_embeddings") == 64
+
+
+def test_folders_of_models_that_are_gone_are_removed(own_cache: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", LLAMA, llama())
+    gone, unfinished = resolve(str(file)), own_cache / "x.unfinished"
+    file.rename(tmp_path / "n.gguf")
+    unfinished.mkdir()
+    os.utime(unfinished, (1, 1))
+    assert {*own_cache.iterdir()} == {gone, unfinished}
+    kept = resolve(str(tmp_path / "n.gguf"))
+    assert [*own_cache.iterdir()] == [kept]
 
 
 def test_several_that_start_at_once_share_one_folder(own_cache: Path, tmp_path: Path) -> None:

@@ -96,7 +96,9 @@ class EngineConfig:
     """
 
     model: str = dataclasses.field(
-        metadata={"help": "folder of a Hugging Face checkpoint, org/name on the Hub, or 'demo'"}
+        metadata={
+            "help": "folder of a Hugging Face checkpoint, GGUF file, org/name (or org/name:TYPE) on the Hub, or 'demo'"
+        }
     )
     revision: str | None = option(None, "branch, tag or commit of a downloaded model")
     tokenizer: str | None = option(

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="folder, org/name on the Hub, or 'demo' (default: the model of the first request)",
+        help="folder, GGUF file, org/name on the Hub, or 'demo' (default: the model of the first request)",
     )
     parser.add_argument(
         "--concurrency",

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "       quire bench serve --url URL [options]\n       quire bench transfer"
     )
     parser.add_argument(
-        "words", nargs="*", metavar="offline MODEL", help="the model: folder, org/name on the Hub, or 'demo'"
+        "words", nargs="*", metavar="offline MODEL", help="the model: folder, GGUF file, org/name on the Hub, or 'demo'"
     )
     parser.add_argument(
         "--cells",

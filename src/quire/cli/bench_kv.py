@@ -60,7 +60,9 @@ HOST_SHARE = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire bench kv`."""
     parser.usage = "quire bench kv MODEL [options]"
-    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="folder, org/name on the Hub, or 'demo'")
+    parser.add_argument(
+        "model_name", nargs="?", metavar="MODEL", help="folder, GGUF file, org/name on the Hub, or 'demo'"
+    )
     parser.add_argument(
         "--from", dest="sources", metavar="WHERE,...", help=f"some of {', '.join(SOURCES)} (default: all)"
     )

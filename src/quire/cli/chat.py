@@ -26,7 +26,7 @@ WAIT_SECONDS, MAX_WAIT_SECONDS = 120.0, 86_400.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire chat`."""
     parser.usage = "quire chat MODEL [options]\n       quire chat --url URL [--api-key KEY] [--model NAME] [options]"
-    parser.add_argument("words", nargs="*", metavar="MODEL", help="folder, org/name on the Hub, or 'demo'")
+    parser.add_argument("words", nargs="*", metavar="MODEL", help="folder, GGUF file, org/name on the Hub, or 'demo'")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_detail_options(parser, "no notes")
     group = parser.add_argument_group("tools")

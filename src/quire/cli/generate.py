@@ -43,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire generate`."""
     parser.usage = "quire generate MODEL [PROMPT ...] [options]"
     parser.add_argument(
-        "words", nargs="*", metavar="MODEL PROMPT", help="folder, org/name on the Hub, or 'demo'; then prompts"
+        "words",
+        nargs="*",
+        metavar="MODEL PROMPT",
+        help="folder, GGUF file, org/name on the Hub, or 'demo'; then prompts",
     )
     parser.add_argument("--input", metavar="FILE.jsonl", help="read prompts from JSON lines; - for standard input")
     parser.add_argument("--lines", action="store_true", help="treat each line of standard input as a prompt")

@@ -19,7 +19,7 @@ FORMATS = ("int8", "int4", "compressed-tensors")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire quantize`."""
     parser.usage = "quire quantize MODEL --to {int8,int4,compressed-tensors} --output DIR [options]"
-    parser.add_argument("model", metavar="MODEL", help="folder, org/name on the Hub, or 'demo'")
+    parser.add_argument("model", metavar="MODEL", help="folder, GGUF file, org/name on the Hub, or 'demo'")
     parser.add_argument(
         "--to", required=True, choices=FORMATS, help="data type or format of the linear layers' weights"
     )

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire serve`."""
     parser.usage = "quire serve MODEL [options]"
-    parser.add_argument("words", nargs="*", metavar="MODEL", help="folder, org/name on the Hub, or 'demo'")
+    parser.add_argument("words", nargs="*", metavar="MODEL", help="folder, GGUF file, org/name on the Hub, or 'demo'")
     parser.add_argument("--inject-fault", metavar="KIND:TOKEN", help=argparse.SUPPRESS)
     add_server_options(parser)
     add_engine_options(parser)

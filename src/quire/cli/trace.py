@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "quire trace [PROMPT ...] [options]"
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="at most 26 prompts; default: three built-in ones")
     parser.add_argument(
-        "--model", default="demo", metavar="MODEL", help="folder, or org/name on the Hub (default: demo)"
+        "--model", default="demo", metavar="MODEL", help="folder, GGUF file, or org/name on the Hub (default: demo)"
     )
     numbers = (
         ("--block-size", 4, "tokens per block, any number"),

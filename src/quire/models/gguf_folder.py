@@ -12,7 +12,9 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import blake3
@@ -21,7 +23,7 @@ from quire.errors import CheckpointError, CheckpointNotFoundError
 from quire.models.gguf_families import describe
 from quire.models.gguf_file import GgufHeader
 from quire.models.gguf_metadata import Said
-from quire.models.gguf_parts import SUFFIX, model_files, parts_of, read_model
+from quire.models.gguf_parts import SUFFIX, model_files, names_beside, parts_of, read_model
 from quire.models.gguf_tokenizer import tokenizer_files
 
 COMPANIONS = (
@@ -37,7 +39,7 @@ COMPANIONS = (
 HEAD_BYTES = 1 << 20
 """Of each file, from the beginning, that are part of the hash."""
 CODE = sorted(Path(__file__).parent.glob("gguf_*.py"))
-NOTES = "gguf_notes.json"
+NOTES, UNFINISHED = "gguf_notes.json", ".unfinished"
 STEM = 60
 """Most letters of the model's name in that of its folder."""
 
@@ -61,7 +63,8 @@ def folder_of(path: Path) -> Path:
     Raises:
         CheckpointError: one of its kinds: the model is damaged or not supported, or the cache cannot be written.
     """
-    files, beside = (parts_of(path), []) if os.path.isfile(path) else model_files(path)
+    folder = path.parent if os.path.isfile(path) else path
+    files, beside = (parts_of(path), names_beside(folder)) if os.path.isfile(path) else model_files(path)
     if not files:
         raise CheckpointNotFoundError(
             f"{path} has GGUF files, but none of a language model: {', '.join(beside)}. Download the model's file, too."
@@ -69,13 +72,13 @@ def folder_of(path: Path) -> Path:
     files = [file.absolute() for file in files]
     companions = [file for name in COMPANIONS if os.path.isfile(file := files[0].parent / name)]
     try:
-        folder = cache() / f"{files[0].stem[:STEM]}-{_key(files, companions)}"
+        folder = cache() / f"{files[0].stem[:STEM]}-{_key(files, companions, beside)}"
         if folder.is_dir():
             return folder
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     header = read_model(files)
-    made = _made(header, companions)
+    made = _made(header, companions, beside)
     try:
         return _write(folder, files, companions, made)
     except OSError as error:
@@ -85,21 +88,21 @@ def folder_of(path: Path) -> Path:
         ) from error
 
 
-def _key(files: Sequence[Path], companions: Sequence[Path]) -> str:
+def _key(files: Sequence[Path], companions: Sequence[Path], beside: Sequence[str]) -> str:
     hasher = blake3.blake3()
     for file in files:
         stat = file.stat()
         hasher.update(f"|{file}|{stat.st_size}|{stat.st_mtime_ns}|".encode())
         with file.open("rb") as stream:
             hasher.update(stream.read(HEAD_BYTES))
-    for file in companions:
-        hasher.update(f"|{file}|".encode())
+    for other in (*companions, *beside):
+        hasher.update(f"|{other}|".encode())
     for file in CODE:
         hasher.update(file.read_bytes())
     return hasher.hexdigest(length=8)
 
 
-def _made(header: GgufHeader, companions: Sequence[Path]) -> dict[str, str]:
+def _made(header: GgufHeader, companions: Sequence[Path], beside: Sequence[str]) -> dict[str, str]:
     """The small files that follow from the metadata, by name, and the notes."""
     fields, _ = describe(Said(header))
     made, notes = {"config.json": json.dumps(fields, indent=2)}, []
@@ -111,6 +114,8 @@ def _made(header: GgufHeader, companions: Sequence[Path]) -> dict[str, str]:
         notes.append(
             f"{', '.join(file.name for file in companions)} beside {header.file.name}: used instead of its own"
         )
+    if beside:
+        notes.append(f"{', '.join(beside)} beside {header.file.name}: not used; requests with images are refused")
     return made | {NOTES: json.dumps(notes)}
 
 
@@ -125,7 +130,7 @@ def notes_of(folder: Path) -> tuple[str, ...]:
 
 def _write(folder: Path, files: Sequence[Path], companions: Sequence[Path], made: dict[str, str]) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".unfinished", dir=folder.parent))
+    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=UNFINISHED, dir=folder.parent))
     try:
         for name, content in made.items():
             (partial / name).parent.mkdir(exist_ok=True)
@@ -135,9 +140,19 @@ def _write(folder: Path, files: Sequence[Path], companions: Sequence[Path], made
             (partial / file.name).symlink_to(file)
         partial.chmod(0o755)
         partial.rename(folder)
+        _remove_abandoned(folder.parent)
     except OSError:
         if not folder.is_dir():  # another process has made it meanwhile
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the folders whose model is no longer there, and what was not finished an hour ago."""
+    for folder in parent.iterdir():
+        with suppress(OSError):  # another process removes it, too
+            unfinished = folder.suffix == UNFINISHED and time.time() - folder.stat().st_mtime > 3600
+            if unfinished or any(not file.exists() for file in folder.glob(f"*{SUFFIX}")):
+                shutil.rmtree(folder)

@@ -57,7 +57,7 @@ def model_files(folder: Path) -> tuple[list[Path], list[str]]:
         CheckpointNotFoundError: there is more than one model.
     """
     names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX))
-    beside = [name for name in names if BESIDE.fullmatch(name)]
+    beside = names_beside(folder)
     models: dict[str, str] = {}
     for name in names:
         if name not in beside:
@@ -68,6 +68,11 @@ def model_files(folder: Path) -> tuple[list[Path], list[str]]:
             f"{folder} has several GGUF models: {', '.join(models.values())}. Give the path of one of these files."
         )
     return [part for name in models.values() for part in parts_of(folder / name)], beside
+
+
+def names_beside(folder: Path) -> list[str]:
+    """The names of files that are not a model's own."""
+    return sorted(name for name in os.listdir(folder) if BESIDE.fullmatch(name))
 
 
 def read_model(files: Sequence[Path]) -> GgufHeader:

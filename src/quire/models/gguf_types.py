@@ -7,7 +7,7 @@ those of the first run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from typing import Any
@@ -215,8 +215,11 @@ def decoded(form: GgufType, blocks: torch.Tensor, rows: torch.Tensor | None = No
     """
     with _alone(form, blocks, rows):
         parts = [DECODERS[form.name](part) for part in _chunks(form, blocks, rows)]
-    if len(parts) == 1:
-        return parts[0]
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _joined(parts: Sequence[CodedWeight | Mxfp4Weight]) -> CodedWeight | Mxfp4Weight:
+    """Their rows one after another."""
     joined: dict[str, Any] = {}
     for field in fields(parts[0]):
         if isinstance(getattr(parts[0], field.name), torch.Tensor):

@@ -146,7 +146,9 @@ class Weights:
 
     @functools.cached_property
     def _table(self) -> torch.Tensor:
-        return self.as_stored(EMBEDDING).to(self.kernels.device)
+        table = self.as_stored(EMBEDDING)
+        restored = self._checkpoint.table(EMBEDDING) is not None  # in fp32: no narrower type is stored
+        return (table.to(self.dtype) if restored else table).to(self.kernels.device)
 
     def as_stored(self, name: str) -> torch.Tensor:
         """A tensor as a view of the file, in the file's data type."""
