@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize
 from safetensors.torch import load_file, save_file
 
 from quire.errors import CheckpointError, MissingTensorError, ModelConfigError, TensorDtypeError, TensorShapeError
+from quire.models.checkpoint import Checkpoint
 from quire.models.formats.choose import of_numbers
-from quire.models.registry import load_model
-from quire.ops import CodedWeight, Fp8Weight, Mxfp4Weight
+from quire.models.layout import LaidOutCheckpoint
+from quire.models.registry import load_model, read_config
+from quire.ops import CodedWeight, Fp8Weight, Kernels, Mxfp4Weight, StoredWeight
 from tests.checkpoints import Tensors, under, write
 from tests.oracle import chunked_logits, edit_json, random_prompt, save_checkpoint
 
@@ -212,22 +216,27 @@ def test_tensors_that_do_not_fit_are_named(
     assert str(tmp_path) in str(caught.value)
 
 
-def compressed_folder(folder: Path, architecture: str, **options: Any) -> tuple[Path, Path]:
+SEVERAL = ("W4A16, with zeros", "W8A8", "NVFP4", "FP8, channels", "MXFP4")
+
+
+def compressed_folder(folder: Path, architecture: str, cases: Sequence[str] = SEVERAL) -> tuple[Path, Path]:
     """A tiny model in several formats at once, and the same with the numbers that they stand for."""
-    coded, plain = (save_checkpoint(folder / name, architecture, **options) for name in ("coded", "plain"))
-    ways = [CASES[case] for case in ("W4A16, with zeros", "W8A8", "NVFP4", "FP8, channels", "MXFP4")]
+    coded, plain = (save_checkpoint(folder / name, architecture) for name in ("coded", "plain"))
+    ways = [CASES[case] for case in cases]
     tensors = load_file(coded / "model.safetensors")
     stored, numbers = dict(tensors), dict(tensors)
-    for index, (name, weight) in enumerate(sorted(tensors.items())):
-        if name.endswith("_proj.weight") or name == "lm_head.weight":
-            parts, numbers[name] = compressed(weight, *ways[index % len(ways)])
+    kinds = sorted({re.sub(r"\d+", "", name) for name in tensors})
+    for name, weight in tensors.items():
+        if (name.endswith("_proj.weight") or name == "lm_head.weight") and weight.shape[1] % 32 == 0:
+            parts, numbers[name] = compressed(weight, *ways[kinds.index(re.sub(r"\d+", "", name)) % len(ways)])
             del stored[name]
             stored |= under(name.removesuffix(".weight"), parts)
     groups = {
         f"group_{index}": {"targets": ["Linear"], "format": format, "weights": args}
         for index, (format, args) in enumerate(ways)
     }
-    groups["group_1"]["input_activations"] = BY_ROW
+    for group, case in zip(groups.values(), cases, strict=True):
+        group |= {"input_activations": BY_ROW} if case == "W8A8" else {}
     section = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
     edit_json(coded / "config.json", {"quantization_config": section})
     for each, content in ((coded, stored), (plain, numbers)):
@@ -236,11 +245,37 @@ def compressed_folder(folder: Path, architecture: str, **options: Any) -> tuple[
     return coded, plain
 
 
-@pytest.mark.parametrize("architecture", ["llama", "phi3", "glm4"])
+@pytest.mark.parametrize("case", SEVERAL)
+@pytest.mark.parametrize("architecture", ["phi3", "glm4", "qwen3_next"])
+def test_codes_follow_a_familys_layout(architecture: str, case: str, tmp_path: Path) -> None:
+    """Parts of fused tensors, one after the other or head by head, and permuted heads have codes, too."""
+    folder, _ = compressed_folder(tmp_path, architecture, [case])
+    base = of_numbers(Checkpoint(folder))
+    layout = read_config(base.config, base.generation).layout
+    assert layout is not None
+    checkpoint, count = LaidOutCheckpoint(base, layout), 0
+    for name in checkpoint.entries:
+        if (coded := checkpoint.coded(name)) is not None:
+            assert torch.equal(coded.restored(), checkpoint.tensor(name)), name
+            count += 1
+    assert count >= 18
+
+
+class Restoring(Kernels):
+    """Kernels that use no weight as it is stored."""
+
+    def keeps(self, weight: StoredWeight) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "glm4", "deepseek_v3"])
 def test_a_model_computes_what_its_numbers_do(architecture: str, tmp_path: Path) -> None:
-    """Also with fused tensors and with permuted heads; activations are quantized by some of its products."""
+    """Also with fused tensors and with permuted heads. Some of its products quantize activations."""
     coded, plain = compressed_folder(tmp_path, architecture)
     prompt = random_prompt(40)
     expected = chunked_logits(load_model(plain), prompt, 17)
+    restored = chunked_logits(load_model(coded, kernels=Restoring()), prompt, 17)
+    torch.testing.assert_close(restored, expected, rtol=0, atol=1e-4)
     found = chunked_logits(load_model(coded), prompt, 17)
-    assert (found - expected).square().mean().sqrt() < 0.1 * expected.std()
+    rounded = 0.3 if architecture == "deepseek_v3" else 0.1  # other experts may be chosen
+    assert 0 < (found - expected).square().mean().sqrt() < rounded * expected.std()

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.cli.main import main
-from quire.errors import ModelConfigError
+from quire.errors import CheckpointError, ModelConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.formats.choose import of_numbers
 from quire.models.quantize import quantize_folder
@@ -66,11 +66,11 @@ def test_a_refusal_names_the_model_that_it_was_made_from(
         of_numbers(Checkpoint(tmp_path))
 
 
-def in_gptq(folder: Path) -> Path:
+def in_gptq(folder: Path, architecture: str = "qwen3", but: str = "none") -> Path:
     """A tiny model in GPTQ's format, in `folder`/coded, and the numbers that it stands for, in `folder`/plain."""
-    coded, plain = (save_checkpoint(folder / name, "qwen3", dtype=torch.bfloat16) for name in ("coded", "plain"))
+    coded, plain = (save_checkpoint(folder / name, architecture, dtype=torch.bfloat16) for name in ("coded", "plain"))
     stored, restored = load_file(coded / "model.safetensors"), load_file(plain / "model.safetensors")
-    for name in [name for name in stored if name.endswith("_proj.weight")]:
+    for name in [name for name in stored if name.endswith("_proj.weight") and but not in name]:
         weight = stored.pop(name).float()
         order = torch.arange(weight.shape[1]) // 32
         scales = (weight.unflatten(1, (-1, 32)).abs().amax(-1) / 8).half()
@@ -91,6 +91,13 @@ def test_int8_is_made_of_the_numbers_at_load_or_in_a_folder_of_its_own(tmp_path:
     assert torch.equal(chunked_logits(load_model(folder / "coded", quantization="int8"), prompt, 17), expected)
     quantize_folder(folder / "coded", tmp_path / "int8", Quantization("int8"))
     assert torch.equal(chunked_logits(load_model(tmp_path / "int8"), prompt, 17), expected)
+
+
+def test_experts_of_a_layer_that_are_not_alike_are_named(tmp_path: Path) -> None:
+    folder = in_gptq(tmp_path, "qwen3_moe", but="layers.1.mlp.experts.3.down_proj") / "coded"
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.experts.3.down_proj' is stored in another format than"):
+        load_model(folder)
+    load_model(folder, quantization="int8")
 
 
 def test_a_checkpoint_in_such_a_format_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

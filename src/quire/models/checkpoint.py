@@ -113,8 +113,9 @@ def content_hash(folder: Path) -> str:
         _hash_tensors(hasher, path, read_header(path).values())
     for path in stored_files(folder):
         _hash_tensors(hasher, path, (_as_entry(tensor) for tensor in read_gguf(path).tensors.values()))
-    if has_file(folder / "config.json"):
-        hasher.update((folder / "config.json").read_bytes())
+    for file in (folder / "config.json", *sorted(folder.glob("*quant*_config.json"))):  # see `formats.choose`
+        if has_file(file):
+            hasher.update(file.read_bytes())
     return hasher.hexdigest(length=16)
 
 

@@ -22,7 +22,7 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.gguf_tensors import QuantizedTable
 from quire.models.safetensors_file import FLOAT_DTYPES
 from quire.models.safetensors_header import TensorEntry
-from quire.ops import CodedWeight, Mxfp4Weight, StoredWeight
+from quire.ops import StoredWeight
 
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Names of a layer's experts in one tensor, "PREFIX.experts.gate_up_proj" [experts, outputs, inputs], and in separate
@@ -119,21 +119,24 @@ class LaidOutCheckpoint(Checkpoint):
         return tensor.view(-1, len(order), *tensor.shape[1:])[:, list(order)].reshape(tensor.shape)
 
     def coded(self, name: str) -> StoredWeight | None:
-        """See `Checkpoint`; with the model's name, and with permuted heads.
+        """See `Checkpoint`; with the model's name, its outputs of a fused tensor, and permuted heads.
 
-        None for parts of fused ones, but for outputs of a coded one that lie side by side.
+        None for one of several experts in a tensor.
         """
         stored, where = self._parts[name]
+        if stored in self._transposed or any(isinstance(index, int) for index in where):
+            return None
         weight, order = self._base.coded(stored), self._layout.order
-        if where:
-            rows = where[0] if len(where) == 1 and stored not in self._heads else None
-            if not isinstance(weight, CodedWeight) or not isinstance(rows, slice) or stored in self._transposed:
-                return None
-            weight = weight.outputs(range(*rows.indices(weight.out_features)))
-        if weight is None or isinstance(weight, Mxfp4Weight) or order is None or not HEADS.fullmatch(name):
+        if weight is None or (not where and (order is None or not HEADS.fullmatch(name))):
             return weight
-        permuted = torch.arange(weight.out_features).view(-1, len(order))[:, list(order)]
-        return weight.outputs(permuted.flatten())
+        rows = torch.arange(weight.out_features)
+        if (heads := self._heads.get(stored)) is not None:
+            rows = rows.view(heads, -1)[where].flatten()
+        elif where:
+            rows = rows[where]
+        if order is None or not HEADS.fullmatch(name):
+            return weight.outputs(rows if heads else range(int(rows[0]), int(rows[-1]) + 1))
+        return weight.outputs(rows.view(-1, len(order))[:, list(order)].flatten())
 
     def table(self, name: str) -> QuantizedTable | None:
         """See `Checkpoint`."""

@@ -42,6 +42,7 @@ BY_HEADS = ".kv_b_proj.weight"
 """Latent attention's, which is split into a small product per head."""
 EXPERT = re.compile(r".*\.experts\.\d+\..*")
 """A routed expert; a step reads only the chosen ones."""
+NUMBERED = re.compile(r"(.*\.experts\.)\d+(\..*)")
 EXPERT_FIELDS = "num_experts (num_local_experts, n_routed_experts)"
 ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Buffers in older checkpoints, which follow from the configuration."""
@@ -118,6 +119,7 @@ class Weights:
         self._bytes_read = 0
         self._elsewhere: dict[str, int] = {}
         self._saved: dict[str, int] = {}  # by product: bytes saved by computing with weights as they are stored
+        self._forms: dict[str, type | None] = {}  # by the experts of a layer: what their codes are
         self._taken: set[str] = set()
         self._complete = False
 
@@ -217,6 +219,7 @@ class Weights:
         whole = sum(self._shapes[f"{name}.weight"][0] for name in names)
         shared = (whole,) if sum(map(len, rows)) < whole else ()
         codes = self._codes(parts) if self.quantization is None else []
+        self._check_experts(names[0], type(codes[0]) if codes else None)
         if codes:
             return self._coded(product_name(names), codes, joined_bias, *shared)
         if self.quantization is None:
@@ -230,6 +233,15 @@ class Weights:
         if not self._complete:
             self.products[product] = quantized
         return self.kernels.pack_quantized(quantized, joined_bias, *shared)
+
+    def _check_experts(self, name: str, form: type | None) -> None:
+        """Experts of a layer are computed together, so all have codes of one kind (`form`), or none has."""
+        found = NUMBERED.fullmatch(name)
+        if found is not None and self._forms.setdefault(found[1] + found[2], form) != form:
+            raise CheckpointError(
+                f"{self._checkpoint.folder}: {name!r} is stored in another format than the experts before it, but "
+                "those of a layer must be alike; quantization='int8' makes them so"
+            )
 
     def _codes(self, parts: Sequence[tuple[str, range]]) -> list[StoredWeight]:
         """Weights that are used as they are stored; empty if one of them cannot be, or is of another kind."""

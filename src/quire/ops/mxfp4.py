@@ -66,11 +66,11 @@ class Mxfp4Weight:
     def nbytes(self) -> int:
         return self.codes.numel() + self.scales.numel()
 
-    def outputs(self, wanted: range) -> Mxfp4Weight:
-        """Of these outputs alone, as a view."""
-        if len(wanted) == self.out_features:
+    def outputs(self, wanted: range | torch.Tensor) -> Mxfp4Weight:
+        """Of these outputs alone: a view of a range, a copy of what an index picks."""
+        if isinstance(wanted, range) and len(wanted) == self.out_features:
             return self
-        rows = slice(wanted.start, wanted.stop)
+        rows = slice(wanted.start, wanted.stop) if isinstance(wanted, range) else wanted
         return Mxfp4Weight(self.codes[rows], self.scales[rows])
 
     def restored(self) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from quire.models.checkpoint import Checkpoint
 from quire.models.fields import Fields
-from quire.models.formats.integers import IntegerWeight, in_pairs, unpacked
+from quire.models.formats.integers import IntegerWeight, unpacked
 from quire.models.formats.stored import FLOATS, Contents, check_shape, find_parts, matrix
 
 BITS, IN_WORD = 4, 8
@@ -27,7 +27,13 @@ class AwqWeight(IntegerWeight):
 
     def codes(self) -> torch.Tensor:
         """See `IntegerWeight`."""
-        return in_pairs(_by_output(self.part("qweight")).mT)
+        outputs, inputs = self.shape
+        pieces = self.part("qweight").mT.contiguous().view(torch.uint8).view(-1, inputs, IN_WORD // 2)
+        codes = torch.empty(outputs // IN_WORD, IN_WORD, inputs // 2, dtype=torch.uint8)
+        for place, output in enumerate(ORDER):
+            even, odd = pieces[:, 0::2, place // 2], pieces[:, 1::2, place // 2]
+            codes[:, output] = even >> 4 | odd & 0xF0 if place % 2 else even & 0x0F | odd << 4
+        return codes.flatten(0, 1)
 
     def scales(self) -> torch.Tensor:
         """See `IntegerWeight`."""
@@ -35,7 +41,9 @@ class AwqWeight(IntegerWeight):
 
     def zeros(self) -> torch.Tensor:
         """See `IntegerWeight`."""
-        return _by_output(self.part("qzeros")).mT.contiguous()
+        words = self.part("qzeros")
+        zeros = unpacked(words, BITS, self.shape[0]).view(len(words), -1, IN_WORD)[..., PLACES]
+        return zeros.flatten(1).mT.contiguous()
 
 
 def read(base: Checkpoint, section: Fields) -> Contents:
@@ -68,9 +76,3 @@ def find(base: Checkpoint) -> Contents:
             shape = width * IN_WORD, inputs
             weights.append(AwqWeight(name=f"{prefix}weight", shape=shape, parts=parts, kind="AWQ int4", bits=BITS))
     return Contents(weights)
-
-
-def _by_output(words: torch.Tensor) -> torch.Tensor:
-    """Codes [rows, out] of words [rows, out / 8]."""
-    codes = unpacked(words, BITS, words.shape[1] * IN_WORD)
-    return codes.reshape(len(words), -1, IN_WORD)[..., PLACES].flatten(1)

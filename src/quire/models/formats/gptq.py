@@ -58,7 +58,9 @@ class GptqWeight(IntegerWeight):
 
     def order(self) -> torch.Tensor | None:
         """See `IntegerWeight`."""
-        return order_of(self.part("g_idx"), self.parts["scales"].shape[0]) if "g_idx" in self.parts else None
+        if "g_idx" not in self.parts:
+            return None
+        return order_of(self.part("g_idx"), self.parts["scales"].shape[0])
 
 
 def read(base: Checkpoint, section: Fields) -> Contents:

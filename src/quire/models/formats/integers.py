@@ -37,6 +37,11 @@ class IntegerWeight(WeightOnDisk):
     bits: int
     activations: Literal["block", "row"] = "block"
 
+    def __post_init__(self) -> None:
+        if self.bits <= 4 and self.shape[1] % 2:
+            first = next(iter(self.parts.values()))
+            raise CheckpointError(f"{first.file}: {first.name!r} has {self.shape[1]} inputs; an odd number is not read")
+
     @abstractmethod
     def codes(self) -> torch.Tensor:
         """Uint8 [out, in / 2], or int8 [out, in]."""
@@ -105,18 +110,19 @@ def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
         return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)[:, :count]
     rows, have = words.shape
     stretches = -(-count // WORD)  # as many codes as a word has bits are in as many words as a code has
-    padded = torch.zeros(rows, stretches * bits + 1, dtype=torch.int64)
-    padded[:, :have] = words.to(torch.int64) & 0xFFFFFFFF
-    first = torch.arange(count) * bits
-    low, shift = first // WORD, first % WORD
-    pair = padded[:, low] | padded[:, low + 1] << WORD
-    return (pair >> shift & (1 << bits) - 1).to(torch.uint8)
+    words = torch.nn.functional.pad(words, (0, stretches * bits - have)).view(rows, stretches, bits)
+    codes = torch.empty(rows, stretches, WORD, dtype=torch.uint8)
+    for place in range(WORD):
+        word, shift = divmod(place * bits, WORD)
+        code = words[..., word] >> shift
+        if shift + bits > WORD:
+            code = code & ((1 << (WORD - shift)) - 1) | words[..., word + 1] << (WORD - shift)
+        codes[..., place] = code & ((1 << bits) - 1)
+    return codes.flatten(1)[:, :count]
 
 
 def in_pairs(codes: torch.Tensor) -> torch.Tensor:
     """Codes of up to 4 bits [out, in], two in a byte, the even input's in the lower half."""
-    if codes.shape[1] % 2:
-        raise CheckpointError(f"an odd number of inputs, {codes.shape[1]}, is not supported")
     return (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous()
 
 
