@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +18,14 @@ from quire.models.formats.choose import of_numbers
 from quire.models.quantize import quantize_folder
 from quire.models.registry import load_model
 from quire.ops import Quantization
-from tests.checkpoints import write
+from tests.checkpoints import Tensors, under, write
+from tests.mutations import mutate_json
 from tests.oracle import chunked_logits, edit_json, random_prompt, save_checkpoint
-from tests.test_gptq_awq import GPTQ, numbers, pack_gptq
+from tests.test_bitsandbytes import NAME as NAME_4_BIT
+from tests.test_bitsandbytes import SECTION as SECTION_4_BIT
+from tests.test_bitsandbytes import stored
+from tests.test_compressed_tensors import CASES, SEVERAL, compressed, section_of
+from tests.test_gptq_awq import AWQ, GPTQ, numbers, pack_awq, pack_gptq
 
 REFUSED = {
     "aqlm": "AQLM weights",
@@ -105,3 +113,69 @@ def test_a_checkpoint_in_such_a_format_is_inspected(tmp_path: Path, capsys: pyte
     assert main(["inspect", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "tensors of I32" in out and "Qwen3ForCausalLM" in out
+
+
+def small(draw: random.Random) -> tuple[str, Tensors, dict[str, Any]]:
+    """A weight's name, its tensors and the configuration, in one of the formats."""
+    kind = draw.choice(["gptq", "awq", "bitsandbytes", "fp8", *SEVERAL])
+    codes, zeros = torch.randint(0, 16, (32, 64)), torch.randint(1, 16, (32, 2))
+    scales = {"scales": torch.rand(2, 32).half()}
+    if kind == "gptq":
+        parts = pack_gptq(codes, zeros, 4, 1) | scales | {"g_idx": (torch.arange(64) // 32).int()}
+        return "m.weight", under("m", parts), GPTQ | {"desc_act": True}
+    if kind == "awq":
+        return "m.weight", under("m", pack_awq(codes, zeros) | scales), AWQ
+    if kind == "bitsandbytes":
+        return NAME_4_BIT, stored("nf4", draw.random() < 0.5), SECTION_4_BIT
+    if kind == "fp8":
+        parts = {"weight": torch.randn(32, 64).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(2, 2)}
+        return "m.weight", under("m", parts), {"quant_method": "fp8", "weight_block_size": [16, 32]}
+    format, args = CASES[kind]
+    return "m.weight", under("m", compressed(torch.randn(32, 64), format, args)[0]), section_of(format, args)
+
+
+def damage(tensors: Tensors, draw: random.Random) -> None:
+    """One tensor is removed, renamed, cut, reshaped, or of another type or content."""
+    name = draw.choice(sorted(tensors))
+    tensor = tensors.pop(name)
+    ways: list[Callable[[], torch.Tensor]] = [
+        lambda: tensor[: len(tensor) // 2] if tensor.dim() else tensor,
+        lambda: tensor[None],
+        lambda: tensor.flatten(),
+        lambda: tensor.float().to(draw.choice([torch.float16, torch.int32, torch.uint8, torch.int64, torch.bfloat16])),
+        lambda: torch.randint(0, 256, (tensor.nbytes,), dtype=torch.uint8).view(tensor.dtype).view(tensor.shape),
+        lambda: torch.zeros_like(tensor)[:0] if tensor.dim() else tensor,
+    ]
+    kind = draw.randrange(len(ways) + 2)
+    if kind < len(ways):
+        tensors[name] = ways[kind]()
+    elif kind == len(ways):
+        tensors[name + draw.choice(["x", ".weight", "_scale"])] = tensor
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(150), pytest.param(range(150, 4000), marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_damaged_weights_and_configurations_are_read_or_refused_by_name(seeds: range, tmp_path: Path) -> None:
+    ends = []
+    for seed in seeds:
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        name, tensors, section = small(draw)
+        if draw.random() < 0.5:
+            damage(tensors, draw)
+        write(tmp_path, tensors, section)
+        config = tmp_path / "config.json"
+        if draw.random() < 0.6:
+            config.write_bytes(mutate_json(config.read_text(), draw).encode("utf-8", "surrogatepass"))
+        try:
+            checkpoint = of_numbers(Checkpoint(tmp_path))
+            if name in checkpoint.entries and checkpoint.entries[name].dtype == "F32":
+                coded, tensor = checkpoint.coded(name), checkpoint.tensor(name)
+                assert tensor.dtype == torch.float32 and tuple(tensor.shape) == checkpoint.entries[name].shape
+                assert coded is None or torch.equal(coded.restored(), tensor) or not tensor.isfinite().all()
+            ends.append("read")
+        except CheckpointError as error:
+            assert str(tmp_path) in str(error), error
+            ends.append("refused")
+    assert min(ends.count("refused"), ends.count("read")) > len(seeds) // 6, "the damage is too little or too much"
