@@ -31,10 +31,13 @@ class Kind:
     offsets: torch.dtype | None = None
     blocks: torch.dtype | None = None
     factors: bool = False
+    codes: tuple[int, int] = (-128, 127)
 
 
-def _kind(name: str, bits: Any, group: int, *types: Any, factors: bool = False, **more: Any) -> Kind:
-    return Kind(Scheme(name, bits, group, **more), *types, factors=factors)
+def _kind(
+    name: str, bits: Any, group: int, *types: Any, factors: bool = False, codes: Any = (-128, 127), **more: Any
+) -> Kind:
+    return Kind(Scheme(name, bits, group, **more), *types, factors=factors, codes=codes)
 
 
 F16, BF16, F32, U8, I8 = torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.int8
@@ -42,10 +45,12 @@ KINDS = [
     _kind("Q4_0", 4, 32, F16, table=LINES),
     _kind("Q4_1", 4, 32, F16, F16),
     _kind("Q8_0", 8, 32, F16),
+    _kind("Q5_0", 8, 32, F16, codes=(-16, 15)),
+    _kind("8 bits in two levels", 8, 32, I8, I8, F16, block=256),
     _kind("Q2_K", 4, 16, U8, U8, F16, block=256),
     _kind("Q4_K", 4, 32, U8, U8, F16, block=256),
-    _kind("Q5_K", 8, 32, U8, U8, F16, block=256),
-    _kind("Q6_K", 8, 16, I8, None, F16, block=256),
+    _kind("Q5_K", 8, 32, U8, U8, F16, block=256, codes=(0, 31)),
+    _kind("Q6_K", 8, 16, I8, None, F16, block=256, codes=(-32, 31)),
     _kind("IQ4_XS", 4, 32, I8, None, F16, block=256, table=TABLE),
     _kind("AWQ", 4, 128, F16, U8),
     _kind("GPTQ 8", 8, 64, F16, I8),
@@ -78,8 +83,9 @@ def coded(kind: Kind, outputs: int, inputs: int, seed: int = 0) -> CodedWeight:
     if scheme.bits == 4:
         codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=U8, generator=random_)
     else:
-        codes = torch.randint(-128, 128, (outputs, inputs), generator=random_).to(I8)
-    step = 1 / max(map(abs, scheme.table or (16,))) if scheme.bits == 4 else 1 / 128
+        least, most = kind.codes
+        codes = torch.randint(least, most + 1, (outputs, inputs), generator=random_).to(I8)
+    step = 1 / max(map(abs, kind.codes if scheme.bits == 8 else scheme.table or (16,)))
     unit = step / 64 if scheme.block else step
     return CodedWeight(
         scheme,

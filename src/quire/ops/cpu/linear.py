@@ -24,7 +24,7 @@ PROTOTYPES: dict[str, Prototype] = {
     "pack_codes": (None, (POINTER, POINTER, POINTER)),
     "pack_numbers": (None, (POINTER, POINTER, I64, I32, POINTER)),
 }
-INT8, INT4, MXFP4 = 3, 4, 5
+INT8, INT4, MXFP4, INT6 = 3, 4, 5, 6
 """Formats beside the dense ones, which have their data type's number."""
 NUMBERS = {**DTYPES, torch.uint8: 3, torch.int8: 4}
 """How the C++ side names the types of scales and offsets (`Number` in weight.h)."""
@@ -47,7 +47,7 @@ class _Weight(ctypes.Structure):
         *(("data", POINTER), ("bias", POINTER)),
         *((name, _Numbers) for name in ("scales", "offsets", "block_scales", "block_offsets")),
         ("factors", POINTER),
-        *(("segment", I32), ("whole_rows", I32)),
+        *(("segment", I32), ("whole_rows", I32), ("raised", I32)),
         ("table", ctypes.c_int8 * 16),
         ("width", I64),
         ("next", POINTER),
@@ -151,6 +151,9 @@ class CpuProduct:
             whole_rows=scheme.activations == "row",
             table=(ctypes.c_int8 * 16)(*(scheme.table or range(16))),
         )
+        raised = _raised(parts)
+        if raised is not None:
+            weight.format, weight.raised = INT6, raised
         weight.data = self._taken(self._lib.packed_bytes(ctypes.addressof(weight)))
         codes = [_with_rows(part.codes) for part in parts]
         rows = _rows(codes)
@@ -225,6 +228,15 @@ def _layout(weight: CodedWeight) -> tuple[object, ...]:
     """Parts for which this is the same are one weight."""
     tensors = weight.scales, weight.offsets, weight.block_scales, weight.block_offsets, weight.factors
     return weight.scheme, *(None if tensor is None else tensor.dtype for tensor in tensors)
+
+
+def _raised(parts: Sequence[CodedWeight]) -> int | None:
+    """What makes numbers of 8 bits such of 6, from 0 to 63, as those of Q5_K and Q6_K; None where nothing does."""
+    if parts[0].scheme.bits == 4 or not parts[0].scheme.group or not all(part.codes.numel() for part in parts):
+        return None
+    least = min(0, *(int(part.codes.min()) for part in parts))
+    most = max(int(part.codes.max()) for part in parts)
+    return -least if most - least < 64 else None
 
 
 def _rows(parts: Sequence[torch.Tensor]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

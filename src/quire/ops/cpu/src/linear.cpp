@@ -31,8 +31,8 @@ constexpr int MAX_ROWS = 2;
 // -- all of a product ---------------------------------------------------------------------------------------------
 
 // Of codes in groups, more rows find no registers.
-constexpr int MAX_ROWS_OF_INT4 = std::min(MAX_ROWS, MAX_ROWS_IN_GROUPS);
-int most_rows(const Weight& w) { return w.format == INT4 || w.scales.at ? MAX_ROWS_OF_INT4 : MAX_ROWS; }
+constexpr int ROWS_IN_GROUPS = std::min(MAX_ROWS, MAX_ROWS_IN_GROUPS);
+int most_rows(const Weight& w) { return has_codes(w) && (w.format != INT8 || w.scales.at) ? ROWS_IN_GROUPS : MAX_ROWS; }
 
 // Rows in blocks of nearly equal size.
 struct Blocks {
@@ -61,6 +61,7 @@ int64_t words_a_row(const Weight& w) {
     if (has_tiles(w)) return tiled_row_bytes(w) / 4;  // at least those below
     switch (w.format) {
         case INT8:
+        case INT6:
         case INT4: return round_up(w.in, 4) / 4;
         case DENSE_BF16: return PAIRS ? round_up(w.in, 2) / 2 : round_up(w.in, 2);
         default: return w.in;
@@ -119,7 +120,7 @@ __attribute__((noinline)) void multiply_as(const Weight& w, int64_t panel, const
     if constexpr (FORMAT == DENSE_BF16 && !PAIRS) times_widened_pairs<ROWS>(data, words, w.in, later, sums);
     if constexpr (FORMAT == DENSE_F32) times_single<float, ROWS>((const float*)data, words, w.in, sums);
     if constexpr (FORMAT == DENSE_F16) times_single<f16, ROWS>((const f16*)data, words, w.in, sums);
-    if constexpr (FORMAT == INT8 || FORMAT == INT4)
+    if constexpr (FORMAT == INT8 || FORMAT == INT6 || FORMAT == INT4)
         times_codes<FORMAT, ROWS>(w, panel, data, words, scales, starts, totals, later, sums);
     if constexpr (FORMAT == MXFP4) {
         if (x.pairs)
@@ -137,7 +138,8 @@ void multiply(const Weight& w, int64_t panel, const Activations& x, int64_t row,
         case DENSE_BF16: return multiply_as<DENSE_BF16, ROWS>(w, panel, x, row, later, out);
         case DENSE_F16: return multiply_as<DENSE_F16, ROWS>(w, panel, x, row, later, out);
         case INT8: return multiply_as<INT8, ROWS>(w, panel, x, row, later, out);
-        case INT4: return multiply_as<INT4, std::min(ROWS, MAX_ROWS_OF_INT4)>(w, panel, x, row, later, out);
+        case INT6: return multiply_as<INT6, std::min(ROWS, ROWS_IN_GROUPS)>(w, panel, x, row, later, out);
+        case INT4: return multiply_as<INT4, std::min(ROWS, ROWS_IN_GROUPS)>(w, panel, x, row, later, out);
         case MXFP4: return multiply_as<MXFP4, ROWS>(w, panel, x, row, later, out);
     }
 }
@@ -184,7 +186,7 @@ void prepare_codes(const Weight& w, const T* x, int64_t begin, int64_t n, int64_
         float* scales = to.scales + begin * blocks_a_row(w) + first / BLOCK * n;
         for (int64_t r = 0; r < n; r++) scales[r] = of_rows[r].scale;
         const int64_t start = first / w.segment * n;
-        const Codes codes{w.segment, n, to.words + begin * words_a_row(w) + first / 4 * n,
+        const Codes codes{w.segment, n, w.format == INT6 ? w.raised : INT8_OFFSET, to.words + begin * words_a_row(w) + first / 4 * n,
                           to.starts + begin * starts_a_row(w) + start,
                           w.offsets.at ? to.totals + begin * totals_a_row(w) + start : nullptr};
         quantize_rows(x + begin * w.in + first, w.in, std::min(BLOCK, end - first), n, of_rows, codes);
@@ -324,7 +326,7 @@ void prepare_tiled_row(const Weight& w, const T* x, int64_t row, const RowTiles&
         if (count % TILE_BYTES) std::memset(codes, 0, sizeof codes);
         const BlockScale scale = scale_of(from + first, count);
         to.scales[row * blocks_a_row(w) + first / BLOCK] = scale.scale;
-        quantize(from + first, count, scale, Codes{BLOCK, 1, (uint32_t*)codes, nullptr, nullptr});
+        quantize(from + first, count, scale, Codes{BLOCK, 1, 0, (uint32_t*)codes, nullptr, nullptr});
         for (int64_t i = 0; i < count; i += TILE_BYTES)
             std::memcpy(at + in_tile(first + i, tiles.height), codes + i, TILE_BYTES);
     }

@@ -1,9 +1,9 @@
-// Panels of a weight in codes of 8 or 4 bits times rows of activations in int8, for linear.cpp. What the codes stand for,
+// Panels of a weight in codes of 8, 6 or 4 bits times rows of activations in int8, for linear.cpp. What the codes stand for,
 // and what they are scaled with, is in ops/coded.py; int8 and int4 of ops/quantized.py are two of its schemes.
 //
 // Both factors of a dot product are bytes. What a code stands for is made unsigned (INT8_OFFSET added) where the machine
-// wants that, so each sum begins with minus so many times that of the activations' codes: `starts`. Whole numbers of a
-// segment are summed exactly; what follows has one order on every machine.
+// wants that, so each sum begins with minus so many times that of the activations' codes: `starts`. Numbers that fit 6 bits
+// lie in so many. Whole numbers of a segment are summed exactly; what follows has one order on every machine.
 #pragma once
 
 #include "linear_quantized.h"
@@ -33,30 +33,23 @@ INLINE f32x16 load_number(const T* p) {
     }
 }
 
-// The numbers of a panel's segments first .. first + count - 1. What lies ahead is asked for.
+// The numbers of a panel's segments first .. first + count - 1.
 template <class T>
 void numbers_as(const Weight& w, const Numbers& from, int64_t panel, int32_t first, int32_t count, Units units,
                 f32x16 (*to)[2]) {
     const int32_t input = first * w.segment, group = input / from.each;
     const T* at = (const T*)from.at + (panel * from.count + group) * PANEL;
-    auto load_segment = [&](int32_t s) __attribute__((always_inline)) {
-        const f32x16 low = load_number(at), high = load_number(at + LANES);
-        to[s][0] = units.at ? low * units.at[0] : low;
-        to[s][1] = units.at ? high * units.at[1] : high;
-        units.at += units.step;
+    auto load_all = [&](auto product) __attribute__((always_inline)) {
+        int32_t left = from.each - (input - group * from.each);
+        for (int32_t s = 0; s < count; s++, units.at += units.step) {
+            to[s][0] = product(load_number(at), 0), to[s][1] = product(load_number(at + LANES), 1);
+            if ((left -= w.segment) == 0) at += PANEL, left = from.each;
+        }
     };
-    for (size_t line = 0; line < count * PANEL * sizeof(T); line += 64)
-        __builtin_prefetch((const char*)at + line + AHEAD / 8, 0, LOCALITY);
-    if (from.each == w.segment) {
-        for (int32_t s = 0; s < count; s++, at += PANEL) load_segment(s);
-        return;
-    }
-    int32_t left = from.each - (input - group * from.each);
-    for (int32_t s = 0; s < count; s++) {
-        load_segment(s);
-        left -= w.segment;
-        if (left == 0) at += PANEL, left = from.each;
-    }
+    if (units.at)
+        load_all([&](f32x16 number, int half) __attribute__((always_inline)) { return number * units.at[half]; });
+    else
+        load_all([](f32x16 number, int) __attribute__((always_inline)) { return number; });
 }
 
 __attribute__((noinline)) inline void numbers_of(const Weight& w, const Numbers& from, int64_t panel, int32_t first,
@@ -144,8 +137,6 @@ struct Table {
 #endif
 };
 
-#undef QUIRE_ALWAYS
-
 // The numbers of rows for which there are groups: the sums of a segment, and of a block of them, are kept apart.
 #if defined(__AVX512F__)
 constexpr int MAX_ROWS_IN_GROUPS = 8;
@@ -156,30 +147,44 @@ constexpr int MAX_ROWS_IN_GROUPS = 4;
 template <int ROWS>
 using WholeSums = i32x16[ROWS][2];
 
+// Four inputs' numbers of 16 outputs each, as bytes: those of 8 bits as they lie, those of 4 bits as they are looked up.
+// Those of 6 bits come in 16 inputs at a time: the lower four bits of two times eight, as those of 4 bits lie, and the upper
+// two of all, four inputs' in each byte.
+template <Format FORMAT>
+struct Quads {
+    static constexpr int COUNT = FORMAT == INT8 ? 1 : FORMAT == INT4 ? 2 : 4, LINES = FORMAT == INT6 ? 3 : 1;
+    u32x16 of[COUNT];
+
+    QUIRE_ALWAYS Quads(const Table& table, const char* data) {
+        const auto codes = load_as<u32x16>(data);
+        if constexpr (FORMAT == INT8) of[0] = codes ^ SIGNS;
+        if constexpr (FORMAT == INT4) of[0] = table.low(codes), of[1] = table.high(codes);
+        if constexpr (FORMAT == INT6) {
+            const auto more = load_as<u32x16>(data + 128), upper = load_as<u32x16>(data + 256);
+            constexpr uint32_t LOWER = 0x0f0f0f0fu, UPPER = 0x30303030u;
+            of[0] = (codes & LOWER) | ((upper << 4) & UPPER);
+            of[1] = ((codes >> 4) & LOWER) | ((upper << 2) & UPPER);
+            of[2] = (more & LOWER) | (upper & UPPER);
+            of[3] = ((more >> 4) & LOWER) | ((upper >> 2) & UPPER);
+        }
+    }
+};
+
 // sums += the products of `inputs` inputs.
 template <Format FORMAT, int ROWS>
 INLINE void add_dots(const Table& table, const char*& data, const uint32_t*& x, int64_t inputs, Later& later,
-                         WholeSums<ROWS>& sums) {
-    constexpr int EACH = FORMAT == INT4 ? 8 : 4;  // inputs that 128 bytes hold
-    for (int64_t j = 0; j < inputs; j += EACH, data += 128, x += EACH / 4 * ROWS) {
-        fetch(data), later.fetch();
-        const u32x16 b0 = load_as<u32x16>(data), b1 = load_as<u32x16>(data + 64);
-        if constexpr (FORMAT == INT8) {
-            const u32x16 w0 = b0 ^ SIGNS, w1 = b1 ^ SIGNS;
+                     WholeSums<ROWS>& sums) {
+    using Each = Quads<FORMAT>;
+    for (int64_t j = 0; j < inputs; j += 4 * Each::COUNT, data += 128 * Each::LINES, x += Each::COUNT * ROWS) {
+        for (int line = 0; line < Each::LINES; line++) fetch(data + 128 * line), later.fetch();
+        const Each first(table, data), second(table, data + 64);
 #pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++) {
-                const u32x16 quad = splat_word(x + r);
-                sums[r][0] = dot4(sums[r][0], w0, quad);
-                sums[r][1] = dot4(sums[r][1], w1, quad);
-            }
-        } else {
-            const u32x16 low0 = table.low(b0), low1 = table.low(b1);
-            const u32x16 high0 = table.high(b0), high1 = table.high(b1);
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++) {
-                const u32x16 one = splat_word(x + r), two = splat_word(x + ROWS + r);
-                sums[r][0] = dot4(dot4(sums[r][0], low0, one), high0, two);
-                sums[r][1] = dot4(dot4(sums[r][1], low1, one), high1, two);
+        for (int r = 0; r < ROWS; r++) {
+#pragma GCC unroll 4
+            for (int q = 0; q < Each::COUNT; q++) {
+                const u32x16 quad = splat_word(x + q * ROWS + r);
+                sums[r][0] = dot4(sums[r][0], first.of[q], quad);
+                sums[r][1] = dot4(sums[r][1], second.of[q], quad);
             }
         }
     }
@@ -220,7 +225,7 @@ INLINE void times_codes(const Weight& w, int64_t panel, const char* data, const 
                 const f32x16 o0 = numbers.offsets[s][0], o1 = numbers.offsets[s][1];
 #pragma GCC unroll 16
                 for (int r = 0; r < ROWS; r++) {
-                    const f32x16 total = splat(*totals++);
+                    const f32x16 total = bits_of<f32x16>(splat_word(totals++));
                     block[r][0] = fma(total, o0, block[r][0]);
                     block[r][1] = fma(total, o1, block[r][1]);
                 }
@@ -238,5 +243,7 @@ INLINE void times_codes(const Weight& w, int64_t panel, const char* data, const 
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) sums[r][0] *= f0, sums[r][1] *= f1;
 }
+
+#undef QUIRE_ALWAYS
 
 }  // namespace quire

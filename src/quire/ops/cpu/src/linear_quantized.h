@@ -52,10 +52,11 @@ INLINE i32x16 codes_of(f32x16 v, float inverse) {
 }
 
 // Where a row's quantized numbers go: words of four codes each, scales, and for each `segment` what sums of products begin
-// with (see linear_coded.h); null: not wanted. `totals`: minus the sums of the segments' codes; null: not wanted. Each of them
-// lies `stride` after the one before.
+// with where the weight's numbers are `raised` by so much (see linear_coded.h); null: not wanted. `totals`: minus the sums of
+// the segments' codes; null: not wanted. Each of them lies `stride` after the one before.
 struct Codes {
     int64_t segment, stride;
+    int32_t raised;
     uint32_t* words;
     int32_t* starts;
     float* totals;
@@ -78,8 +79,8 @@ void quantize(const T* x, int64_t count, BlockScale scale, Codes to) {
         }
         if (!to.starts) continue;
         const int32_t all = sum(bits_of<i32x16>(total));
-        *to.starts = -INT8_OFFSET * (uint32_t)all, to.starts += to.stride;
-        if (to.totals) *to.totals = (float)-all, to.totals += to.stride;
+        *to.starts = (int32_t)(-(uint32_t)to.raised * (uint32_t)all), to.starts += to.stride;
+        if (to.totals) *to.totals = -(float)all, to.totals += to.stride;
     }
 }
 
@@ -106,9 +107,9 @@ void quantize_four(const T* x, int64_t row, int64_t count, const BlockScale* sca
             to.words += some * to.stride;
         }
         const auto parts = bits_of<words>(totals);
-        const u32x4 all = parts.of[0] + parts.of[1] + parts.of[2] + parts.of[3], starts = all * (uint32_t)-INT8_OFFSET;
+        const u32x4 all = parts.of[0] + parts.of[1] + parts.of[2] + parts.of[3], starts = all * (uint32_t)-to.raised;
         std::memcpy(to.starts, &starts, sizeof starts);
-        for (int r = 0; to.totals && r < 4; r++) to.totals[r] = (float)-(int32_t)all[r];
+        for (int r = 0; to.totals && r < 4; r++) to.totals[r] = -(float)(int32_t)all[r];
         if (to.totals) to.totals += to.stride;
     }
 }
@@ -117,7 +118,7 @@ void quantize_four(const T* x, int64_t row, int64_t count, const BlockScale* sca
 template <class T>
 void quantize_rows(const T* x, int64_t row, int64_t count, int64_t n, const BlockScale* scales, Codes to) {
     auto from = [&](int64_t r) {
-        return Codes{to.segment, to.stride, to.words + r, to.starts + r, to.totals ? to.totals + r : nullptr};
+        return Codes{to.segment, to.stride, to.raised, to.words + r, to.starts + r, to.totals ? to.totals + r : nullptr};
     };
     for (int64_t r = 0; r < n && n < 4; r++) quantize(x + r * row, count, scales[r], from(r));
     for (int64_t four = 0; four < n && n >= 4; four += 4) {

@@ -51,9 +51,38 @@ void pack_columns(const char* const* rows, int64_t out, int64_t n, int64_t padde
         const int64_t count = std::min<int64_t>(PANEL, out - panel * PANEL);
         if (count < PANEL || padded > n) std::memset(p, 0, padded * PANEL * sizeof(T));
         for (int64_t first = 0; first < n; first += AT_ONCE)
-            for (int64_t o = 0; o < count; o++)
-                for (int64_t j = first; j < std::min(n, first + AT_ONCE); j++)
-                    p[j * PANEL + o] = change(load_as<T>(rows[panel * PANEL + o] + j * sizeof(T)));
+            for (int64_t o = 0; o < count; o++) {
+                const int64_t some = std::min(AT_ONCE, n - first);
+                T line[AT_ONCE] = {};
+                std::memcpy(line, rows[panel * PANEL + o] + first * sizeof(T), some * sizeof(T));
+                for (T& element : line) element = change(element);
+                for (int64_t j = 0; j < some; j++) p[(first + j) * PANEL + o] = line[j];
+            }
+    });
+}
+
+// Adds to each byte; what is carried out of one is lost.
+uint32_t add_to_bytes(uint32_t bytes, uint32_t more) {
+    const uint32_t all = more * 0x01010101u;
+    return ((bytes & 0x7f7f7f7fu) + (all & 0x7f7f7f7fu)) ^ ((bytes ^ all) & 0x80808080u);
+}
+
+// Rows [in] of bytes that are below 64 once they are raised, for 16 inputs three words: the lower four bits of the first
+// eight, those of the second, and the upper two of all (see linear_coded.h).
+void pack_six_bits(const char* const* rows, int64_t out, int64_t in, uint32_t raised, uint32_t* to) {
+    parallel_each((out + PANEL - 1) / PANEL, {}, [=](int64_t panel) {
+        for (int64_t j = 0; j < in; j += 16)
+            for (int64_t o = 0; o < PANEL; o++) {
+                uint32_t quads[4] = {}, *word = to + (panel * in + j) / 16 * 3 * PANEL + o;
+                if (const int64_t row = panel * PANEL + o; row < out) {
+                    std::memcpy(quads, rows[row] + j, sizeof quads);
+                    for (uint32_t& quad : quads) quad = add_to_bytes(quad, raised);
+                }
+                const auto [a, b, c, d] = quads;
+                word[0] = (a & 0x0f0f0f0fu) | (b & 0x0f0f0f0fu) << 4;
+                word[PANEL] = (c & 0x0f0f0f0fu) | (d & 0x0f0f0f0fu) << 4;
+                word[2 * PANEL] = (a & 0x30303030u) >> 4 | (b & 0x30303030u) >> 2 | (c & 0x30303030u) | (d & 0x30303030u) << 2;
+            }
     });
 }
 
@@ -91,8 +120,10 @@ QUIRE_API void quire_pack_mxfp4(const Weight* w, const char* const* codes, const
     });
 }
 
-// Packs codes of 8 bits, or two of 4 bits a byte, the even inputs' below; `rows` are the addresses of the outputs' rows.
+// Packs codes of 8 bits (of which those of 6 bits are made), or two of 4 bits a byte, the even inputs' below; `rows` are the
+// addresses of the outputs' rows.
 QUIRE_API void quire_pack_codes(const Weight* w, const char* const* rows, uint32_t* to) {
+    if (w->format == INT6) return pack_six_bits(rows, w->out, w->in, (uint32_t)w->raised, to);
     if (w->format == INT4) return pack_columns(rows, w->out, w->in / 8, w->in / 8, to, four_then_four);
     pack_columns(rows, w->out, w->in / 4, round_up(w->in, 64) / 4, to, [](uint32_t quad) { return quad; });
     for (int64_t o = 0; w->in % 4 && o < w->out; o++) {  // the last ones fill no word

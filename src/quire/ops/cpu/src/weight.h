@@ -5,7 +5,7 @@
 
 namespace quire {
 
-enum Format : int32_t { DENSE_F32 = 0, DENSE_BF16 = 1, DENSE_F16 = 2, INT8 = 3, INT4 = 4, MXFP4 = 5 };
+enum Format : int32_t { DENSE_F32 = 0, DENSE_BF16 = 1, DENSE_F16 = 2, INT8 = 3, INT4 = 4, MXFP4 = 5, INT6 = 6 };
 
 // Types of the numbers that scales and offsets consist of: those of `DType`, and whole ones.
 enum Number : int32_t { U8 = 3, I8 = 4 };
@@ -18,7 +18,7 @@ struct Numbers {
     int64_t count;   // groups
 };
 
-// As quire.ops.cpu.linear describes it. INT8 and INT4 are codes of 8 and 4 bits, whatever their scheme (ops/coded.py).
+// As quire.ops.cpu.linear describes it. INT8, INT6 and INT4 are codes of so many bits, whatever their scheme (ops/coded.py).
 struct Weight {
     int32_t format;
     int32_t plain;    // as ops/quantized.py describes it: tile registers multiply such codes
@@ -30,6 +30,7 @@ struct Weight {
     const float* factors;                          // the same, [outputs] or null
     int32_t segment;     // inputs whose products are summed as whole numbers: within a group and a BLOCK
     int32_t whole_rows;  // a row of activations has one scale, not one a BLOCK
+    int32_t raised;      // what was added to the numbers of 6 bits, so that they are 0 to 63
     int8_t table[16];    // what codes of 4 bits stand for
     int64_t width;       // outputs of the whole product
     const Weight* next;  // its next part, whose outputs follow; null: this is the last one
@@ -41,7 +42,7 @@ constexpr int AHEAD = 8192;  // bytes that are asked for before they are needed
 
 inline int64_t panels(const Weight& w) { return (w.out + PANEL - 1) / PANEL; }
 
-inline bool has_codes(const Weight& w) { return w.format == INT8 || w.format == INT4; }
+inline bool has_codes(const Weight& w) { return w.format == INT8 || w.format == INT4 || w.format == INT6; }
 
 // Scales of a row of activations.
 inline int64_t blocks_a_row(const Weight& w) { return has_codes(w) ? (w.in + BLOCK - 1) / BLOCK : 0; }
@@ -49,7 +50,8 @@ inline int64_t blocks_a_row(const Weight& w) { return has_codes(w) ? (w.in + BLO
 // Whether activations that were laid out for one of them serve the other.
 inline bool laid_out_alike(const Weight& a, const Weight& b) {
     if (a.next || b.next || a.format != b.format || a.in != b.in) return false;
-    return a.plain == b.plain && a.segment == b.segment && a.whole_rows == b.whole_rows && !a.offsets.at == !b.offsets.at;
+    if (a.plain != b.plain || a.segment != b.segment || a.whole_rows != b.whole_rows) return false;
+    return a.raised == b.raised && !a.offsets.at == !b.offsets.at;
 }
 
 // Bytes of a panel.
@@ -59,6 +61,7 @@ inline int64_t panel_bytes(const Weight& w) {
         case DENSE_F16: return w.in * PANEL * 2;
         case DENSE_BF16: return round_up(w.in, 2) * PANEL * 2;
         case INT8: return round_up(w.in, 64) * PANEL;
+        case INT6: return w.in * PANEL / 16 * 12;
         default: return w.in * PANEL / 2;
     }
 }
