@@ -195,33 +195,39 @@ INLINE void add_dots(const Table& table, const char*& data, const uint32_t*& x, 
 template <Format FORMAT, int ROWS>
 INLINE void times_codes(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* scales,
                         const int32_t* starts, const float* totals, Later later, Sums<ROWS>& sums) {
-    constexpr bool GROUPS = ROWS <= MAX_ROWS_IN_GROUPS;
+    constexpr bool IN_GROUPS = ROWS <= MAX_ROWS_IN_GROUPS;
     const Table table(w.table);
     BlockNumbers numbers;
-    if constexpr (GROUPS)
-        for (auto& half : numbers.scales[0]) half = splat(1.0f);  // where there are none
+    if constexpr (IN_GROUPS && FORMAT != INT8)
+        for (auto& half : numbers.scales[0]) half = splat(1.0f);  // where there are no groups
     for (int64_t first = 0; first < w.in; first += BLOCK, scales += ROWS) {
-        if (GROUPS && w.scales.at) block_numbers(w, panel, first / BLOCK, numbers);
-        f32x16 block[ROWS][2] = {};
-        const int64_t inputs = std::min(BLOCK, w.in - first), segments = GROUPS ? w.segment : BLOCK;
-        for (int64_t begin = 0, s = 0; begin < inputs; begin += segments, s++) {
-            WholeSums<ROWS> whole;
+        const int64_t inputs = std::min(BLOCK, w.in - first);
+        WholeSums<ROWS> whole;
+        auto add_segment = [&](int64_t count) __attribute__((always_inline)) {
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) whole[r][0] = whole[r][1] = splat(*starts++);
-            add_dots<FORMAT, ROWS>(table, data, x, std::min(segments, inputs - begin), later, whole);
-            if constexpr (!GROUPS) {
-#pragma GCC unroll 16
-                for (int r = 0; r < ROWS; r++)
-                    for (int half = 0; half < 2; half++) block[r][half] = converted<f32x16>(whole[r][half]);
-                break;
-            }
-            const f32x16 s0 = numbers.scales[s][0], s1 = numbers.scales[s][1];
+            add_dots<FORMAT, ROWS>(table, data, x, count, later, whole);
+        };
+        if (FORMAT == INT8 && (!IN_GROUPS || !w.scales.at)) {
+            add_segment(inputs);
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
-                block[r][0] = fma(converted<f32x16>(whole[r][0]), s0, block[r][0]);
-                block[r][1] = fma(converted<f32x16>(whole[r][1]), s1, block[r][1]);
+                const f32x16 scale = splat(scales[r]);
+                sums[r][0] = fma(converted<f32x16>(whole[r][0]), scale, sums[r][0]);
+                sums[r][1] = fma(converted<f32x16>(whole[r][1]), scale, sums[r][1]);
             }
-            if (w.offsets.at) {
+        } else if constexpr (IN_GROUPS) {
+            if (w.scales.at) block_numbers(w, panel, first / BLOCK, numbers);
+            f32x16 block[ROWS][2] = {};
+            for (int64_t begin = 0, s = 0; begin < inputs; begin += w.segment, s++) {
+                add_segment(std::min<int64_t>(w.segment, inputs - begin));
+                const f32x16 s0 = numbers.scales[s][0], s1 = numbers.scales[s][1];
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; r++) {
+                    block[r][0] = fma(converted<f32x16>(whole[r][0]), s0, block[r][0]);
+                    block[r][1] = fma(converted<f32x16>(whole[r][1]), s1, block[r][1]);
+                }
+                if (!w.offsets.at) continue;
                 const f32x16 o0 = numbers.offsets[s][0], o1 = numbers.offsets[s][1];
 #pragma GCC unroll 16
                 for (int r = 0; r < ROWS; r++) {
@@ -230,12 +236,12 @@ INLINE void times_codes(const Weight& w, int64_t panel, const char* data, const 
                     block[r][1] = fma(total, o1, block[r][1]);
                 }
             }
-        }
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) {
-            const f32x16 scale = splat(scales[r]);
-            sums[r][0] = fma(block[r][0], scale, sums[r][0]);
-            sums[r][1] = fma(block[r][1], scale, sums[r][1]);
+            for (int r = 0; r < ROWS; r++) {
+                const f32x16 scale = splat(scales[r]);
+                sums[r][0] = fma(block[r][0], scale, sums[r][0]);
+                sums[r][1] = fma(block[r][1], scale, sums[r][1]);
+            }
         }
     }
     if (!w.factors) return;
