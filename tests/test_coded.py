@@ -94,7 +94,7 @@ def coded(kind: Kind, outputs: int, inputs: int, seed: int = 0) -> CodedWeight:
         drawn(kind.offsets, scheme.group, -2.0, 2.0),
         drawn(kind.blocks, scheme.block or 0, 0.5 * unit, 1.5 * unit),
         drawn(kind.blocks if kind.offsets else None, scheme.block or 0, 0.0, 1 / 64),
-        0.5 + torch.rand(outputs, generator=random_) if kind.factors else None,
+        (0.5 + torch.rand(outputs, generator=random_)) * (1.0 if scheme.group else step) if kind.factors else None,
     )
 
 

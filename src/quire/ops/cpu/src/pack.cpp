@@ -41,6 +41,8 @@ uint32_t four_then_four(uint32_t codes) {
     return halves(codes & 0xffffu) | halves(codes >> 16) << 4;
 }
 
+constexpr int64_t SOON = 256;  // bytes of a row that are asked for ahead: of 32 rows at a time memory sends none by itself
+
 // Elements [n] of outputs' rows to [panels][padded][32], zeros where there is no output or element. A few of all of a
 // panel's rows at a time: so each line comes and goes once.
 template <class T, class Change>
@@ -53,8 +55,10 @@ void pack_columns(const char* const* rows, int64_t out, int64_t n, int64_t padde
         for (int64_t first = 0; first < n; first += AT_ONCE)
             for (int64_t o = 0; o < count; o++) {
                 const int64_t some = std::min(AT_ONCE, n - first);
+                const char* at = rows[panel * PANEL + o] + first * sizeof(T);
+                __builtin_prefetch(at + SOON);
                 T line[AT_ONCE] = {};
-                std::memcpy(line, rows[panel * PANEL + o] + first * sizeof(T), some * sizeof(T));
+                std::memcpy(line, at, some * sizeof(T));
                 for (T& element : line) element = change(element);
                 for (int64_t j = 0; j < some; j++) p[(first + j) * PANEL + o] = line[j];
             }
@@ -70,18 +74,24 @@ uint32_t add_to_bytes(uint32_t bytes, uint32_t more) {
 // Rows [in] of bytes that are below 64 once they are raised, for 16 inputs three words: the lower four bits of the first
 // eight, those of the second, and the upper two of all (see linear_coded.h).
 void pack_six_bits(const char* const* rows, int64_t out, int64_t in, uint32_t raised, uint32_t* to) {
+    constexpr uint32_t LOWER = 0x0f0f0f0fu, UPPER = 0x30303030u;
     parallel_each((out + PANEL - 1) / PANEL, {}, [=](int64_t panel) {
-        for (int64_t j = 0; j < in; j += 16)
-            for (int64_t o = 0; o < PANEL; o++) {
-                uint32_t quads[4] = {}, *word = to + (panel * in + j) / 16 * 3 * PANEL + o;
-                if (const int64_t row = panel * PANEL + o; row < out) {
-                    std::memcpy(quads, rows[row] + j, sizeof quads);
+        const int64_t count = std::min<int64_t>(PANEL, out - panel * PANEL);
+        uint32_t* p = to + panel * in / 16 * 3 * PANEL;
+        if (count < PANEL) std::memset(p, 0, in / 16 * 3 * PANEL * sizeof *p);
+        for (int64_t first = 0; first < in; first += 64)
+            for (int64_t o = 0; o < count; o++) {
+                const char* row = rows[panel * PANEL + o];
+                __builtin_prefetch(row + first + SOON);
+                for (int64_t j = first; j < std::min(in, first + 64); j += 16) {
+                    uint32_t quads[4], *word = p + j / 16 * 3 * PANEL + o;
+                    std::memcpy(quads, row + j, sizeof quads);
                     for (uint32_t& quad : quads) quad = add_to_bytes(quad, raised);
+                    const auto [a, b, c, d] = quads;
+                    word[0] = (a & LOWER) | (b & LOWER) << 4;
+                    word[PANEL] = (c & LOWER) | (d & LOWER) << 4;
+                    word[2 * PANEL] = (a & UPPER) >> 4 | (b & UPPER) >> 2 | (c & UPPER) | (d & UPPER) << 2;
                 }
-                const auto [a, b, c, d] = quads;
-                word[0] = (a & 0x0f0f0f0fu) | (b & 0x0f0f0f0fu) << 4;
-                word[PANEL] = (c & 0x0f0f0f0fu) | (d & 0x0f0f0f0fu) << 4;
-                word[2 * PANEL] = (a & 0x30303030u) >> 4 | (b & 0x30303030u) >> 2 | (c & 0x30303030u) | (d & 0x30303030u) << 2;
             }
     });
 }
