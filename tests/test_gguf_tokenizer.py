@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
 import tokenizers
 
 from quire.errors import CheckpointError, TokenizerError
-from quire.models.gguf_tokenizer import tokenizer_files
+from quire.models.gguf_tokenizer import ending_files, tokenizer_files
 from quire.text.tokenizer import Tokenizer
 from tests.gguf_vocabularies import as_metadata, texts
 from tests.published import tokenizer_folder
@@ -36,8 +37,8 @@ def test_a_published_tokenizer_survives_the_metadata(name: str, count: int) -> N
     ours = Tokenizer(files["tokenizer.json"], json.loads(files["tokenizer_config.json"]))
     oracle = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     some = texts(count)
-    ids = ours.encode_batch(some, add_special_tokens=False, parse_special=True)
-    expected = [encoding.ids for encoding in oracle.encode_batch(some, add_special_tokens=False)]
+    ids = ours.encode_batch(some, parse_special=True)
+    expected = [encoding.ids for encoding in oracle.encode_batch(some)]
     for text, found, right in zip(some, ids, expected, strict=True):
         assert found == right, repr(text)
         assert ours.decode(found, skip_special_tokens=False) == oracle.decode(right, skip_special_tokens=False)
@@ -94,6 +95,39 @@ def test_metadata_that_is_not_valid_is_refused(change: dict[str, Any], message: 
         tokenizer_files(changed)
 
 
+JUNK: list[Any] = [
+    *(None, True, -1, 0, 3, 1 << 70, 0.5, float("inf"), "", "a", "x" * 5000, b"a", {}, {"a": 1}, [], [[]], [None]),
+    *(["a"] * 5, ["", "b", "ab", "a b", " "], ["\udfff"] * 5, [3] * 5, [-1] * 5, [6] * 5, [0.0, 1.0, 2.0, 3.0, 4.0]),
+]
+
+
+def test_metadata_of_any_kind_makes_a_tokenizer_or_an_error_of_quires() -> None:
+    rng = random.Random(0)
+    names = [
+        "model",
+        "pre",
+        "tokens",
+        "token_type",
+        "merges",
+        "scores",
+        "add_bos_token",
+        "add_space_prefix",
+        "eot_token_id",
+    ]
+    names += ["eos_token_id", "bos_token_id", "unknown_token_id"]
+    made = 0
+    for _ in range(2000):
+        changed = {f"tokenizer.ggml.{name}": rng.choice(JUNK) for name in rng.sample(names, rng.randrange(4))}
+        kind = {"tokenizer.ggml.model": rng.choice(["gpt2", "llama", "gemma4"]), "tokenizer.ggml.scores": [0.0] * 5}
+        try:
+            files = tokenizer_files(SMALL | kind | changed)
+            Tokenizer(files["tokenizer.json"], json.loads(files["tokenizer_config.json"]))
+            made += 1
+        except CheckpointError:
+            pass
+    assert made > 100
+
+
 def test_chat_templates_keep_their_names() -> None:
     files = tokenizer_files(SMALL | {"tokenizer.chat_template": "x", "tokenizer.chat_template.tool_use": "y"})
     assert files["chat_template.jinja"] == "x"
@@ -111,6 +145,9 @@ def test_what_ends_a_turn_is_known_by_its_text_too() -> None:
         "tokenizer.ggml.eos_token_id": 0,
     }
     assert json.loads(tokenizer_files(metadata)["generation_config.json"]) == {"eos_token_id": [0, 1, 4]}
+    unknown = metadata | {"tokenizer.ggml.pre": "new"}
+    assert json.loads(ending_files(unknown)["generation_config.json"]) == {"eos_token_id": [0, 1, 4]}
+    assert ending_files({}) == {}
 
 
 def test_the_tokens_of_phi_3_take_the_spaces_behind_them() -> None:

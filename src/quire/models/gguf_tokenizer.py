@@ -131,9 +131,23 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {
         "tokenizer.json": _json(source),
         "tokenizer_config.json": _json({**config, "clean_up_tokenization_spaces": False}),
-        "generation_config.json": _json({"eos_token_id": _ends(fields, tokens)}),
+        **_ending(fields, tokens),
         **_templates(fields),
     }
+
+
+def ending_files(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Of `tokenizer_files` the `generation_config.json`, which does not depend on how texts are split; for a file whose
+    tokenizer is not known. Empty if it has none. Raises as `tokenizer_files` does.
+    """
+    fields = Fields(metadata, SOURCE)
+    if "tokenizer.ggml.model" not in fields or "tokenizer.ggml.tokens" not in fields:
+        return {}
+    return _ending(fields, _read_tokens(fields, fields.text("tokenizer.ggml.model")))
+
+
+def _ending(fields: Fields, tokens: _Tokens) -> dict[str, str]:
+    return {"generation_config.json": _json({"eos_token_id": _ends(fields, tokens)})}
 
 
 # --- the two families -------------------------------------------------------------------------------------
