@@ -1,6 +1,7 @@
-"""llama.cpp's own converter of checkpoints to GGUF, as the source of `llama-cpp-python` on PyPI carries it.
+"""llama.cpp's own converter of checkpoints to GGUF, and the vocabularies that it is tested with, as the source of
+`llama-cpp-python` on PyPI carries them.
 
-It is fetched once; tests that need it are skipped where it cannot be.
+They are fetched once; tests that need them are skipped where they cannot be.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from tests.published import CACHE, download
 
 VERSION = "0.3.36"
-PARTS = ("conversion/", "gguf-py/gguf/")
+PARTS = ("conversion/", "gguf-py/gguf/", "models/ggml-vocab-")
 DRIVER = """
 import json, sys, traceback
 from pathlib import Path
@@ -48,8 +49,8 @@ with torch.inference_mode():
 
 @functools.cache
 def converter() -> Path:
-    """The folder with the converter's packages."""
-    folder = CACHE / f"llama-cpp-{VERSION}"
+    """The folder with the converter's packages, and `models/` with the vocabularies."""
+    folder = CACHE / f"llama-cpp-python-{VERSION}"
     if not folder.exists():
         archive = download(f"llama-cpp-python=={VERSION}", "--no-binary", ":all:")
         partial = folder.with_suffix(".part")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 
 from quire.errors import CheckpointError, TokenizerError
+from quire.models.gguf_file import read_gguf
 from quire.models.gguf_tokenizer import ending_files, tokenizer_files
 from quire.text.tokenizer import Tokenizer
 from tests.gguf_vocabularies import as_metadata, texts
-from tests.published import tokenizer_folder
+from tests.llama_cpp import converter
+from tests.published import gemma3_270m, tokenizer_folder
 
 PUBLISHED = {
     "qwen3": ("gpt2", "qwen2"),
@@ -42,6 +45,39 @@ def test_a_published_tokenizer_survives_the_metadata(name: str, count: int) -> N
     for text, found, right in zip(some, ids, expected, strict=True):
         assert found == right, repr(text)
         assert ours.decode(found, skip_special_tokens=False) == oracle.decode(right, skip_special_tokens=False)
+
+
+FAMILIES = ["command-r", "deepseek-coder", "deepseek-llm", "gemma-4", "gpt-2", "llama-bpe", "llama-spm", "mpt"]
+END = "\n__ggml_vocab_test__\n"
+FAMILIES += ["phi-3", "qwen2", "refact", "starcoder"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpps_vocabularies_give_the_ids_that_it_tests_with(family: str) -> None:
+    """Those ids are transformers'."""
+    file = converter() / "models" / f"ggml-vocab-{family}.gguf"
+    tokenizer = Tokenizer(tokenizer_files(read_gguf(file).metadata)["tokenizer.json"])
+    some = Path(f"{file}.inp").read_bytes().decode().removesuffix(END).split(END)
+    expected = [list(map(int, line.split())) for line in Path(f"{file}.out").read_text().splitlines()]
+    assert len(some) == len(expected) > 40
+    for text, right in zip(some, expected, strict=True):
+        assert tokenizer.encode(text, add_special_tokens=False, parse_special=True) == right, repr(text)
+
+
+@pytest.mark.slow
+def test_a_published_file_of_gemma_3_has_the_published_tokenizer() -> None:
+    source = json.loads((tokenizer_folder("gemma3") / "tokenizer.json").read_text("utf-8"))
+    files = tokenizer_files(read_gguf(gemma3_270m()).metadata)
+    made = json.loads(files["tokenizer.json"])
+    for part in ("vocab", "merges"):
+        assert made["model"][part] == source["model"][part]
+    ours, oracle = Tokenizer(files["tokenizer.json"]), tokenizers.Tokenizer.from_str(json.dumps(source))
+    some = texts(10_000) + [" " * n + "a" for n in range(100)] + ["\n" * n for n in range(100)]
+    ids = ours.encode_batch(some, parse_special=True)
+    for text, found, right in zip(some, ids, oracle.encode_batch(some), strict=True):
+        assert found == right.ids, repr(text)
+        assert ours.decode(found, skip_special_tokens=False) == oracle.decode(right.ids, skip_special_tokens=False)
 
 
 SMALL: dict[str, Any] = {

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.errors import CheckpointNotFoundError, ConfigError, TokenizerError
-from quire.models.hub import ASSETS, tokenizer_folder
+from quire.models.hub import ASSETS, resolve, tokenizer_folder
+from quire.text.tokenizer import Tokenizer
+from tests.gguf_files import LLAMA, llama, random_blocks, write
+from tests.gguf_vocabularies import as_metadata
 from tests.http_tools import ServeProcess
 
 DEMO = ASSETS / "demo"
@@ -47,6 +51,27 @@ def test_a_tokenizer_is_a_folder_or_its_file_and_the_models_own_by_default(folde
         tokenizer_folder(of(str(tmp_path / "none")), DEMO)
     with pytest.raises(ConfigError, match=r"^tokenizer: revision 'main' was given"):
         tokenizer_folder(of(str(folder), tokenizer_revision="main"), DEMO)
+
+
+def test_a_gguf_files_tokenizer_may_be_given_and_a_gguf_model_may_be_given_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    vocabulary = {**as_metadata(folder, "gpt2", "qwen2"), "tokenizer.chat_template": "x"}
+    shape = (len(vocabulary["tokenizer.ggml.tokens"]), 256)
+    tensors = llama() | {"token_embd.weight": random_blocks("Q6_K", shape, np.random.default_rng(0))}
+    file = write(tmp_path / "m.gguf", LLAMA | vocabulary, tensors)
+    given = Tokenizer.load(tokenizer_folder(of(str(file)), DEMO))
+    assert given.encode("x = 10") == Tokenizer.load(folder).encode("x = 10")
+
+    eos = vocabulary["tokenizer.ggml.eos_token_id"]
+    unknown = write(tmp_path / "u.gguf", LLAMA | vocabulary | {"tokenizer.ggml.pre": "new"}, tensors)
+    assert eos in json.loads((resolve(str(unknown)) / "generation_config.json").read_text("utf-8"))["eos_token_id"]
+    with LLM(str(unknown), tokenizer=str(folder), max_model_len=64, kv_cache_memory="8MiB") as llm:
+        [output] = llm.generate("x = 10", SamplingParams(max_tokens=2))
+        assert output.prompt_token_ids == given.encode("x = 10")
+        [reply] = llm.chat([{"role": "user", "content": "x"}], SamplingParams(max_tokens=1))
+        assert reply.prompt_token_ids == given.encode("x!")
 
 
 def test_options_that_contradict_it_are_refused() -> None:

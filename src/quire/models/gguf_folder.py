@@ -24,7 +24,7 @@ from quire.models.gguf_families import describe
 from quire.models.gguf_file import GgufHeader
 from quire.models.gguf_metadata import Said
 from quire.models.gguf_parts import SUFFIX, model_files, names_beside, parts_of, read_model
-from quire.models.gguf_tokenizer import tokenizer_files
+from quire.models.gguf_tokenizer import ending_files, tokenizer_files
 
 COMPANIONS = (
     "config.json",
@@ -107,6 +107,7 @@ def _made(header: GgufHeader, companions: Sequence[Path], beside: Sequence[str])
     fields, _ = describe(Said(header))
     made, notes = {"config.json": json.dumps(fields, indent=2)}, []
     try:
+        made |= ending_files(header.metadata)
         made |= tokenizer_files(header.metadata)
     except CheckpointError as error:
         notes.append(f"{error}; until then prompts are token ids")
