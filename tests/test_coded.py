@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import random
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from quire.errors import CheckpointError
+from quire.models.checkpoint import Checkpoint
+from quire.models.registry import load_model
+from quire.models.safetensors_file import FLOAT_DTYPES
 from quire.ops import CodedWeight, Kernels, choose_kernels
 from quire.ops.coded import Scheme
 from quire.ops.cpu import library
 from quire.ops.experts import LoopedExperts
 from quire.ops.linear import Product
 from quire.ops.quantized import BLOCK, quantize_activations, quantize_rows
+from tests.oracle import chunked_logits, random_prompt, save_checkpoint
 
 LINES = tuple(range(-8, 8))
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -247,3 +254,44 @@ def test_experts_of_several_schemes(kernels: Kernels) -> None:
     torch.testing.assert_close(found, looped(x, ids, weights), rtol=2**-7, atol=2**-5)
     with kernels.threads(2):
         assert torch.equal(layer(x, ids, weights), found)
+
+
+IN_MODELS = {
+    "v_proj": _kind("six", 8, 16, I8, None, F16, block=32, codes=(-32, 31)),
+    "gate_proj": _kind("eight", 8, 32, F16),
+    "down_proj": _kind("lines", 4, 32, BF16, table=LINES),
+}
+OTHERS = _kind("four", 4, 32, U8, U8, F16, block=32)
+
+
+class InCodes(Checkpoint):
+    """Has random projections in codes, of which those that are one product have several schemes."""
+
+    def coded(self, name: str) -> CodedWeight | None:
+        """See `Checkpoint`."""
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        if not module.endswith("_proj"):
+            return None
+        kind, size = IN_MODELS.get(module, OTHERS), self.entries[name].shape[1] ** 0.5
+        weight = coded(kind, *self.entries[name].shape, seed=zlib.crc32(name.encode()) % 1000)
+        smaller = torch.full((weight.out_features,), 2 / size)
+        return CodedWeight(
+            *(weight.scheme, weight.codes, weight.scales, weight.offsets, weight.block_scales, weight.block_offsets),
+            factors=smaller,
+        )
+
+    def tensor(self, name: str, dtypes: Mapping[str, torch.dtype] = FLOAT_DTYPES) -> torch.Tensor:
+        """See `Checkpoint`."""
+        weight = self.coded(name)
+        return super().tensor(name, dtypes) if weight is None else weight.restored()
+
+
+@needs_kernels
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_a_models_products_of_several_schemes_in_a_layer(architecture: str, tmp_path: Path, kernels: Kernels) -> None:
+    folder, prompt = save_checkpoint(tmp_path, architecture), random_prompt(30)
+    reference = load_model(folder, kernels=Kernels(), open_checkpoint=InCodes)
+    model = load_model(folder, kernels=kernels, open_checkpoint=InCodes)
+    expected, found = chunked_logits(reference, prompt, 30), chunked_logits(model, prompt, 30)
+    assert (found - expected).square().mean().sqrt() < 0.02 * expected.std()
+    assert torch.equal(chunked_logits(model, prompt, 7), found)
