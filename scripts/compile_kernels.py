@@ -28,6 +28,8 @@ KERNELS = ROOT / "src" / "quire" / "ops" / "cpu"
 SOURCES = KERNELS / "src"
 EVERYWHERE = ("simd.h", "team.h")
 """Headers that nearly all sources include. To read them, and the thousands of intrinsics, takes over a second."""
+LONGEST = ("attention", "linear", "recurrent", "latent", "rows")
+"""Sources that take longest to compile: they come first, so that all cores are busy to the end; then others by size."""
 SETS = runpy.run_path(str(KERNELS / "instruction_sets.py"))
 OPTIONS = (
     *("-std=c++17", "-O3", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0", "-fPIC"),
@@ -125,7 +127,10 @@ def _of_this_processor() -> list[str]:
 
 def _compile(libraries: dict[str, Path], compiler: str, more: Sequence[str]) -> Failures:
     """Make these libraries, by instruction set."""
-    sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)  # the last ones should be short
+    longest = {name: i for i, name in enumerate(LONGEST)}
+    sources = sorted(
+        SOURCES.glob("*.cpp"), key=lambda path: (longest.get(path.stem, len(LONGEST)), -path.stat().st_size)
+    )
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(_cores()) as pool:
         options_of = {name: (*OPTIONS, *_options_of(name, compiler), *more) for name in libraries}
 

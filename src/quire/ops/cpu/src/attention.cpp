@@ -76,7 +76,7 @@ struct Scratch {
     }
 };
 
-template <class T, class L, class S>
+template <class L>
 struct Item {
     const AttentionStep& step;
     Scratch<L>& scratch;
@@ -100,7 +100,7 @@ struct Item {
                 std::min(round_up(std::max<int64_t>(0, to), KEYS_AT_ONCE) / LANES, GROUPS)};
     }
 
-    void run(const T* q, int64_t q_stride, T* out, Ahead& of_few) {
+    void run(const void* q, int64_t q_stride, void* out, Ahead& of_few) {
         Ahead none(step.kv, layer), &ahead = rows() <= FEW_ROWS ? of_few : none;
         if (end > base) branch();
         configure();
@@ -157,11 +157,11 @@ struct Item {
     int64_t query_head(int64_t h, int64_t r) const { return h * group + r % group; }
 
     // A head's rows begin at `state` in the memory that outlives a tile.
-    void begin(int64_t h, int64_t state, const T* q, int64_t q_stride) {
+    void begin(int64_t h, int64_t state, const void* q, int64_t q_stride) {
         const int64_t size = step.kv.head_dim;
         for (int64_t r = 0; r < rows(); r++) {
-            const T* from = q + (row + r / group) * q_stride + query_head(h, r) * size;
-            pack_query<L>(from, size, scratch.tile.depth, scratch.q + (state + r) * scratch.tile.depth);
+            const int64_t from = (row + r / group) * q_stride + query_head(h, r) * size;
+            pack_query<L>(step.dtype, q, from, size, scratch.tile.depth, scratch.q + (state + r) * scratch.tile.depth);
             scratch.top[state + r] = sinks ? sinks[query_head(h, r)] * LOG2_E : LOWEST;
             scratch.total[state + r] = f32x16{sinks ? 1.0f : 0.0f};
         }
@@ -177,36 +177,34 @@ struct Item {
             for (int64_t r = 0; r < count; r++) *to++ = scratch.q[(state + r) * depth + d];
     }
 
-    void finish(int64_t h, int64_t state, T* out) {
+    void finish(int64_t h, int64_t state, void* out) {
         const int64_t size = step.kv.head_dim;
         for (int64_t r = 0; r < rows(); r++) {
-            T* to = out + ((row + r / group) * step.heads + query_head(h, r)) * size;
+            const int64_t to = ((row + r / group) * step.heads + query_head(h, r)) * size;
             const float *from = scratch.out + (state + r) * scratch.tile.dims, total = sum(scratch.total[state + r]);
-            for (int64_t i = 0; i < size; i += LANES)
-                store_some(to + i, load(from + i) / total, int(std::min<int64_t>(size - i, LANES)));
+            with_floats<L>(step.dtype, [&](auto number) {
+                for (int64_t i = 0; i < size; i += LANES)
+                    store_some((decltype(number)*)out + to + i, load(from + i) / total, size - i);
+            });
         }
     }
 
     // One key tile, merged into all rows.
     void attend(const TileSource& source, int64_t state, Ahead& ahead) {
-        if constexpr (FEW_APART<L>) {
-            if (rows() == 1) return attend_few<1>(source, state, ahead);
-            if (rows() == 2) return attend_few<2>(source, state, ahead);
-            if (rows() <= 4) return attend_few<4>(source, state, ahead);
-            if (rows() <= 8) return attend_few<8>(source, state, ahead);
-        }
+        if constexpr (FEW_APART<L>)
+            if (is_few()) return attend_few(source, state, ahead);
         const int64_t tile = source.start / KEY_TILE;
         const Groups seen = groups(tile, 0, rows());
         if (IN_TILES<L> && is_few()) score_transposed(source, state, ahead, seen);
         for (int64_t first = 0; first < GROUPS && !(IN_TILES<L> && is_few()); first += VECTORS) {
             const int64_t end = std::min(first + VECTORS, seen.end);
-            pack_keys<L, S>(source, ahead, std::max(first, seen.first), end, scratch.tile);
+            pack_keys(source, ahead, std::max(first, seen.first), end, scratch.tile);
             multiply_keys(tile, state, first);
         }
         each_block(tile, [&](int64_t r, int64_t n, Groups g) {
             for (int64_t i = r; i < r + n; i++) softmax(tile, i, state + i, g);
         });
-        pack_values<L, S>(source, ahead, seen.first, seen.end, scratch.tile);
+        pack_values(source, ahead, seen.first, seen.end, scratch.tile);
         multiply_values(tile, state);
     }
 
@@ -215,7 +213,7 @@ struct Item {
         if constexpr (IN_TILES<L>) {
             const Packed<L>& p = scratch.tile;
             const int64_t row = p.depth * sizeof(typename L::lane), size = step.kv.row_bytes();
-            const bool in_place = std::is_same_v<S, bf16> && row == size;
+            const bool codes = step.kv.quantized(), in_place = !codes && row == size;
             for (int64_t g = seen.first; g < seen.end; g += 2) {
                 const int64_t count = std::min<int64_t>(2, seen.end - g);
                 const char *keys[2], *next[2];
@@ -223,14 +221,14 @@ struct Item {
                     const int64_t position = source.start + (g + i) * LANES;
                     typename L::lane* apart = p.keys + (g + i) * p.panel;
                     next[i] = ahead.next();
-                    if constexpr (is_code<S>) {
+                    if (codes) {
                         source.scales(position, KEYS, p.key_scales + (g + i) * LANES);
                         source.scales(position, VALUES, p.value_scales + (g + i) * LANES);
                     }
                     keys[i] = source.group(position, KEYS, in_place ? (char*)apart : p.apart);
                     if (in_place) continue;
                     for (int64_t r = 0; r < LANES; r++)
-                        pack_query<L>((const S*)(keys[i] + r * size), step.kv.head_dim, p.depth, apart + r * p.depth);
+                        pack_query<L>(step.kv.format, keys[i] + r * size, 0, step.kv.head_dim, p.depth, apart + r * p.depth);
                     keys[i] = (const char*)apart;
                 }
                 alignas(64) f32x16 scores[2][LANES];
@@ -245,8 +243,7 @@ struct Item {
         }
     }
 
-    // `attend` for at most R rows.
-    template <int R>
+    // `attend` for few rows.
     void attend_few(const TileSource& source, int64_t state, Ahead& ahead) {
         const int64_t tile = source.start / KEY_TILE, stride = step.kv.row_bytes();
         const Groups seen = groups(tile, 0, rows());
@@ -260,18 +257,17 @@ struct Item {
         for (int64_t g = 0; g < count; g++) next_keys[g] = ahead.next();
         for (int64_t g = 0; g < count; g++) next_values[g] = ahead.next();
         find(KEYS);
-        for (int64_t g = seen.first; is_code<S> && g < seen.end; g++) {
+        for (int64_t g = seen.first; step.kv.quantized() && g < seen.end; g++) {
             source.scales(source.start + g * LANES, KEYS, p.key_scales + g * LANES);
             source.scales(source.start + g * LANES, VALUES, p.value_scales + g * LANES);
         }
-        constexpr int AT_ONCE = R < 8 ? 2 : 1;  // two share what they take of q
-        score_keys<L, S, R, AT_ONCE>({at, next_keys, stride}, count, step.kv.head_dim, scratch.q + state * p.depth, p.depth,
-                                     rows(), scratch.scores + seen.first * LANES);
+        score_keys<L>(step.kv, {at, next_keys, stride}, count, scratch.q + state * p.depth, p.depth, rows(),
+                      scratch.scores + seen.first * LANES);
         for (int64_t r = 0; r < rows(); r++) softmax(tile, r, state + r, seen);
         find(VALUES);
-        constexpr int64_t LENGTH = KEY_TILE / L::NUMBERS, STEP = LANES / L::NUMBERS;
-        add_values<L, S, R>({at, next_values, stride}, count, step.kv.head_dim, scratch.weights + seen.first * STEP, LENGTH,
-                            scratch.shrink, rows(), scratch.out + state * p.dims, p.dims);
+        constexpr int64_t STEP = LANES / L::NUMBERS;
+        add_values<L>(step.kv, {at, next_values, stride}, count, scratch.weights + seen.first * STEP, scratch.shrink, rows(),
+                      scratch.out + state * p.dims, p.dims);
     }
 
     // The scores of `VECTORS` groups of keys from `first` on.
@@ -282,7 +278,7 @@ struct Item {
             if (from >= to) return;
             const typename L::lane* q = scratch.q + (state + r) * p.depth;
             float* scores = scratch.scores + r * KEY_TILE + from * LANES;
-            multiply<L, false>(n, to - from, {q, p.depth, p.keys + from * p.panel, p.panel, p.depth,
+            multiply<L>(n, to - from, {q, p.depth, p.keys + from * p.panel, p.panel, p.depth,
                                               scores, KEY_TILE, nullptr});
         });
     }
@@ -297,7 +293,7 @@ struct Item {
                 const typename L::lane* weights = scratch.weights + r * LENGTH + g.first * STEP;
                 const typename L::lane* values = p.values + first * Packed<L>::COLUMNS + g.first * STEP * LANES;
                 float* out = scratch.out + (state + r) * p.dims + first * LANES;
-                multiply<L, true>(n, std::min<int64_t>(VECTORS, panels - first),
+                multiply<L>(n, std::min<int64_t>(VECTORS, panels - first),
                                   {weights, LENGTH, values, Packed<L>::COLUMNS, (g.end - g.first) * STEP,
                                    out, p.dims, scratch.shrink + r});
             });
@@ -317,24 +313,23 @@ struct Item {
     void softmax(int64_t tile, int64_t r, int64_t state, Groups g) {
         const int64_t position = position_of(r), to = behind_seen(position) - tile * KEY_TILE;
         const int64_t from = first_seen(position) - tile * KEY_TILE;
-        const float* scores = scratch.scores + r * KEY_TILE;
-        typename L::lane* weights = scratch.weights + r * KEY_TILE / L::NUMBERS;
-        float& top = scratch.top[state];
-        f32x16& total = scratch.total[state];
-        if (from <= 0 && to >= KEY_TILE)
-            scratch.shrink[r] = softmax_row<L, S, true>(scores, step.scale, scratch.tile, {0, GROUPS}, 0, KEY_TILE,
-                                                        weights, top, total);
-        else
-            scratch.shrink[r] = softmax_row<L, S, false>(
-                scores, step.scale, scratch.tile, g, int32_t(std::max<int64_t>(from, 0)),
-                int32_t(std::min<int64_t>(to, KEY_TILE)), weights, top, total);
+        const Groups whole{0, GROUPS};
+        const bool all = from <= 0 && to >= KEY_TILE;
+        auto weigh = [&](auto codes, auto seen) {
+            scratch.shrink[r] = softmax_row<L, decltype(codes)::value, decltype(seen)::value>(
+                scratch.scores + r * KEY_TILE, step.scale, scratch.tile, all ? whole : g,
+                int32_t(std::max<int64_t>(from, 0)), int32_t(std::min<int64_t>(to, KEY_TILE)),
+                scratch.weights + r * KEY_TILE / L::NUMBERS, scratch.top[state], scratch.total[state]);
+        };
+        auto of = [&](auto codes) { all ? weigh(codes, std::true_type{}) : weigh(codes, std::false_type{}); };
+        step.kv.quantized() ? of(std::true_type{}) : of(std::false_type{});
     }
 };
 
 // -- a layer ----------------------------------------------------------------------------------------------------
 
-template <class T, class L, class S>
-void attend(const AttentionStep& step, int64_t layer, const T* q, int64_t q_stride, const float* sinks, T* out) {
+template <class L>
+void attend(const AttentionStep& step, int64_t layer, const void* q, int64_t q_stride, const float* sinks, void* out) {
     // Where no item is much longer than another, who takes several can read ahead from one to the next.
     auto cost = [&](int64_t i) { return step.item[i * 7 + 2] * step.item[i * 7 + 4]; };
     const bool even = step.items && cost(0) <= 2 * cost(step.items - 1);  // the longest come first
@@ -343,27 +338,13 @@ void attend(const AttentionStep& step, int64_t layer, const T* q, int64_t q_stri
         scratch.lay_out(step.scratch + thread * step.scratch_bytes, step.most_rows, step.kv);
         auto item = [&](int64_t i) {
             const int64_t* of = step.item + i * 7;
-            return Item<T, L, S>{step, scratch, of[0], of[1], of[2], of[3], of[4], of[5], of[6], layer, sinks};
+            return Item<L>{step, scratch, of[0], of[1], of[2], of[3], of[4], of[5], of[6], layer, sinks};
         };
         Ahead ahead(step.kv, layer);
         for (int64_t i = first; i < last; i++) ahead.add(item(i).reads());
         ahead.begin();
         for (int64_t i = first; i < last; i++) item(i).run(q, q_stride, out, ahead);
     });
-}
-
-template <class T>
-void attend(const AttentionStep& step, int64_t layer, const void* q, int64_t q_stride, const float* sinks, void* out) {
-    using L = typename LanesOf<T>::type;
-    if (step.kv.format == KV_INT8) return attend<T, L, int8>(step, layer, (const T*)q, q_stride, sinks, (T*)out);
-    if (step.kv.format == KV_FP8) return attend<T, L, fp8>(step, layer, (const T*)q, q_stride, sinks, (T*)out);
-    attend<T, L, T>(step, layer, (const T*)q, q_stride, sinks, (T*)out);
-}
-
-template <class T>
-int64_t scratch_bytes(const AttentionStep& step) {
-    Scratch<typename LanesOf<T>::type> scratch;
-    return scratch.lay_out(nullptr, step.most_rows, step.kv);
 }
 
 }  // namespace
@@ -373,15 +354,15 @@ using namespace quire;
 
 // Bytes of scratch that each thread needs; reads the shapes, `dtype` and `most_rows` of the step.
 QUIRE_API int64_t quire_attention_scratch_bytes(const AttentionStep* step) {
-    if (step->dtype == F32) return scratch_bytes<float>(*step);
-    return step->dtype == BF16 ? scratch_bytes<bf16>(*step) : scratch_bytes<f16>(*step);
+    return with_lanes(step->dtype, [&](auto lanes) {
+        Scratch<decltype(lanes)> scratch;
+        return scratch.lay_out(nullptr, step->most_rows, step->kv);
+    });
 }
 
 // One layer: q [tokens, heads, head_dim] with `q_stride` numbers from token to token; out is contiguous.
 // A plain cache has q's data type. A row's running softmax begins with its head's sink [heads], where there are any.
 QUIRE_API void quire_attend(const AttentionStep* step, int64_t layer, const void* q, int64_t q_stride,
                             const float* sinks, void* out) {
-    if (step->dtype == F32) attend<float>(*step, layer, q, q_stride, sinks, out);
-    if (step->dtype == BF16) attend<bf16>(*step, layer, q, q_stride, sinks, out);
-    if (step->dtype == F16) attend<f16>(*step, layer, q, q_stride, sinks, out);
+    with_lanes(step->dtype, [&](auto lanes) { attend<decltype(lanes)>(*step, layer, q, q_stride, sinks, out); });
 }

@@ -24,8 +24,8 @@ struct RowGroups {
 // Scores of R rows, of which n are there, and G groups of keys: a lane is a key. WHOLE: `size` is so many squares. Rows
 // that are not there are the last one again, here and below: their numbers are its own, and are stored over them.
 template <class L, class S, int R, int G, bool WHOLE>
-void score_groups(const RowGroups& keys, int64_t size, const typename L::lane* q, int64_t depth, int64_t n,
-                  float* scores) {
+NOT_INLINE void score_groups(const RowGroups& keys, int64_t size, const typename L::lane* q, int64_t depth, int64_t n,
+                             float* scores) {
     constexpr int SQUARE = L::template SQUARE<S>, EACH = L::template EACH<S>;
     constexpr int LINES = SQUARE * sizeof(S) * LANES / 64;  // of a square: at most one for each of its vectors
     auto there = [n](int64_t r) { return std::min(r, n - 1); };
@@ -69,9 +69,8 @@ void score_groups(const RowGroups& keys, int64_t size, const typename L::lane* q
 // Adds the values of some groups to R rows, of which n are there: to numbers `column` to `column` + 16 * V - 1 of each,
 // which it first multiplies by its factor. WHOLE: a row of values has all of these.
 template <class L, class S, int R, int V, bool WHOLE>
-void add_columns(const RowGroups& values, int64_t groups, int64_t column, int64_t size,
-                 const typename L::lane* weights, int64_t weights_stride, const float* factor, int64_t n, float* out,
-                 int64_t dims) {
+NOT_INLINE void add_columns(const RowGroups& values, int64_t groups, int64_t column, int64_t size,
+                            const typename L::lane* weights, const float* factor, int64_t n, float* out, int64_t dims) {
     constexpr int N = L::NUMBERS;
     static_assert(V % N == 0);
     auto there = [n](int64_t r) { return std::min(r, n - 1); };
@@ -79,7 +78,7 @@ void add_columns(const RowGroups& values, int64_t groups, int64_t column, int64_
     f32x16 sum[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-        weight[r] = weights + there(r) * weights_stride;
+        weight[r] = weights + there(r) * KEY_TILE / N;
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) sum[r][v] = load(out + there(r) * dims + column + v * LANES) * factor[there(r)];
     }
@@ -115,29 +114,59 @@ void add_columns(const RowGroups& values, int64_t groups, int64_t column, int64_
         }
 }
 
-// The same for all groups, G at a time, and for all numbers of a row.
-template <class L, class S, int R, int G>
+// Scores of all groups, two at a time where the registers hold their sums: two share what they take of q.
+template <class L, class S, int R>
 void score_keys(const RowGroups& keys, int64_t groups, int64_t size, const typename L::lane* q, int64_t depth, int64_t n,
                 float* scores) {
+    constexpr int AT_ONCE = R < 8 ? 2 : 1;
     int64_t g = 0;
     auto from = [&] { return RowGroups{keys.at + g, keys.next + g, keys.stride}; };
     auto all = [&](auto whole) {
         constexpr bool WHOLE = decltype(whole)::value;
-        for (; g + G <= groups; g += G) score_groups<L, S, R, G, WHOLE>(from(), size, q, depth, n, scores + g * LANES);
-        for (; G > 1 && g < groups; g++) score_groups<L, S, R, 1, WHOLE>(from(), size, q, depth, n, scores + g * LANES);
+        for (; g + AT_ONCE <= groups; g += AT_ONCE)
+            score_groups<L, S, R, AT_ONCE, WHOLE>(from(), size, q, depth, n, scores + g * LANES);
+        if (g < groups) score_groups<L, S, R, 1, WHOLE>(from(), size, q, depth, n, scores + g * LANES);
     };
     size % L::template SQUARE<S> ? all(std::false_type{}) : all(std::true_type{});
 }
 
+// The values of all groups, for all numbers of a row.
 template <class L, class S, int R>
 void add_values(const RowGroups& values, int64_t groups, int64_t size, const typename L::lane* weights,
-                int64_t weights_stride, const float* factor, int64_t n, float* out, int64_t dims) {
+                const float* factor, int64_t n, float* out, int64_t dims) {
     constexpr int N = L::NUMBERS, V = R == 8 ? 2 : R == 4 ? 4 : 8;
     int64_t column = 0;
     for (; column + V * LANES <= size; column += V * LANES)
-        add_columns<L, S, R, V, true>(values, groups, column, size, weights, weights_stride, factor, n, out, dims);
+        add_columns<L, S, R, V, true>(values, groups, column, size, weights, factor, n, out, dims);
     for (; column < size; column += N * LANES)
-        add_columns<L, S, R, N, false>(values, groups, column, size, weights, weights_stride, factor, n, out, dims);
+        add_columns<L, S, R, N, false>(values, groups, column, size, weights, factor, n, out, dims);
+}
+
+// work(the numbers of the cache, R) for the least R that n rows fit into.
+template <class L, class F>
+INLINE void with_rows(const KvCache& kv, int64_t n, F work) {
+    with_numbers<L>(kv.format, [&](auto number) {
+        if (n == 1) return work(number, std::integral_constant<int, 1>{});
+        if (n == 2) return work(number, std::integral_constant<int, 2>{});
+        return n <= 4 ? work(number, std::integral_constant<int, 4>{}) : work(number, std::integral_constant<int, 8>{});
+    });
+}
+
+template <class L>
+void score_keys(const KvCache& kv, const RowGroups& keys, int64_t groups, const typename L::lane* q, int64_t depth,
+                int64_t n, float* scores) {
+    with_rows<L>(kv, n, [&](auto number, auto rows) {
+        score_keys<L, decltype(number), decltype(rows)::value>(keys, groups, kv.head_dim, q, depth, n, scores);
+    });
+}
+
+template <class L>
+void add_values(const KvCache& kv, const RowGroups& values, int64_t groups, const typename L::lane* weights,
+                const float* factor, int64_t n, float* out, int64_t dims) {
+    with_rows<L>(kv, n, [&](auto number, auto rows) {
+        add_values<L, decltype(number), decltype(rows)::value>(values, groups, kv.head_dim, weights, factor, n, out,
+                                                               dims);
+    });
 }
 
 }  // namespace quire

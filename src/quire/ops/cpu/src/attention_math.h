@@ -22,17 +22,6 @@ constexpr float LOWEST = std::numeric_limits<float>::lowest();
 
 constexpr float LOG2_E = 1.44269504f;
 
-template <class T>
-struct LanesOf {
-    using type = FloatLanes;
-};
-#if defined(QUIRE_PAIR_LANES)
-template <>
-struct LanesOf<bf16> {
-    using type = PairLanes;
-};
-#endif
-
 // -- products ---------------------------------------------------------------------------------------------------
 
 // Where a product's numbers lie; `a` and `b` in lanes, b in panels of [depth, 16].
@@ -45,11 +34,11 @@ struct Operands {
     int64_t depth;
     float* c;
     int64_t c_stride;
-    const float* factor;  // of each row of c
+    const float* factor;  // of each row of c; null: c is overwritten
 };
 
-// c = c * factor + a b (MERGE), or c = a b, for a [R, depth] and V panels of b.
-template <class L, bool MERGE, int R, int V>
+// c = c * factor + a b, for a [R, depth] and V panels of b.
+template <class L, int R, int V>
 void product(const Operands<typename L::lane>& o) {
     typedef float Sum __attribute__((vector_size(WIDTH)));
     constexpr int PARTS = 64 / WIDTH, SIZE = LANES / PARTS;
@@ -59,7 +48,7 @@ UNROLL
 UNROLL
         for (int v = 0; v < V * PARTS; v++) {
             Sum so_far = {};  // by value: of an array that is copied to GCC keeps a second one in memory
-            if (MERGE) std::memcpy(&so_far, o.c + r * o.c_stride + v * SIZE, sizeof so_far), so_far *= o.factor[r];
+            if (o.factor) std::memcpy(&so_far, o.c + r * o.c_stride + v * SIZE, sizeof so_far), so_far *= o.factor[r];
             sum[r][v] = so_far;
         }
     for (int64_t d = 0; d < o.depth; d++) {
@@ -84,25 +73,27 @@ UNROLL
 }
 
 // The product for a number of rows and vectors known only now, at most R (in tiles: two of them) and V.
-template <class L, bool MERGE, int R = ROWS, int V = VECTORS>
+template <class L, int R = ROWS, int V = VECTORS>
 void multiply(int64_t rows, int64_t vectors, const Operands<typename L::lane>& o) {
     if constexpr (IN_TILES<L>) {
-        if (MERGE) shrink_rows(o.c, o.c_stride, o.factor, rows, vectors);
-        multiply_in_tiles<MERGE>(rows, vectors, {{o.a, o.a + TILE_ROWS * o.a_stride}, {o.a_stride, o.a_stride},
-                                                 o.b, o.b_stride, o.depth, o.c, o.c_stride});
+        const TileOperands of{{o.a, o.a + TILE_ROWS * o.a_stride}, {o.a_stride, o.a_stride},
+                              o.b, o.b_stride, o.depth, o.c, o.c_stride};
+        if (!o.factor) return multiply_in_tiles<false>(rows, vectors, of);
+        shrink_rows(o.c, o.c_stride, o.factor, rows, vectors);
+        multiply_in_tiles<true>(rows, vectors, of);
     } else {
         if constexpr (R > 1)
-            if (rows < R) return multiply<L, MERGE, R - 1, V>(rows, vectors, o);
+            if (rows < R) return multiply<L, R - 1, V>(rows, vectors, o);
         if constexpr (V > 1)
-            if (vectors < V) return multiply<L, MERGE, R, V - 1>(rows, vectors, o);
-        product<L, MERGE, R, V>(o);
+            if (vectors < V) return multiply<L, R, V - 1>(rows, vectors, o);
+        product<L, R, V>(o);
     }
 }
 
 // A row's scores [KEY_TILE] become weights 2^(score - top), for the groups g, where it sees the keys from .. end - 1;
-// WHOLE: all of them, a number known here. Also its running top and total; returns how much to shrink what it has so
-// far.
-template <class L, class S, bool WHOLE>
+// WHOLE: all of them, a number known here; CODES: keys and values have scales. Also its running top and total; returns how
+// much to shrink what it has so far.
+template <class L, bool CODES, bool WHOLE>
 INLINE float softmax_row(const float* scores, float scale, const Packed<L>& tile, Groups g, int32_t from, int32_t end,
                          typename L::lane* weights, float& top, f32x16& total) {
     const int64_t first = WHOLE ? 0 : g.first, stop = WHOLE ? GROUPS : g.end;
@@ -115,7 +106,7 @@ INLINE float softmax_row(const float* scores, float scale, const Packed<L>& tile
     f32x16 highest = splat(top), score[GROUPS];
     for (int64_t i = first; i < stop; i++) {
         f32x16 s = load(scores + i * LANES) * (scale * LOG2_E);
-        if constexpr (is_code<S>) s *= load(tile.key_scales + i * LANES);
+        if constexpr (CODES) s *= load(tile.key_scales + i * LANES);
         score[i] = seen(i, s, -std::numeric_limits<float>::infinity());
         highest = max(highest, score[i]);
     }
@@ -125,7 +116,7 @@ INLINE float softmax_row(const float* scores, float scale, const Packed<L>& tile
         f32x16 weight = exp2_of_negative(score[i] - new_top);
         sum += weight;
         // What hides a score hides a scale too, which may be NaN where no one has written it.
-        if constexpr (is_code<S>) weight = seen(i, weight * load(tile.value_scales + i * LANES), 0.0f);
+        if constexpr (CODES) weight = seen(i, weight * load(tile.value_scales + i * LANES), 0.0f);
         L::store_weights(weights + i * LANES / L::NUMBERS, weight);
     }
     total = total * shrink + sum;

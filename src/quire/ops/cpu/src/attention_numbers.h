@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "dots.h"
+#include "kv_store.h"
 
 namespace quire {
 
@@ -49,17 +50,19 @@ INLINE f32x16 to_float(i32x16 v) {
 #endif
 }
 
-INLINE f32x16 load(const int8* p) {
-    i8x16 v;
-    std::memcpy(&v, p, sizeof v);
-    return to_float(widen(v));
-}
-INLINE f32x16 load(const fp8* p) {  // exact: exponent and mantissa in place, then the bias multiplied away
-    u8x16 v;
-    std::memcpy(&v, p, sizeof v);
+INLINE f32x16 from_int8(u8x16 v) { return to_float(widen((i8x16)v)); }
+INLINE f32x16 from_fp8(u8x16 v) {  // exact: exponent and mantissa in place, then the bias multiplied away
     u32x16 w = widen(v);
     f32x16 magnitude = bits_of<f32x16>((w & 0x7fu) << 20) * 0x1p120f;
     return bits_of<f32x16>(bits_of<u32x16>(magnitude) | ((w & 0x80u) << 24));
+}
+INLINE f32x16 load(const int8* p) { return from_int8(load_as<u8x16>(p)); }
+INLINE f32x16 load(const fp8* p) { return from_fp8(load_as<u8x16>(p)); }
+
+// As `load_some`, for fewer than 16: rare, and so compiled once for each type and not wherever numbers are loaded.
+template <class S>
+NOT_INLINE f32x16 load_few(const S* p, int64_t n) {
+    return load_some(p, n);
 }
 
 // -- transposing ------------------------------------------------------------------------------------------------
@@ -162,7 +165,7 @@ struct FloatLanes {
     // 16 lanes of a row, of which n numbers are there; the rest is 0.
     template <class S>
     INLINE vector of_row(const S* row, int n) {
-        return n >= LANES ? load(row) : load_some(row, n);
+        return n >= LANES ? load(row) : load_few(row, n);
     }
     // Of 16 rows, `stride` bytes apart, SQUARE numbers each, of which n are there: a lane is a row. A vector of what is
     // stored becomes EACH vectors of lanes.
@@ -374,6 +377,43 @@ struct PairLanes {
     }
 };
 #endif
+
+// -- which of them ------------------------------------------------------------------------------------------------
+
+template <class T>
+struct LanesOf {
+    using type = FloatLanes;
+};
+#if defined(QUIRE_PAIR_LANES)
+template <>
+struct LanesOf<bf16> {
+    using type = PairLanes;
+};
+#endif
+
+template <class S>
+constexpr bool is_code = std::is_same_v<S, int8> || std::is_same_v<S, fp8>;
+
+// work(L{}) for the lanes in which numbers of a `DType` are multiplied.
+template <class F>
+auto with_lanes(int64_t dtype, F work) {
+    return dtype == BF16 ? work(LanesOf<bf16>::type{}) : work(FloatLanes{});
+}
+
+// work(T{}) for the type of numbers that a `DType` names: of those that become lanes of `L`.
+template <class L, class F>
+INLINE auto with_floats(int64_t dtype, F work) {
+    if constexpr (std::is_same_v<L, LanesOf<bf16>::type>)
+        if (L::NUMBERS == 2 || dtype == BF16) return work(bf16{});
+    if constexpr (L::NUMBERS == 1) return dtype == F16 ? work(f16{}) : work(float{});
+}
+
+// work(S{}) for the type of numbers that a `KvFormat` names, likewise.
+template <class L, class F>
+INLINE auto with_numbers(int64_t format, F work) {
+    if (format == KV_INT8) return work(int8{});
+    return format == KV_FP8 ? work(fp8{}) : with_floats<L>(format, work);
+}
 
 // -- 2^x --------------------------------------------------------------------------------------------------------
 

@@ -27,9 +27,6 @@ struct Trees {
     const int64_t* path(int64_t row) const { return bases ? paths + row * width : nullptr; }
 };
 
-template <class S>
-constexpr bool is_code = std::is_same_v<S, int8> || std::is_same_v<S, fp8>;
-
 // Keys and values of a tile, in lanes of `L`.
 template <class L>
 struct Packed {
@@ -183,6 +180,18 @@ class Ahead {
     int64_t count_ = 0, part_ = 0, tile_ = 0, first_ = 0, end_ = 0, head_ = 0, position_ = 0, which_ = KEYS;
 };
 
+// `size` numbers of a row of the cache as lanes; what the last vector has more of them is 0.
+template <class L>
+void write_out(const KvCache& kv, const char* row, int64_t size, typename L::lane* to) {
+    constexpr int64_t WIDTH = LANES * L::NUMBERS;
+    with_numbers<L>(kv.format, [&](auto number) {
+        for (int64_t i = 0; i < size; i += WIDTH) {
+            const typename L::vector v = L::of_row((const decltype(number)*)row + i, int(std::min(size - i, WIDTH)));
+            std::memcpy(to + i / L::NUMBERS, &v, sizeof v);
+        }
+    });
+}
+
 // A query row [size] in `depth` lanes, the last ones filled up with zeros.
 template <class L, class T>
 INLINE void pack_query(const T* row, int64_t size, int64_t depth, typename L::lane* to) {
@@ -193,10 +202,16 @@ INLINE void pack_query(const T* row, int64_t size, int64_t depth, typename L::la
     }
 }
 
+// The same of numbers of a `DType`, or a `KvFormat`, from number `at` on.
+template <class L>
+void pack_query(int64_t format, const void* rows, int64_t at, int64_t size, int64_t depth, typename L::lane* to) {
+    with_numbers<L>(format, [&](auto of) { pack_query<L>((const decltype(of)*)rows + at, size, depth, to); });
+}
+
 // Groups first .. end - 1 of 16 keys each, and the scales of keys and values: keys side by side, the head dimensions
 // below one another.
 template <class L, class S>
-void pack_keys(const TileSource& source, Ahead& ahead, int64_t first, int64_t end, const Packed<L>& to) {
+void pack_keys_of(const TileSource& source, Ahead& ahead, int64_t first, int64_t end, const Packed<L>& to) {
     constexpr int64_t SQUARE = L::template SQUARE<S>, EACH = L::template EACH<S>;
     const int64_t size = source.kv.head_dim, stride = source.kv.row_bytes();
     for (int64_t group = first; group < end; group++) {
@@ -224,9 +239,14 @@ void pack_keys(const TileSource& source, Ahead& ahead, int64_t first, int64_t en
     }
 }
 
+template <class L>
+void pack_keys(const TileSource& source, Ahead& ahead, int64_t first, int64_t end, const Packed<L>& to) {
+    with_numbers<L>(source.kv.format, [&](auto of) { pack_keys_of<L, decltype(of)>(source, ahead, first, end, to); });
+}
+
 // Groups first .. end - 1 of 16 values each: head dimensions side by side, the values below one another.
 template <class L, class S>
-void pack_values(const TileSource& source, Ahead& ahead, int64_t first, int64_t end, const Packed<L>& to) {
+void pack_values_of(const TileSource& source, Ahead& ahead, int64_t first, int64_t end, const Packed<L>& to) {
     constexpr int64_t COLUMNS = LANES * L::NUMBERS;
     const int64_t size = source.kv.head_dim, stride = source.kv.row_bytes();
     for (int64_t group = first; group < end; group++) {
@@ -245,6 +265,11 @@ void pack_values(const TileSource& source, Ahead& ahead, int64_t first, int64_t 
             }
         }
     }
+}
+
+template <class L>
+void pack_values(const TileSource& source, Ahead& ahead, int64_t first, int64_t end, const Packed<L>& to) {
+    with_numbers<L>(source.kv.format, [&](auto of) { pack_values_of<L, decltype(of)>(source, ahead, first, end, to); });
 }
 
 }  // namespace quire

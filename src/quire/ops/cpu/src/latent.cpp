@@ -67,9 +67,13 @@ struct States {
         top(r) = highest;
     }
 
-    template <class T>
-    void finish(int64_t r, T* to, int64_t latent) const {
-        for (int64_t i = 0; i < latent; i += LANES) store_some(to + i, load(out(r) + i) / total(r), latent - i);
+    // Row r's result: row `to` of rows [latent] of a `DType`, one of those that become lanes of `L`.
+    template <class L>
+    void finish(int64_t r, int64_t dtype, void* rows, int64_t to, int64_t latent) const {
+        with_floats<L>(dtype, [&](auto number) {
+            auto* row = (decltype(number)*)rows + to * latent;
+            for (int64_t i = 0; i < latent; i += LANES) store_some(row + i, load(out(r) + i) / total(r), latent - i);
+        });
     }
 };
 
@@ -159,7 +163,7 @@ class RowsAhead {
 
 // -- an item ------------------------------------------------------------------------------------------------------
 
-template <class T, class L, class S>
+template <class L>
 struct LatentWork {
     using lane = typename L::lane;
     const LatentStep& step;
@@ -174,13 +178,13 @@ struct LatentWork {
     int64_t position_of(int64_t r) const { return item.position + r / item.heads; }
     int64_t head(int64_t r) const { return item.head + r % item.heads; }
 
-    void run(const T* q, int64_t q_stride, T* out) {
+    void run(const void* q, int64_t q_stride, void* out) {
         pack_queries(q, q_stride);
         if constexpr (IN_TILES<L>) configure_attention(TILE_ROWS);
         merge_splits();
         if constexpr (IN_TILES<L>) release_tiles();
         for (int64_t r = 0; item.left < 0 && r < rows; r++)
-            scratch.first.finish(r, out + ((item.row + r / item.heads) * step.heads + head(r)) * step.latent, step.latent);
+            scratch.first.template finish<L>(r, step.dtype, out, (item.row + r / item.heads) * step.heads + head(r), step.latent);
     }
 
     void merge_splits() {
@@ -203,7 +207,11 @@ struct LatentWork {
     }
 
     // Queries side by side, 16 a panel; the last panel is filled up with zeros.
-    void pack_queries(const T* q, int64_t q_stride) {
+    void pack_queries(const void* q, int64_t q_stride) {
+        with_floats<L>(step.dtype, [&](auto number) { pack_queries_of((const decltype(number)*)q, q_stride); });
+    }
+    template <class T>
+    void pack_queries_of(const T* q, int64_t q_stride) {
         constexpr int64_t N = WIDE<L>;
         for (int64_t panel = 0; panel < panels; panel++)
             for (int64_t i = 0; i < step.key; i += N) {
@@ -271,29 +279,22 @@ struct LatentWork {
 
     // Where the products read the tile's rows.
     void find_rows(const TileSource& source, int64_t keys) {
-        const bool direct = in_place<L, S>(step.kv, step.key, step.latent);
+        const bool direct = in_place<L>(step.kv, step.key, step.latent);
         for (int64_t k = 0; k < keys; k += LANES) {
             const int64_t position = source.start + k;
             const char* at = source.plane(position, KEYS) + position % step.kv.block_size * step.kv.row_bytes();
             const bool branching = position + LANES > source.base;
             const char* of_path[LANES];
             if (branching) source.rows(position, KEYS, (const char*)scratch.zeros, of_path);
-            if constexpr (is_code<S>) source.scales(position, KEYS, scratch.scales + k);
+            if (step.kv.quantized()) source.scales(position, KEYS, scratch.scales + k);
             for (int64_t i = k; i < std::min(k + LANES, keys); i++, at += step.kv.row_bytes()) {
                 const char* row = branching ? of_path[i - k] : at;
                 const bool here = direct && !branching;
                 scratch.row_of[i] = here ? (const lane*)row : scratch.tile + i * scratch.width;
-                if (!here) write_out((const S*)row, scratch.tile + i * scratch.width);
+                if (!here) write_out<L>(step.kv, row, step.key, scratch.tile + i * scratch.width);
             }
         }
         for (int64_t i = 0; i < KEYS_AT_ONCE<L>; i++) scratch.row_of[keys + i] = scratch.zeros;
-    }
-
-    void write_out(const S* row, lane* to) const {
-        for (int64_t i = 0; i < step.key; i += WIDE<L>) {
-            const auto v = L::of_row(row + i, int(std::min(step.key - i, WIDE<L>)));
-            std::memcpy(to + i / L::NUMBERS, &v, sizeof v);
-        }
     }
 
     // For V panels of rows, or the fewer that there are.
@@ -329,9 +330,10 @@ struct LatentWork {
             of[i] = int32_t(std::max<int64_t>(0, position_of(r) + 1 - tile * KEY_TILE));  // or more than there are
         }
         const auto seen = load_as<i32x16>(of);
+        const float* scales = step.kv.quantized() ? scratch.scales : nullptr;
         auto one = [&](auto whole) {
-            return softmax_rows<L, S, decltype(whole)::value>(
-                scratch.scores + panel * LANES, scratch.stride, keys, step.scale, scratch.scales, seen,
+            return softmax_rows<L, decltype(whole)::value>(
+                scratch.scores + panel * LANES, scratch.stride, keys, step.scale, scales, seen,
                 scratch.weights + panel * LANES, scratch.totals[panel]);
         };
         const f32x16 shrink = seen[0] >= keys ? one(std::true_type{}) : one(std::false_type{});
@@ -397,42 +399,28 @@ constexpr int64_t MERGED_ROWS = 8;  // that a thread merges, at least
 // -- a layer ------------------------------------------------------------------------------------------------------
 
 // The r-th row of a row tile whose splits lie in memory.
-template <class T>
-void merge_row(const LatentStep& step, const LatentMerge& tile, int64_t r, T* out) {
+template <class L>
+void merge_row(const LatentStep& step, const LatentMerge& tile, int64_t r, void* out) {
     const int64_t rows = tile.tokens * tile.heads;
-    const States states{step.left, round_up(step.latent, WIDE<typename LanesOf<T>::type>)};
+    const States states{step.left, round_up(step.latent, WIDE<L>)};
     for (int64_t s = 1; s < tile.splits; s++) states.merge(tile.left + r, states, tile.left + s * rows + r);
     const int64_t token = tile.row + r / tile.heads, head = tile.head + r % tile.heads;
-    states.finish(tile.left + r, out + (token * step.heads + head) * step.latent, step.latent);
+    states.finish<L>(tile.left + r, step.dtype, out, token * step.heads + head, step.latent);
 }
 
-template <class T, class L, class S>
-void attend(const LatentStep& step, int64_t layer, const T* q, int64_t q_stride, T* out) {
+template <class L>
+void attend(const LatentStep& step, int64_t layer, const void* q, int64_t q_stride, void* out) {
     parallel(step.items, ONE_BY_ONE, step.threads, [&](int64_t i, int64_t, int thread) {
         LatentScratch<L> scratch;
         scratch.lay_out(step.scratch + thread * step.scratch_bytes, step.most_rows, step.key, step.latent);
         std::memset(scratch.zeros, 0, scratch.width * sizeof(*scratch.zeros));
-        LatentWork<T, L, S>{step, scratch, step.item[i], layer}.run(q, q_stride, out);
+        LatentWork<L>{step, scratch, step.item[i], layer}.run(q, q_stride, out);
     });
     parallel_each(step.merges * step.most_rows, {MERGED_ROWS}, [&](int64_t i) {
         const LatentMerge& tile = step.merge[i / step.most_rows];
         const int64_t r = i % step.most_rows;
-        if (r < tile.tokens * tile.heads) merge_row(step, tile, r, out);
+        if (r < tile.tokens * tile.heads) merge_row<L>(step, tile, r, out);
     });
-}
-
-template <class T>
-void attend(const LatentStep& step, int64_t layer, const void* q, int64_t q_stride, void* out) {
-    using L = typename LanesOf<T>::type;
-    if (step.kv.format == KV_INT8) return attend<T, L, int8>(step, layer, (const T*)q, q_stride, (T*)out);
-    if (step.kv.format == KV_FP8) return attend<T, L, fp8>(step, layer, (const T*)q, q_stride, (T*)out);
-    attend<T, L, T>(step, layer, (const T*)q, q_stride, (T*)out);
-}
-
-template <class T>
-int64_t scratch_bytes(const LatentStep& step) {
-    LatentScratch<typename LanesOf<T>::type> scratch;
-    return scratch.lay_out(nullptr, step.most_rows, step.key, step.latent);
 }
 
 }  // namespace
@@ -442,14 +430,14 @@ using namespace quire;
 
 // Bytes of scratch that each thread needs; reads the shapes, `dtype` and `most_rows` of the step.
 QUIRE_API int64_t quire_latent_scratch_bytes(const LatentStep* step) {
-    if (step->dtype == F32) return scratch_bytes<float>(*step);
-    return step->dtype == BF16 ? scratch_bytes<bf16>(*step) : scratch_bytes<f16>(*step);
+    return with_lanes(step->dtype, [&](auto lanes) {
+        LatentScratch<decltype(lanes)> scratch;
+        return scratch.lay_out(nullptr, step->most_rows, step->key, step->latent);
+    });
 }
 
 // One layer: q [tokens, heads, key] with `q_stride` numbers from token to token; out [tokens, heads, latent].
 // A plain cache has q's data type.
 QUIRE_API void quire_attend_latent(const LatentStep* step, int64_t layer, const void* q, int64_t q_stride, void* out) {
-    if (step->dtype == F32) attend<float>(*step, layer, q, q_stride, out);
-    if (step->dtype == BF16) attend<bf16>(*step, layer, q, q_stride, out);
-    if (step->dtype == F16) attend<f16>(*step, layer, q, q_stride, out);
+    with_lanes(step->dtype, [&](auto lanes) { attend<decltype(lanes)>(*step, layer, q, q_stride, out); });
 }

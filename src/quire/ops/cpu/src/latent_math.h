@@ -31,9 +31,9 @@ constexpr int64_t WIDE = LANES * L::NUMBERS;
 
 // Whether the products may read the cache's rows in place: they hold lanes, and so do the `key` numbers of a key, and
 // `latent` numbers end with a vector that lies within the row.
-template <class L, class S>
+template <class L>
 bool in_place(const KvCache& kv, int64_t key, int64_t latent) {
-    return sizeof(typename L::lane) == sizeof(S) * L::NUMBERS && kv.head_dim % L::NUMBERS == 0 &&
+    return int64_t(sizeof(typename L::lane)) == kv.number_bytes() * L::NUMBERS && kv.head_dim % L::NUMBERS == 0 &&
            key % (L::NUMBERS * DEPTH_STEP<L>) == 0 &&
            (latent + WIDE<L> - 1) / WIDE<L> * WIDE<L> <= kv.head_dim;
 }
@@ -163,9 +163,9 @@ struct RowTotals {
 };
 
 // The rows' scores [keys][stride] become weights 2^(score - top), of `keys` keys, in lanes [keys / NUMBERS][stride]; a
-// lane sees as many keys as `seen` says. `scales`: of a quantized cache's keys, which are its values too. Returns how
+// lane sees as many keys as `seen` says. `scales`: of a quantized cache's keys, which are its values too; or null. Returns how
 // much to shrink what the rows have so far.
-template <class L, class S, bool WHOLE>
+template <class L, bool WHOLE>
 INLINE f32x16 softmax_rows(float* scores, int64_t stride, int64_t keys, float scale, const float* scales, i32x16 seen,
                            typename L::lane* weights, RowTotals& rows) {
     auto shown = [&](int64_t key, f32x16 v, float hidden) {
@@ -174,7 +174,7 @@ INLINE f32x16 softmax_rows(float* scores, int64_t stride, int64_t keys, float sc
     f32x16 highest = rows.top;
     for (int64_t k = 0; k < keys; k++) {
         f32x16 score = load(scores + k * stride) * (scale * LOG2_E);
-        if constexpr (is_code<S>) score *= scales[k];
+        if (scales) score *= scales[k];
         score = shown(k, score, -std::numeric_limits<float>::infinity());
         store(scores + k * stride, score);
         highest = max(highest, score);
@@ -186,7 +186,7 @@ INLINE f32x16 softmax_rows(float* scores, int64_t stride, int64_t keys, float sc
             weight[i] = exp2_of_negative(load(scores + (k + i) * stride) - highest);
             sum += weight[i];
             // What hides a score hides a scale too, which may be NaN where no one has written it.
-            if constexpr (is_code<S>) weight[i] = shown(k + i, weight[i] * scales[k + i], 0.0f);
+            if (scales) weight[i] = shown(k + i, weight[i] * scales[k + i], 0.0f);
         }
         L::store_side_by_side(weights + k / L::NUMBERS * stride, weight);
     }

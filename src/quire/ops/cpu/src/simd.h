@@ -23,6 +23,7 @@
 
 #define QUIRE_API extern "C" __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
+#define NOT_INLINE __attribute__((noinline))
 
 // Of loops over an array of vectors: where the registers hold but a few, GCC unrolls them too late to find out that the
 // array needs no memory.

@@ -73,7 +73,7 @@ INLINE i32x16 ranks_of(f32x16 x) {
     return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 
-template <class T, class L, class S>
+template <class L>
 struct ChoiceWork {
     const ChoiceStep& step;
     ChoiceScratch<L>& scratch;
@@ -81,9 +81,11 @@ struct ChoiceWork {
     int64_t layer;
 
     // `ranks`: of the item's first row.
-    void run(const T* q, const float* weights, int32_t* ranks) {
+    void run(const void* q, const float* weights, int32_t* ranks) {
         std::memset(scratch.zeros, 0, step.kv.row_bytes());
-        for (int64_t token = 0; token < item.tokens; token++) pack(q, weights, token);
+        with_floats<L>(step.dtype, [&](auto number) {
+            for (int64_t token = 0; token < item.tokens; token++) pack((const decltype(number)*)q, weights, token);
+        });
         for (int64_t tile = item.tile; tile < item.tile + item.tiles; tile++) {
             const int64_t start = tile * KEY_TILE;
             write_out(start);
@@ -95,6 +97,7 @@ struct ChoiceWork {
     }
 
     // A row's queries, 16 heads side by side, and their weights.
+    template <class T>
     void pack(const T* q, const float* weights, int64_t token) {
         const T* from = q + (item.row + token) * step.heads * step.width;
         for (int64_t panel = 0; panel < scratch.panels; panel++) {
@@ -126,14 +129,9 @@ struct ChoiceWork {
                     for (int64_t at = behind; at < step.kv.row_bytes(); at += 64) __builtin_prefetch(row + at, 0, 2);
             }
             source.rows(start + k, KEYS, scratch.zeros, rows);
-            if constexpr (is_code<S>) source.scales(start + k, KEYS, scratch.scales + k);
-            for (int64_t i = 0; i < LANES; i++) {
-                typename L::lane* to = scratch.tile + (k + i) * scratch.tile_stride;
-                for (int64_t n = 0; n < step.width; n += WIDE<L>) {
-                    const auto v = L::of_row((const S*)(rows[i] + behind) + n, int(std::min(step.width - n, WIDE<L>)));
-                    std::memcpy(to + n / L::NUMBERS, &v, sizeof v);
-                }
-            }
+            if (step.kv.quantized()) source.scales(start + k, KEYS, scratch.scales + k);
+            for (int64_t i = 0; i < LANES; i++)
+                quire::write_out<L>(step.kv, rows[i] + behind, step.width, scratch.tile + (k + i) * scratch.tile_stride);
         }
     }
 
@@ -152,7 +150,7 @@ struct ChoiceWork {
             transpose(square);
             f32x16 sum = square[0];
             for (int64_t i = 1; i < LANES; i++) sum += square[i];
-            if constexpr (is_code<S>) sum *= load(scratch.scales + k);
+            if (step.kv.quantized()) sum *= load(scratch.scales + k);
             const i32x16 made = ranks_of(sum);
             std::memcpy(ranks + k, &made, sizeof made);
         }
@@ -214,34 +212,20 @@ struct Round {
     int64_t first_item, last_item, first_row, last_row;
 };
 
-template <class T, class L, class S>
-void choose(const ChoiceStep& step, int64_t layer, const T* q, const float* weights, int64_t* slots, Round round) {
+template <class L>
+void choose(const ChoiceStep& step, int64_t layer, const void* q, const float* weights, int64_t* slots, Round round) {
     parallel(round.last_item - round.first_item, ONE_BY_ONE, int(step.threads), [&](int64_t i, int64_t, int thread) {
         ChoiceScratch<L> scratch;
         scratch.lay_out(step.scratch + thread * step.scratch_bytes, step);
         const ChoiceItem& item = step.item[round.first_item + i];
         int32_t* ranks = step.ranks + (item.row - round.first_row) * step.stride;
-        ChoiceWork<T, L, S>{step, scratch, item, layer}.run(q, weights, ranks);
+        ChoiceWork<L>{step, scratch, item, layer}.run(q, weights, ranks);
     });
     parallel_each(round.last_row - round.first_row, ONE_BY_ONE, [&](int64_t i) {
         const int64_t row = round.first_row + i;
         const int64_t* table = step.tables + step.spans[row] * step.table_width;
         take_best(step, table, step.ranks + i * step.stride, step.positions[row] + 1, slots + row * step.top);
     });
-}
-
-template <class T>
-void choose(const ChoiceStep& step, int64_t layer, const void* q, const float* weights, int64_t* slots, Round round) {
-    using L = typename LanesOf<T>::type;
-    if (step.kv.format == KV_INT8) return choose<T, L, int8>(step, layer, (const T*)q, weights, slots, round);
-    if (step.kv.format == KV_FP8) return choose<T, L, fp8>(step, layer, (const T*)q, weights, slots, round);
-    choose<T, L, T>(step, layer, (const T*)q, weights, slots, round);
-}
-
-template <class T>
-int64_t scratch_bytes(const ChoiceStep& step) {
-    ChoiceScratch<typename LanesOf<T>::type> scratch;
-    return scratch.lay_out(nullptr, step);
 }
 
 }  // namespace
@@ -251,15 +235,15 @@ using namespace quire;
 
 // Bytes of scratch that each thread needs; reads the shapes and `dtype` of the step.
 QUIRE_API int64_t quire_choice_scratch_bytes(const ChoiceStep* step) {
-    if (step->dtype == F32) return scratch_bytes<float>(*step);
-    return step->dtype == BF16 ? scratch_bytes<bf16>(*step) : scratch_bytes<f16>(*step);
+    return with_lanes(step->dtype, [&](auto lanes) {
+        ChoiceScratch<decltype(lanes)> scratch;
+        return scratch.lay_out(nullptr, *step);
+    });
 }
 
 // One layer, one round: q [rows, heads, width], weights [rows, heads], slots [rows, top]. A plain cache has q's data type.
 QUIRE_API void quire_choose(const ChoiceStep* step, int64_t layer, const void* q, const float* weights, int64_t* slots,
                             int64_t first_item, int64_t last_item, int64_t first_row, int64_t last_row) {
     const Round round{first_item, last_item, first_row, last_row};
-    if (step->dtype == F32) choose<float>(*step, layer, q, weights, slots, round);
-    if (step->dtype == BF16) choose<bf16>(*step, layer, q, weights, slots, round);
-    if (step->dtype == F16) choose<f16>(*step, layer, q, weights, slots, round);
+    with_lanes(step->dtype, [&](auto lanes) { choose<decltype(lanes)>(*step, layer, q, weights, slots, round); });
 }
