@@ -64,9 +64,10 @@ class IntegerWeight(WeightOnDisk):
 
     def coded(self) -> CodedWeight | None:
         """See `WeightOnDisk`; None if a group's inputs are not consecutive."""
-        inputs, scales, zeros = self.shape[1], self.scales(), self._zeros()
+        inputs, scales = self.shape[1], self.scales()
         if inputs % scales.shape[1] or self.order() is not None:
             return None
+        zeros = self._zeros(scales)
         table = None
         if self.bits <= 4 and zeros is None:
             table = tuple(min(code, 2 * self.middle - 1) - self.middle for code in range(16))
@@ -84,7 +85,8 @@ class IntegerWeight(WeightOnDisk):
         coded = self.coded()
         if coded is not None:
             return coded.restored()
-        scales, zeros, order = self.scales(), self._zeros(), self.order()
+        scales, order = self.scales(), self.order()
+        zeros = self._zeros(scales)
         if order is None:
             order = torch.arange(self.shape[1]) // -(-self.shape[1] // scales.shape[1])
         numbers = self.codes()
@@ -93,9 +95,9 @@ class IntegerWeight(WeightOnDisk):
         shift = self.middle if zeros is None else zeros.float()[:, order]
         return (numbers.float() - shift) * scales.float()[:, order]
 
-    def _zeros(self) -> torch.Tensor | None:
+    def _zeros(self, scales: torch.Tensor) -> torch.Tensor | None:
         """None also if all are the middle, as they are in formats that always store them."""
-        if not bool(self.scales().isfinite().all()):
+        if not bool(scales.isfinite().all()):
             raise CheckpointError("some of its scales are not finite")
         zeros = self.zeros()
         return None if zeros is None or bool((zeros == self.middle).all()) else zeros
