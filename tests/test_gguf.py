@@ -30,6 +30,7 @@ from quire.models.checkpoint import Checkpoint, choose_dtype, content_hash, reso
 from quire.models.gguf_file import TYPES, read_gguf
 from quire.models.gguf_hub import choose, types
 from quire.models.gguf_types import DECODERS
+from quire.models.layout import LaidOutCheckpoint, Layout
 from quire.models.quantize import quantize_folder
 from quire.models.registry import load_model
 from quire.ops import Mxfp4Weight, Quantization
@@ -199,6 +200,18 @@ def test_nvfp4_weights_are_multiplied_by_their_scale(tmp_path: Path) -> None:
     coded = checkpoint.coded(name)
     assert torch.equal(checkpoint.tensor(name), plainly * 0.25)
     assert coded is not None and torch.equal(coded.restored(), plainly * 0.25)
+
+
+def test_parts_of_fused_weights_stay_coded(tmp_path: Path) -> None:
+    """Whether they lie side by side, or are interleaved by head, as queries and gates of Qwen3.5 are."""
+    base = Checkpoint(resolve(str(write(tmp_path / "m.gguf", LLAMA, llama()))))
+    halves = (("up_proj", 96), ("gate_proj_2", 160))
+    by_heads = ("self_attn.q_proj", 4, (("self_attn.q_proj", 40), ("self_attn.gate_proj", 24)))
+    laid = LaidOutCheckpoint(base, Layout(joined=(("up_proj", halves),), by_heads=(by_heads,)))
+    for part in ("mlp.up_proj", "mlp.gate_proj_2", "self_attn.q_proj", "self_attn.gate_proj"):
+        name = f"model.layers.0.{part}.weight"
+        coded = laid.coded(name)
+        assert coded is not None and torch.equal(coded.restored(), laid.tensor(name)), part
 
 
 def test_inspect_shows_the_types_and_the_bits_of_a_weight(tmp_path: Path) -> None:
