@@ -476,7 +476,7 @@ def test_fp8_weights_are_restored_before_they_are_laid_out(kind: str, tmp_path: 
             scales = torch.rand(shape) + 0.5
             codes[name] = weight.to(torch.float8_e4m3fn)
             codes[f"{name}_scale_inv"] = scales
-            numbers[name] = restore(codes[name], scales, (block, block) if block else None)
+            numbers[name] = restore(codes[name], scales, (block, block) if block else tuple(weight.shape))
             if not block:
                 codes[name.replace(".weight", ".activation_scale")] = torch.tensor(0.1)
     assert len(numbers) > 10
@@ -546,7 +546,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"text_config": {"model_type": "llama"}},
         "'model_type' must be 'ministral3' or 'mistral'",
     ),
-    "quantized": ("mistral3", {"quantization_config": {"quant_method": "awq"}}, "'quantization_config'"),
+    "quantized": ("mistral3", {"quantization_config": {"quant_method": "hqq"}}, "quantization_config: HQQ weights"),
     "inner field": ("mistral3", {"text_config": {"model_type": "mistral"}}, "text_config: field 'num_hidden_layers'"),
     "beta": ("ministral3", {"rope_parameters": YARN}, "'llama_4_scaling_beta' must be a finite number"),
     "beta of text": ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": "0"}}, "'llama_4_scaling_beta'"),
