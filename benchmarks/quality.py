@@ -1,9 +1,10 @@
 """What quantized weights and quantized KV change: the next token's distribution, against bf16, on the same text.
 
 The embedded model reads Python sources of the standard library, in windows; most of them it was trained on, some
-were held out. A model of random weights in the shape of Qwen3-0.6B reads random tokens: its numbers say how errors
-grow with width and depth, not how a trained model behaves. Each position is one sample: the divergence of the
-quantized model's distribution from bf16's, and whether the likeliest token is the same.
+were held out. SmolLM2-135M-Instruct, from PyPI, reads Python's manual: its file is in Q4_1, whose grid would flatter
+quantizers with such a grid, so each weight is moved within its cell, by uniform noise of half a step, which makes an
+original that lies on nobody's grid. Each position is one sample: the divergence of the quantized model's distribution
+from bf16's, and whether the likeliest token is the same.
 
 Real models have channels whose activations are tens or hundreds of times the others', and the embedded one has none. So
 they are planted by an exact rescaling that leaves the function as it is: what makes an activation is multiplied by a
@@ -14,31 +15,34 @@ block of 256 inputs, of which an outlier spoils all; the MLP's inner activations
 from __future__ import annotations
 
 import dataclasses
-import random
+import itertools
 import shutil
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any, get_args, get_type_hints
 
 import torch
 from safetensors.torch import load_file, save_file
+from tests.published import smollm2
 
-from benchmarks.common import Options, Result, checkpoint, main, tell, tokens
+from benchmarks.common import Options, Result, main, tell
 from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.errors import QuireError
-from quire.models.checkpoint import SINGLE_FILE
+from quire.models.checkpoint import SINGLE_FILE, Checkpoint
 from quire.models.hub import resolve
-from quire.ops import RaggedBatch
+from quire.models.quantize import quantize_folder
+from quire.ops import CodedWeight, RaggedBatch
 from quire.text.tokenizer import Tokenizer
 
 TEXTS = ("fractions.py", "webbrowser.py", "multiprocessing/managers.py", "json/decoder.py", "argparse.py", "random.py")
 """The first three were held out of the embedded model's training."""
 
-WINDOW, WINDOWS = 512, 3
-"""Tokens that are read at once, and how many times of each text."""
+WINDOW, WINDOWS, OF_MANUAL = 512, 3, 8
+"""Tokens that are read at once, and how many times of each text, and of the manual."""
 QUICK = 64
 OUTLIER = 128.0
 """How many times larger a channel is that is planted: bf16 holds what is multiplied or divided by it exactly."""
@@ -50,19 +54,22 @@ LOGIT_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What a model reads: `windows` of token ids, each from an empty context."""
+    """What a model reads: `windows` of token ids, each from an empty context; `made`: folders made of it, by name."""
 
     model: str
     folder: Path
     windows: list[list[int]]
+    made: dict[str, Path] = dataclasses.field(default_factory=dict)
 
 
 def run(options: Options) -> Result:
     result = Result(("model", "numbers", "weights", "mean divergence, nats", "99 %", "same likeliest token", "loss"))
     demo = _demo(options)
-    for text in (demo, *_planted(demo, Path(options.workdir)), _random(options)):
+    published = [] if options.quick else [_published(Path(options.workdir))]
+    for text in (demo, *_planted(demo, Path(options.workdir)), *published):
         references = None
-        for name, settings in _variants():
+        made = ((name, {"model": str(folder)}) for name, folder in text.made.items())
+        for name, settings in itertools.chain(_variants(), made):
             try:
                 logits, weight_bytes = _logits(text, settings, options.threads)
             except QuireError as error:
@@ -129,10 +136,25 @@ def _plant_in_mlps(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name.replace("up_proj", "down_proj")][:, list(INNER_OUTLIERS)] /= OUTLIER
 
 
-def _random(options: Options) -> Text:
-    generator = random.Random(0)
-    windows = [tokens(generator, QUICK if options.quick else WINDOW) for _ in range(1 if options.quick else 2)]
-    return Text("random 0.6B", checkpoint(options), windows)
+def _published(workdir: Path) -> Text:
+    base, folder = Checkpoint(resolve(str(smollm2()))), workdir / "smollm2"
+    generator, tensors = torch.Generator().manual_seed(7), {}
+    for name in base.entries:
+        numbers, coded = base.tensor(name).float(), base.coded(name)
+        if isinstance(coded, CodedWeight) and coded.scheme.bits == 4:
+            steps = coded.group_scales()
+            assert steps is not None
+            noise = torch.rand(numbers.shape, generator=generator) - 0.5
+            numbers = numbers + noise * steps.repeat_interleave(coded.scheme.group, dim=1)
+        tensors[name] = numbers.bfloat16()
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / SINGLE_FILE)
+    for file in base.folder.glob("*.json"):
+        shutil.copy(file, folder)
+    quantize_folder(folder, compressed := workdir / "smollm2-compressed", "compressed-tensors")
+    ids = Tokenizer.load(folder).encode("\n\n".join(topics[name] for name in sorted(topics)))
+    windows = [ids[first * WINDOW : (first + 1) * WINDOW] for first in range(OF_MANUAL)]
+    return Text("SmolLM2 135M", folder, windows, {"4 and 8 bits of compressed-tensors": compressed})
 
 
 def _logits(text: Text, settings: dict[str, Any], threads: int | None) -> tuple[list[torch.Tensor], int]:
