@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.models.gguf_file import TYPES
+from quire.models.gguf.file import TYPES
 
 Array = np.ndarray[Any, Any]
 NUMBERS = {form.name: number for number, form in TYPES.items()}

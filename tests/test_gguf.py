@@ -27,9 +27,9 @@ from quire.errors import (
 )
 from quire.llm import LLM
 from quire.models.checkpoint import Checkpoint, choose_dtype, content_hash, resolve
-from quire.models.gguf_file import TYPES, read_gguf
-from quire.models.gguf_hub import choose, types
-from quire.models.gguf_types import DECODERS
+from quire.models.gguf.file import TYPES, read_gguf
+from quire.models.gguf.hub import choose, types
+from quire.models.gguf.types import DECODERS
 from quire.models.layout import LaidOutCheckpoint, Layout
 from quire.models.quantize import quantize_folder
 from quire.models.registry import load_model
@@ -93,7 +93,7 @@ def test_a_tensor_of_many_chunks_is_the_same_as_in_one(monkeypatch: pytest.Monke
     file = write(tmp_path / "m.gguf", LLAMA, llama())
     folder, name = resolve(str(file)), "model.layers.0.self_attn.q_proj.weight"
     whole, coded = Checkpoint(folder).tensor(name), Checkpoint(folder).coded(name)
-    monkeypatch.setattr("quire.models.gguf_types.CHUNK", 700)
+    monkeypatch.setattr("quire.models.gguf.types.CHUNK", 700)
     assert coded is not None and torch.equal(coded.restored(), whole)
     again = Checkpoint(folder).coded(name)
     assert again is not None and torch.equal(again.restored(), whole)
@@ -147,7 +147,7 @@ def test_a_tokens_row_has_the_same_bits_in_company() -> None:
     form = TYPES[NUMBERS["Q6_K"]]
     tensor = random_blocks("Q6_K", (512, 512), np.random.default_rng(1))
     blocks = torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8).view(512, 2, form.size)
-    from quire.models.gguf_types import restored
+    from quire.models.gguf.types import restored
 
     many = restored(form, blocks, torch.arange(512))
     assert all(torch.equal(restored(form, blocks, torch.tensor([row]))[0], many[row]) for row in range(0, 512, 37))

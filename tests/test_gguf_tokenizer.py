@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 
 from quire.errors import CheckpointError, TokenizerError
-from quire.models.gguf_file import read_gguf
-from quire.models.gguf_tokenizer import ending_files, tokenizer_files
+from quire.models.gguf.file import read_gguf
+from quire.models.gguf.tokenizer import ending_files, tokenizer_files
 from quire.text.tokenizer import Tokenizer
 from tests.gguf_vocabularies import as_metadata, texts
 from tests.llama_cpp import converter

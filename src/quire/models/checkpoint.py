@@ -1,5 +1,5 @@
 """A checkpoint: a Hugging Face folder of `config.json`, `generation_config.json` and `*.safetensors`, or a folder that
-`gguf_folder` has made, with `*.gguf`.
+`gguf.folder` has made, with `*.gguf`.
 
 No code in it is ever run, and no tensor is read before its header has been checked.
 """
@@ -23,10 +23,10 @@ from quire.errors import (
     UnexpectedTensorError,
 )
 from quire.models.fields import Fields, has_file
-from quire.models.gguf_file import GgufTensor, read_gguf
-from quire.models.gguf_folder import notes_of
-from quire.models.gguf_parts import read_model, stored_files
-from quire.models.gguf_tensors import GgufTensors, QuantizedTable
+from quire.models.gguf.file import GgufTensor, read_gguf
+from quire.models.gguf.folder import notes_of
+from quire.models.gguf.parts import read_model, stored_files
+from quire.models.gguf.tensors import GgufTensors, QuantizedTable
 from quire.models.hub import resolve
 from quire.models.identify import identify
 from quire.models.safetensors_file import FLOAT_DTYPES, map_tensor

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.errors import CheckpointNotFoundError, ConfigError, DownloadError, TokenizerError
-from quire.models import gguf_folder
 from quire.models.fields import has_file
-from quire.models.gguf_hub import choose, types
-from quire.models.gguf_parts import SUFFIX
+from quire.models.gguf import folder as gguf_folder
+from quire.models.gguf.hub import choose, types
+from quire.models.gguf.parts import SUFFIX
 from quire.models.identify import hub_name_of, identify
 
 EMBEDDED_MODELS = {

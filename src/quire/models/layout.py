@@ -19,7 +19,7 @@ import torch
 
 from quire.errors import TensorShapeError, UnexpectedTensorError
 from quire.models.checkpoint import Checkpoint
-from quire.models.gguf_tensors import QuantizedTable
+from quire.models.gguf.tensors import QuantizedTable
 from quire.models.safetensors_file import FLOAT_DTYPES
 from quire.models.safetensors_header import TensorEntry
 from quire.ops import StoredWeight

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 
 from quire.errors import CheckpointError, TensorDtypeError
-from quire.models.gguf_families import describe
-from quire.models.gguf_file import GgufHeader, GgufTensor
-from quire.models.gguf_metadata import Said
-from quire.models.gguf_names import Source, find_sources
-from quire.models.gguf_types import DECODERS, PLAIN, decoded, restored
+from quire.models.gguf.families import describe
+from quire.models.gguf.file import GgufHeader, GgufTensor
+from quire.models.gguf.metadata import Said
+from quire.models.gguf.names import Source, find_sources
+from quire.models.gguf.types import DECODERS, PLAIN, decoded, restored
 from quire.models.safetensors_header import TensorEntry
 from quire.ops import CodedWeight, Mxfp4Weight
 from quire.ops.memory import map_file

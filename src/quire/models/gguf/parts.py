@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from quire.errors import CheckpointNotFoundError, CorruptGgufError, MissingTensorError
-from quire.models.gguf_file import GgufHeader, GgufTensor, read_gguf
+from quire.models.gguf.file import GgufHeader, GgufTensor, read_gguf
 
 SUFFIX = ".gguf"
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")

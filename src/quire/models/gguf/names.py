@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from quire.errors import TensorShapeError, UnexpectedTensorError
-from quire.models.gguf_file import GgufTensor
-from quire.models.gguf_metadata import Said
+from quire.models.gguf.file import GgufTensor
+from quire.models.gguf.metadata import Said
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Order = Callable[[int], Indices]

@@ -2,7 +2,7 @@
 
 A GGUF file has the vocabulary, the kind of each token, and either byte-pair merges (`gpt2`, `gemma4`) or the scores of
 SentencePiece's (`llama`), from which the merges follow. How a text is split first is only named: see
-`gguf_pretokenizers.py`. What the converter drops is lost here too: whether a token that looks special (`<|...|>`) was
+`pretokenizers.py`. What the converter drops is lost here too: whether a token that looks special (`<|...|>`) was
 one, and whether it takes the spaces beside it.
 
 The metadata is untrusted. Whatever is checked here, the files made of it are loaded in a sandbox first, as all
@@ -23,7 +23,7 @@ from typing import Any
 
 from quire.errors import TokenizerError
 from quire.models.fields import Fields
-from quire.models.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from quire.models.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 SOURCE = "the GGUF file's metadata"
 GIVE_ANOTHER = "give a tokenizer with --tokenizer, such as the folder or the name of the original model"

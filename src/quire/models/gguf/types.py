@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from quire.models.gguf_file import GgufType
+from quire.models.gguf.file import GgufType
 from quire.ops.coded import CodedWeight, Scheme
 from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.threads import torch_threads

@@ -20,11 +20,11 @@ from pathlib import Path
 import blake3
 
 from quire.errors import CheckpointError, CheckpointNotFoundError
-from quire.models.gguf_families import describe
-from quire.models.gguf_file import GgufHeader
-from quire.models.gguf_metadata import Said
-from quire.models.gguf_parts import SUFFIX, model_files, names_beside, parts_of, read_model
-from quire.models.gguf_tokenizer import ending_files, tokenizer_files
+from quire.models.gguf.families import describe
+from quire.models.gguf.file import GgufHeader
+from quire.models.gguf.metadata import Said
+from quire.models.gguf.parts import SUFFIX, model_files, names_beside, parts_of, read_model
+from quire.models.gguf.tokenizer import ending_files, tokenizer_files
 
 COMPANIONS = (
     "config.json",
@@ -38,7 +38,7 @@ COMPANIONS = (
 """Small files that may lie beside a model."""
 HEAD_BYTES = 1 << 20
 """Of each file, from the beginning, that are part of the hash."""
-CODE = sorted(Path(__file__).parent.glob("gguf_*.py"))
+CODE = sorted(Path(__file__).parent.glob("*.py"))
 NOTES, UNFINISHED = "gguf_notes.json", ".unfinished"
 STEM = 60
 """Most letters of the model's name in that of its folder."""

@@ -11,10 +11,10 @@ import math
 from typing import Any
 
 from quire.errors import UnknownArchitectureError
-from quire.models.gguf_gemma import GEMMAS
-from quire.models.gguf_hybrids import HYBRIDS
-from quire.models.gguf_metadata import Said, common, whole_heads
-from quire.models.gguf_names import Attention, Described, Family, Naming, joined_experts, layer_types, turned
+from quire.models.gguf.gemma import GEMMAS
+from quire.models.gguf.hybrids import HYBRIDS
+from quire.models.gguf.metadata import Said, common, whole_heads
+from quire.models.gguf.names import Attention, Described, Family, Naming, joined_experts, layer_types, turned
 
 
 def _llama(said: Said) -> Described:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quire.errors import CheckpointError, ModelConfigError
-from quire.models.gguf_file import GgufHeader, GgufTensor
+from quire.models.gguf.file import GgufHeader, GgufTensor
 
 MAX_LAYERS = 1024
 FACTORS = "rope_freqs.weight"

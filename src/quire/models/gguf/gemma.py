@@ -1,11 +1,11 @@
-"""Gemma 3 and 4 in GGUF: see `gguf_families`."""
+"""Gemma 3 and 4 in GGUF: see `families`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from quire.models.gguf_metadata import FACTORS, Said, common, whole_heads
-from quire.models.gguf_names import Attention, Described, Family, Naming, joined_experts, layer_types, less_one
+from quire.models.gguf.metadata import FACTORS, Said, common, whole_heads
+from quire.models.gguf.names import Attention, Described, Family, Naming, joined_experts, layer_types, less_one
 
 SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",

@@ -1,9 +1,9 @@
-"""Families with recurrent layers in GGUF: Qwen3-Next and Qwen3.5, Granite 4, LFM2, Nemotron-H. See `gguf_families`."""
+"""Families with recurrent layers in GGUF: Qwen3-Next and Qwen3.5, Granite 4, LFM2, Nemotron-H. See `families`."""
 
 from __future__ import annotations
 
-from quire.models.gguf_metadata import Said, common
-from quire.models.gguf_names import (
+from quire.models.gguf.metadata import Said, common
+from quire.models.gguf.names import (
     Attention,
     Change,
     Described,

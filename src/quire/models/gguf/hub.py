@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from quire.errors import CheckpointNotFoundError
-from quire.models.gguf_parts import BESIDE, PART, SUFFIX
+from quire.models.gguf.parts import BESIDE, PART, SUFFIX
 
 KIND = re.compile(r"(?i)(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|BF16|F16|F32|MXFP4\w*|NVFP4\w*))(?=[-./]|$)")
 """A type in a file's name, as publishers have it."""
