@@ -21,7 +21,7 @@ from quire.ops.coded import Scheme
 from quire.ops.cpu import library
 from quire.ops.experts import LoopedExperts
 from quire.ops.linear import Product
-from quire.ops.quantized import BLOCK, quantize_activations, quantize_rows
+from quire.ops.quantized import quantize_activations, quantize_rows
 from tests.oracle import chunked_logits, random_prompt, save_checkpoint
 
 LINES = tuple(range(-8, 8))
@@ -121,8 +121,9 @@ def exact(x: torch.Tensor, weight: CodedWeight) -> torch.Tensor:
         codes, scales = quantize_rows(x)
         rounded = codes.double() * scales.double()[:, None]
     else:
-        codes, scales = quantize_activations(x)
-        rounded = (codes.double().view(len(x), -1, BLOCK) * scales.double()[:, :, None]).flatten(1)[:, : x.shape[1]]
+        each = weight.scheme.shared
+        codes, scales = quantize_activations(x, each)
+        rounded = (codes.double().view(len(x), -1, each) * scales.double()[:, :, None]).flatten(1)[:, : x.shape[1]]
     return rounded @ weight.restored().double().T
 
 

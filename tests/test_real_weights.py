@@ -70,13 +70,12 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.quick("codes-smollm2")
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
-    ("kernels", "near", "share"), [(Restoring, 0.4, 0.95), (choose_kernels, 1.2, 0.9)], ids=["numbers", "codes"]
+    ("kernels", "near", "share"), [(Restoring, 0.4, 0.95), (choose_kernels, 0.6, 0.94)], ids=["numbers", "codes"]
 )
 def test_what_llama_cpp_says_is_likeliest_here_too_but_for_near_ties(
     kernels: Callable[[], Kernels], near: float, share: float, name: str
 ) -> None:
-    """Token by token of its own texts. Both engines round activations; our codes meet such with a scale for 256 inputs,
-    llama.cpp's with one for 32."""
+    """Token by token of its own texts. Both engines round activations to 8 bits where they meet codes."""
     model = load_model(resolve(str(FILES[name]())), "float32", kernels=kernels())
     same, leads = 0, []
     for each in RECORDED[name]:
@@ -110,14 +109,13 @@ def windows_of(llm: LLM, count: int, size: int = 512) -> list[list[int]]:
 
 
 @pytest.mark.slow
-def test_perplexity_is_near_that_of_the_numbers_in_the_file(llm: LLM, tmp_path: Path) -> None:
-    """What is left are activations in int8, a scale for 256 inputs."""
-    windows = windows_of(llm, 40)
-    found = perplexity(llm, windows)
-    folder = dense_copy(smollm2(), tmp_path)
-    with LLM(str(folder), dtype="float32", **SIZES) as dense:
-        expected = perplexity(dense, windows)
-    assert abs(found / expected - 1) < 0.02
+def test_perplexity_is_near_that_of_the_numbers_in_the_file(tmp_path: Path) -> None:
+    """What is left are activations in int8, with a scale for 32 inputs."""
+    found = []
+    for model in (smollm2(), dense_copy(smollm2(), tmp_path)):
+        with LLM(str(model), dtype="float32", **SIZES) as llm:
+            found.append(perplexity(llm, windows_of(llm, 40)))
+    assert abs(found[0] / found[1] - 1) < 0.003, found
 
 
 PROMPTS = [
@@ -130,7 +128,7 @@ ALONE: dict[str, Any] = {"max_num_seqs": 1, "prefix_cache": "off"}
 CHANGES: dict[str, dict[str, Any]] = {
     "batch": {},
     "chunks": {"max_num_batched_tokens": 32, "max_num_seqs": 8, "block_size": 32},
-    "preemption": {"num_kv_blocks": 12, "kv_cache_memory": None},
+    "preemption": {"num_kv_blocks": 12, "kv_cache_memory": None, "max_model_len": 192},
     "hash": {"prefix_cache": "hash", "threads": 1},
     "n-grams": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "TP 2": {"tensor_parallel_size": 2, "threads": 1},
@@ -162,9 +160,9 @@ def test_so_it_does_with_a_cache_in_int8(change: str) -> None:
 
 def test_it_chats_and_keeps_to_a_schema(llm: LLM) -> None:
     """A small assistant: its answers show that template, special tokens and weights belong together."""
-    ask = [{"role": "user", "content": "What is the capital of France?"}]
+    ask = [{"role": "user", "content": "Where is Paris? Answer with the name of the country."}]
     [reply] = llm.chat([ask], SamplingParams(temperature=0, max_tokens=32))
-    assert "Paris" in reply.outputs[0].text and reply.outputs[0].finish_reason == "stop"
+    assert reply.outputs[0].text.startswith("Paris is the capital city of France") and reply.outputs[0].finish_reason == "stop"
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     form = SamplingParams(temperature=0, max_tokens=48, structured_outputs=StructuredOutputsParams(json=schema))
     [reply] = llm.chat([ask], form)

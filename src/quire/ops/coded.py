@@ -10,9 +10,11 @@ are multiplied by those of their block. Whole offsets without a block's count st
 points of AWQ and GPTQ do. MXFP4 (`ops.mxfp4`) and fp8 (`ops.fp8`) are apart, since they meet activations that are not
 quantized.
 
-Products quantize activations as those of int8 and int4 do (`ops.quantized`). What a `Scheme.segment` of inputs brings
-is a whole number, and exact; a block of 256 inputs sums its segments' in ascending order, each times its scale and less
-its offset times the sum of the activations' codes; blocks come in ascending order, times the row's scale; factors last.
+Products quantize activations as those of int8 and int4 do (`ops.quantized`), with a scale for `Scheme.shared` inputs
+of a row. What a `Scheme.segment` of inputs brings is a whole number, and exact. Segments are summed in ascending order,
+each times its scale and less its offset times the sum of the activations' codes, and where each has a scale of
+activations of its own, times that; otherwise those of 256 inputs are summed first, and these sums, times the row's
+scale. Factors come last.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class Scheme:
         table: with 4 bits, the 16 whole numbers (from -128 to 127) that codes stand for. None: for themselves, 0 to 15
             or -128 to 127.
         block: inputs that share a scale of scales, a multiple of `group`; None: scales stand for themselves.
-        activations: how many inputs of a row of activations share a scale when it is quantized: a `block` of 256
-            (`ops.quantized.BLOCK`), or the whole `row`, where the format says so.
+        activations: whether blocks of a row of activations have scales when it is quantized (see `shared`), or the
+            whole `row` has one, since the format says so.
     """
 
     name: str
@@ -57,6 +59,12 @@ class Scheme:
     def segment(self) -> int:
         """Inputs whose products are summed exactly: within a group, and within a block of activations."""
         return math.gcd(self.group, BLOCK)
+
+    @property
+    def shared(self) -> int:
+        """Inputs of activations that share a scale: as many as the weight's, which costs one more multiplication for
+        each group; 256 (`ops.quantized.BLOCK`) where there are no groups, or blocks of them, as in llama.cpp."""
+        return self.segment if self.group and self.block is None and self.activations == "block" else BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,23 +229,28 @@ def _times(x: torch.Tensor, weight: CodedWeight) -> torch.Tensor:
     scheme, (codes, row_scales) = weight.scheme, _quantized(x, weight.scheme)
     numbers, segment, group = weight.numbers().float(), weight.scheme.segment, scheme.group or BLOCK
     scales, offsets = weight.group_scales(), weight.group_offsets()
-    total = codes.new_zeros(len(x), len(numbers))
-    for start in range(0, weight.in_features, BLOCK):
-        block = torch.zeros_like(total)
-        for first in range(start, min(start + BLOCK, weight.in_features), segment):
+    total, shared = codes.new_zeros(len(x), len(numbers)), scheme.shared
+    alone = shared < BLOCK  # each segment has a scale of its own
+    for start in range(0, weight.in_features, shared):
+        row_scale = row_scales[:, start // shared, None]
+        block = total if alone else torch.zeros_like(total)
+        for first in range(start, min(start + shared, weight.in_features), segment):
             inputs = slice(first, min(first + segment, weight.in_features))
             dots = codes[:, inputs] @ numbers[:, inputs].T  # whole numbers below 2^24
+            sums = codes[:, inputs].sum(1, keepdim=True)
+            if alone:
+                dots, sums = dots * row_scale, sums * row_scale
             block = dots if scales is None else fused_multiply_add(dots, scales[:, first // group], block)
             if offsets is not None:
-                block = fused_multiply_add(codes[:, inputs].sum(1, keepdim=True), -offsets[:, first // group], block)
-        total = fused_multiply_add(block, row_scales[:, start // BLOCK, None], total)
+                block = fused_multiply_add(sums, -offsets[:, first // group], block)
+        total = block if alone else fused_multiply_add(block, row_scale, total)
     return total if weight.factors is None else total * weight.factors
 
 
 def _quantized(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of activations in fp32 [rows, at least in], and a scale for each `BLOCK` of a row."""
+    """Codes of activations in fp32 [rows, at least in], and a scale for each `Scheme.shared` of a row."""
     if scheme.activations == "block":
-        codes, scales = quantize_activations(x)
+        codes, scales = quantize_activations(x, scheme.shared)
     else:
         codes, of_rows = quantize_rows(x)
         scales = of_rows.unsqueeze(1).expand(-1, -(-x.shape[1] // BLOCK))

@@ -251,16 +251,16 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.to(torch.int8), largest / full
 
 
-def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each `BLOCK` inputs of each row as `quantize_rows` does a row.
+def quantize_activations(x: torch.Tensor, each: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each `each` inputs of each row as `quantize_rows` does a row.
 
     Returns:
-        Codes int8 [rows, blocks * BLOCK], zeros after x's, and scales fp32 [rows, blocks].
+        Codes int8 [rows, blocks * each], zeros after x's, and scales fp32 [rows, blocks].
     """
     rows, size = x.shape
-    blocks = -(-size // BLOCK)
-    codes, scales = quantize_rows(F.pad(x, (0, blocks * BLOCK - size)).view(rows * blocks, BLOCK))
-    return codes.view(rows, blocks * BLOCK), scales.view(rows, blocks)
+    blocks = -(-size // each)
+    codes, scales = quantize_rows(F.pad(x, (0, blocks * each - size)).view(rows * blocks, each))
+    return codes.view(rows, blocks * each), scales.view(rows, blocks)
 
 
 def _int4_codes(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ I32, I64, F32, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.
 Prototype = tuple[Any, Sequence[Any]]
 """Result type (or None) and argument types of a function."""
 
-VERSION = 19
+VERSION = 20
 """Of the kernels: raised here and in library.cpp whenever their bits, or a function's arguments, change. Part of
 the fingerprint; and a library that an older or newer source was compiled to is refused."""
 

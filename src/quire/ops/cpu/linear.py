@@ -47,7 +47,7 @@ class _Weight(ctypes.Structure):
         *(("data", POINTER), ("bias", POINTER)),
         *((name, _Numbers) for name in ("scales", "offsets", "block_scales", "block_offsets")),
         ("factors", POINTER),
-        *(("segment", I32), ("whole_rows", I32), ("raised", I32)),
+        *((name, I32) for name in ("segment", "shared", "whole_rows", "raised")),
         ("table", ctypes.c_int8 * 16),
         ("width", I64),
         ("next", POINTER),
@@ -148,6 +148,7 @@ class CpuProduct:
             in_features=first.in_features,
             out_features=sum(part.out_features for part in parts),
             segment=scheme.segment,
+            shared=scheme.shared,
             whole_rows=scheme.activations == "row",
             table=(ctypes.c_int8 * 16)(*(scheme.table or range(16))),
         )
@@ -180,7 +181,7 @@ class CpuProduct:
         return at
 
     def _quantized(self, given: QuantizedWeight) -> _Weight:
-        weight = _Weight(plain=True, in_features=given.in_features, out_features=given.out_features)
+        weight = _Weight(plain=True, shared=BLOCK, in_features=given.in_features, out_features=given.out_features)
         weight.data, scales = (self._hold(self._in_huge_pages(part)) for part in (given.packed, given.scales))
         if given.group is None:
             weight.format, weight.segment, weight.factors = INT8, BLOCK, scales

@@ -112,7 +112,7 @@ __attribute__((noinline)) void multiply_as(const Weight& w, int64_t panel, const
                                            Later later, f32x16 (*out)[2]) {
     const char* data = panel_data(w, panel);
     const uint32_t* words = x.words + row * words_a_row(w);
-    const float* scales = x.scales + row * blocks_a_row(w);
+    const float* scales = x.scales + row * scales_a_row(w);
     const int32_t* starts = x.starts + row * starts_a_row(w);
     const float* totals = x.totals + row * totals_a_row(w);
     Sums<ROWS> sums = {};
@@ -178,18 +178,21 @@ template <class T>
 void prepare_codes(const Weight& w, const T* x, int64_t begin, int64_t n, int64_t piece, const Activations& to) {
     const int64_t end = w.whole_rows ? w.in : std::min(w.in, (piece + 1) * BLOCK);
     BlockScale of_rows[MAX_ROWS];
-    for (int64_t r = 0; r < n; r++) {
-        const int64_t first = piece * BLOCK;
+    for (int64_t r = 0, first = piece * BLOCK; r < n && w.shared == BLOCK; r++)
         of_rows[r] = scale_of(x + (begin + r) * w.in + first, end - first);
-    }
-    for (int64_t first = piece * BLOCK; first < end; first += BLOCK) {
-        float* scales = to.scales + begin * blocks_a_row(w) + first / BLOCK * n;
+    for (int64_t first = piece * BLOCK; first < end; first += w.shared) {
+        const int64_t count = std::min<int64_t>(w.shared, end - first);
+        if (w.shared < BLOCK)
+            for (int64_t r = 0; r < n; r++) of_rows[r] = scale_of(x + (begin + r) * w.in + first, count);
+        float* scales = to.scales + begin * scales_a_row(w) + first / w.shared * n;
         for (int64_t r = 0; r < n; r++) scales[r] = of_rows[r].scale;
         const int64_t start = first / w.segment * n;
         const Codes codes{w.segment, n, w.format == INT6 ? w.raised : INT8_OFFSET, to.words + begin * words_a_row(w) + first / 4 * n,
                           to.starts + begin * starts_a_row(w) + start,
                           w.offsets.at ? to.totals + begin * totals_a_row(w) + start : nullptr};
-        quantize_rows(x + begin * w.in + first, w.in, std::min(BLOCK, end - first), n, of_rows, codes);
+        quantize_rows(x + begin * w.in + first, w.in, count, n, of_rows, codes);
+        if (w.shared < BLOCK && codes.totals)
+            for (int64_t r = 0; r < n; r++) codes.totals[r] *= of_rows[r].scale;
     }
 }
 
@@ -214,7 +217,7 @@ bool ready(const Weight& w, int32_t dtype, int64_t rows) {
 Activations lay_out(const Weight& w, int32_t dtype, int64_t rows, void* scratch) {
     uint32_t* words = (uint32_t*)scratch;
     float* scales = (float*)(words + round_up(places(w, rows) * words_a_row(w), 16));
-    int32_t* starts = (int32_t*)scales + round_up(places(w, rows) * blocks_a_row(w), 16);
+    int32_t* starts = (int32_t*)scales + round_up(places(w, rows) * scales_a_row(w), 16);
     return {words, scales, starts, (float*)(starts + rows * starts_a_row(w)), PAIRS && dtype == BF16};
 }
 
@@ -248,7 +251,7 @@ void fetch_begin(const Weight& w, int64_t panel) {
 
 // Bytes that activations are laid out in.
 int64_t layout_bytes(const Weight& w, int64_t rows) {
-    const int64_t scales = round_up(places(w, rows) * blocks_a_row(w), 16);
+    const int64_t scales = round_up(places(w, rows) * scales_a_row(w), 16);
     return 4 * (round_up(places(w, rows) * words_a_row(w), 16) + scales + rows * (starts_a_row(w) + totals_a_row(w)));
 }
 
@@ -325,7 +328,7 @@ void prepare_tiled_row(const Weight& w, const T* x, int64_t row, const RowTiles&
         alignas(64) char codes[BLOCK];
         if (count % TILE_BYTES) std::memset(codes, 0, sizeof codes);
         const BlockScale scale = scale_of(from + first, count);
-        to.scales[row * blocks_a_row(w) + first / BLOCK] = scale.scale;
+        to.scales[row * scales_a_row(w) + first / BLOCK] = scale.scale;
         quantize(from + first, count, scale, Codes{BLOCK, 1, 0, (uint32_t*)codes, nullptr, nullptr});
         for (int64_t i = 0; i < count; i += TILE_BYTES)
             std::memcpy(at + in_tile(first + i, tiles.height), codes + i, TILE_BYTES);
@@ -349,7 +352,7 @@ struct TiledRows {
         for (int t = 0; t < COUNT; t++) {
             const int64_t row = tiles.begin(2 * index + t);
             x.rows[t] = (const char*)input.words + row * tiled_row_bytes(w);
-            x.scales[t] = input.scales + row * blocks_a_row(w);
+            x.scales[t] = input.scales + row * scales_a_row(w);
         }
         return x;
     }

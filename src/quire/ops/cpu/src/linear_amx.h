@@ -154,7 +154,7 @@ void add_part_codes(const Weight& w, int64_t index, const char* part, int64_t be
                     const TileBlock<COUNT>& x, const Soon& soon, TileSums<COUNT, f32x16>& sums) {
     alignas(64) TileSums<COUNT, i32x16> dots[BLOCK / 32];
     const bool grouped = w.format == INT4;
-    const int64_t group = w.segment, step = depth(w), blocks = blocks_a_row(w);
+    const int64_t group = w.segment, step = depth(w), blocks = scales_a_row(w);
     for (int64_t start = begin; start < end; start += BLOCK) {
         const int64_t stop = std::min(end, start + BLOCK);
         int64_t groups = 0;

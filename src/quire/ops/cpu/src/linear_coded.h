@@ -190,8 +190,20 @@ INLINE void add_dots(const Table& table, const char*& data, const uint32_t*& x, 
     }
 }
 
+// sums += the offsets of a segment times its totals, a row each.
+template <int ROWS>
+INLINE void add_offsets(const f32x16 (&offsets)[2], const float*& totals, Sums<ROWS>& sums) {
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+        const f32x16 total = bits_of<f32x16>(splat_word(totals++));
+        sums[r][0] = fma(total, offsets[0], sums[r][0]);
+        sums[r][1] = fma(total, offsets[1], sums[r][1]);
+    }
+}
+
 // `starts` and `totals` (minus the sums of the activations' codes, where there are offsets) [segment][row], `scales`
-// [BLOCK][row] are the activations'.
+// [BLOCK][row] are the activations'. Where a segment has a scale of its own, `totals` are times that, and there is no sum
+// of a BLOCK.
 template <Format FORMAT, int ROWS>
 INLINE void times_codes(const Weight& w, int64_t panel, const char* data, const uint32_t* x, const float* scales,
                         const int32_t* starts, const float* totals, Later later, Sums<ROWS>& sums) {
@@ -200,7 +212,7 @@ INLINE void times_codes(const Weight& w, int64_t panel, const char* data, const 
     BlockNumbers numbers;
     if constexpr (IN_GROUPS && FORMAT != INT8)
         for (auto& half : numbers.scales[0]) half = splat(1.0f);  // where there are no groups
-    for (int64_t first = 0; first < w.in; first += BLOCK, scales += ROWS) {
+    for (int64_t first = 0; first < w.in; first += BLOCK) {
         const int64_t inputs = std::min(BLOCK, w.in - first);
         WholeSums<ROWS> whole;
         auto add_segment = [&](int64_t count) __attribute__((always_inline)) {
@@ -212,12 +224,26 @@ INLINE void times_codes(const Weight& w, int64_t panel, const char* data, const 
             add_segment(inputs);
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
-                const f32x16 scale = splat(scales[r]);
+                const f32x16 scale = splat(*scales++);
                 sums[r][0] = fma(converted<f32x16>(whole[r][0]), scale, sums[r][0]);
                 sums[r][1] = fma(converted<f32x16>(whole[r][1]), scale, sums[r][1]);
             }
         } else if constexpr (IN_GROUPS) {
             if (w.scales.at) block_numbers(w, panel, first / BLOCK, numbers);
+            if (w.shared < BLOCK) {
+                for (int64_t begin = 0, s = 0; begin < inputs; begin += w.segment, s++) {
+                    add_segment(std::min<int64_t>(w.segment, inputs - begin));
+                    const f32x16 s0 = numbers.scales[s][0], s1 = numbers.scales[s][1];
+#pragma GCC unroll 16
+                    for (int r = 0; r < ROWS; r++) {
+                        const f32x16 scale = splat(*scales++);
+                        sums[r][0] = fma(converted<f32x16>(whole[r][0]) * scale, s0, sums[r][0]);
+                        sums[r][1] = fma(converted<f32x16>(whole[r][1]) * scale, s1, sums[r][1]);
+                    }
+                    if (w.offsets.at) add_offsets<ROWS>(numbers.offsets[s], totals, sums);
+                }
+                continue;
+            }
             f32x16 block[ROWS][2] = {};
             for (int64_t begin = 0, s = 0; begin < inputs; begin += w.segment, s++) {
                 add_segment(std::min<int64_t>(w.segment, inputs - begin));
@@ -227,18 +253,11 @@ INLINE void times_codes(const Weight& w, int64_t panel, const char* data, const 
                     block[r][0] = fma(converted<f32x16>(whole[r][0]), s0, block[r][0]);
                     block[r][1] = fma(converted<f32x16>(whole[r][1]), s1, block[r][1]);
                 }
-                if (!w.offsets.at) continue;
-                const f32x16 o0 = numbers.offsets[s][0], o1 = numbers.offsets[s][1];
-#pragma GCC unroll 16
-                for (int r = 0; r < ROWS; r++) {
-                    const f32x16 total = bits_of<f32x16>(splat_word(totals++));
-                    block[r][0] = fma(total, o0, block[r][0]);
-                    block[r][1] = fma(total, o1, block[r][1]);
-                }
+                if (w.offsets.at) add_offsets<ROWS>(numbers.offsets[s], totals, block);
             }
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
-                const f32x16 scale = splat(scales[r]);
+                const f32x16 scale = splat(*scales++);
                 sums[r][0] = fma(block[r][0], scale, sums[r][0]);
                 sums[r][1] = fma(block[r][1], scale, sums[r][1]);
             }

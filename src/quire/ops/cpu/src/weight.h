@@ -29,7 +29,8 @@ struct Weight {
     Numbers offsets, block_scales, block_offsets;  // of codes
     const float* factors;                          // the same, [outputs] or null
     int32_t segment;     // inputs whose products are summed as whole numbers: within a group and a BLOCK
-    int32_t whole_rows;  // a row of activations has one scale, not one a BLOCK
+    int32_t shared;      // inputs of a row of activations that have one scale: a BLOCK, or a segment
+    int32_t whole_rows;  // all of a row's BLOCKs have the same scale
     int32_t raised;      // what was added to the numbers of 6 bits, so that they are 0 to 63
     int8_t table[16];    // what codes of 4 bits stand for
     int64_t width;       // outputs of the whole product
@@ -45,12 +46,12 @@ inline int64_t panels(const Weight& w) { return (w.out + PANEL - 1) / PANEL; }
 inline bool has_codes(const Weight& w) { return w.format == INT8 || w.format == INT4 || w.format == INT6; }
 
 // Scales of a row of activations.
-inline int64_t blocks_a_row(const Weight& w) { return has_codes(w) ? (w.in + BLOCK - 1) / BLOCK : 0; }
+inline int64_t scales_a_row(const Weight& w) { return has_codes(w) ? (w.in + w.shared - 1) / w.shared : 0; }
 
 // Whether activations that were laid out for one of them serve the other.
 inline bool laid_out_alike(const Weight& a, const Weight& b) {
     if (a.next || b.next || a.format != b.format || a.in != b.in) return false;
-    if (a.plain != b.plain || a.segment != b.segment || a.whole_rows != b.whole_rows) return false;
+    if (a.plain != b.plain || a.segment != b.segment || a.shared != b.shared || a.whole_rows != b.whole_rows) return false;
     return a.raised == b.raised && !a.offsets.at == !b.offsets.at;
 }
 
