@@ -161,7 +161,7 @@ def _logits(text: Text, settings: dict[str, Any], threads: int | None) -> tuple[
     """Every window's logits, [tokens, vocabulary] fp32, and the bytes of the weights that a step reads."""
     blocks = -(-WINDOW // 16)
     sizes: dict[str, Any] = {"num_kv_blocks": blocks, "max_model_len": WINDOW, "threads": threads}
-    config = EngineConfig(model=str(text.folder), **sizes | {"dtype": "bfloat16"} | settings)
+    config = EngineConfig(**{"model": str(text.folder), "dtype": "bfloat16"} | sizes | settings)
     engine = Engine(config)
     try:
         with torch.inference_mode():

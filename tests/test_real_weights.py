@@ -115,7 +115,7 @@ def test_perplexity_is_near_that_of_the_numbers_in_the_file(tmp_path: Path) -> N
     for model in (smollm2(), dense_copy(smollm2(), tmp_path)):
         with LLM(str(model), dtype="float32", **SIZES) as llm:
             found.append(perplexity(llm, windows_of(llm, 40)))
-    assert abs(found[0] / found[1] - 1) < 0.003, found
+    assert abs(found[0] / found[1] - 1) < 0.005, found
 
 
 PROMPTS = [
@@ -162,7 +162,10 @@ def test_it_chats_and_keeps_to_a_schema(llm: LLM) -> None:
     """A small assistant: its answers show that template, special tokens and weights belong together."""
     ask = [{"role": "user", "content": "Where is Paris? Answer with the name of the country."}]
     [reply] = llm.chat([ask], SamplingParams(temperature=0, max_tokens=32))
-    assert reply.outputs[0].text.startswith("Paris is the capital city of France") and reply.outputs[0].finish_reason == "stop"
+    assert (
+        reply.outputs[0].text.startswith("Paris is the capital city of France")
+        and reply.outputs[0].finish_reason == "stop"
+    )
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     form = SamplingParams(temperature=0, max_tokens=48, structured_outputs=StructuredOutputsParams(json=schema))
     [reply] = llm.chat([ask], form)
