@@ -36,14 +36,14 @@ OPERATORS := build/mutants
 SITE := build/docs-venv
 # Tests that look at a clock, and must have the machine for themselves. All others allow for a machine that is busy, and
 # share nothing but the processor: they run beside one another, those that take longest first, so that none of them is
-# left for the end. Two more of them run than there are processors, since some wait for what they have started.
+# left for the end. One more of them runs than there are processors, since some wait for what they have started.
 CLOCKED := $(patsubst %,tests/test_%.py,async_llm bench_serve bench_serve_driver cli_bench_serve cpu_library engine_health \
     frontend log patience server_admission server_fuzz server_generate_clock server_page_speed server_pulse server_stalls \
     server_streaming server_transport tokenizer_pool_deadlines)
 LONGEST := $(wildcard $(patsubst %,tests/test_%.py,parallel_* cluster* speculation* server_faults server_page* server_e2e \
     determinism kv_* router* engine_* cli_serve cli_generate triton_* cpu_* structured_* server_supervisor gpu_check models_*))
 CLOCKLESS = $(filter-out $(CLOCKED) $(EMULATED),$(LONGEST) tests/core $(filter-out $(LONGEST),$(wildcard tests/test_*.py)))
-WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 2))
+WORKERS = $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 # The instruction sets that tests need: this processor's; all where the kernels' sources are not those of the default
 # branch, and in CI.
 KERNELS_CHANGED = $(shell git diff --quiet origin/HEAD -- $(KERNELS) scripts/compile_kernels.py 2>/dev/null || echo yes)

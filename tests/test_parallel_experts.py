@@ -351,7 +351,7 @@ def test_a_piece_reads_one_expert_and_what_stays_is_not_touched_while_steps_read
         return draw_product(kernels, (2 * 256, 1024), form, 2 * expert), draw_product(kernels, (1024, 256), form, 1)
 
     def places() -> dict[int, list[int]]:
-        both = {expert: [*up.parts.values(), *down.parts.values()] for expert, (up, down) in layer._own.items()}  # type: ignore[attr-defined]
+        both = {expert: [*up.parts, *down.parts] for expert, (up, down) in layer._own.items()}  # type: ignore[attr-defined]
         return {expert: [part.data_ptr() for part in parts] for expert, parts in both.items()}
 
     def move(slots: Sequence[int]) -> list[int]:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from quire.errors import CheckpointNotFoundError, ConfigError, DownloadError, TokenizerError
 from quire.models.fields import has_file
-from quire.models.gguf import folder as gguf_folder
 from quire.models.gguf.hub import choose, types
-from quire.models.gguf.parts import SUFFIX
+from quire.models.gguf.parts import COMPANIONS, SUFFIX, has_model
 from quire.models.identify import hub_name_of, identify
 
 EMBEDDED_MODELS = {
@@ -52,7 +51,7 @@ def resolve(
 
     Args:
         model: "demo" for the embedded model, "demo-draft" and "demo-eagle" for its draft models; else a folder, or a
-            GGUF file (of which, as of a folder with such ones alone, `gguf_folder` makes the folder); else `org/name`
+            GGUF file (of which, as of a folder with such ones alone, `gguf.folder` makes the folder); else `org/name`
             on the Hugging Face Hub, or `org/name:TYPE` for one of its GGUF files, downloaded (with a progress bar)
             unless it is in the Hub's cache.
         revision: branch, tag or commit of a download.
@@ -72,7 +71,7 @@ def resolve(
                 f"revision {revision!r} was given, but {model!r} is the folder {local}, which has no "
                 "revisions. Leave the revision out."
             )
-        return gguf_folder.folder_of(local) if gguf_folder.has_model(local) else local
+        return _of_gguf(local) if has_model(local) else local
     if HUB_NAME.fullmatch(model):
         folder = _download(model, revision, endpoint, cache_dir, weights)
         if not any(folder.glob("*.safetensors")):
@@ -83,12 +82,12 @@ def resolve(
         if not (files := _files(*where)):
             _download(*where)  # says why there are none
         files = choose(files, found[2], found[1])
-        return gguf_folder.folder_of(_download(*where, wanted=[*files, *gguf_folder.COMPANIONS]) / files[0])
+        return _of_gguf(_download(*where, wanted=[*files, *COMPANIONS]) / files[0])
     if (name := hub_name_of(model)) is not None:
         raise CheckpointNotFoundError(f"no checkpoint {model!r}: give {name} alone, without the rest of the URL")
     if os.path.isfile(local):
         if local.suffix == SUFFIX and revision is None:
-            return gguf_folder.folder_of(local)
+            return _of_gguf(local)
         raise CheckpointNotFoundError(f"no checkpoint {model!r}: {identify(local)}")
     raise CheckpointNotFoundError(
         f"no checkpoint {model!r}: the folder {local.absolute()} does not exist, and a name on the hub has the form "
@@ -117,6 +116,13 @@ def tokenizer_folder(config: EngineConfig, checkpoint: Path) -> Path:
             "save_pretrained, or leave the option out"
         )
     return folder
+
+
+def _of_gguf(path: Path) -> Path:
+    """See `gguf.folder.folder_of`, which is imported late: it needs numpy."""
+    from quire.models.gguf.folder import folder_of
+
+    return folder_of(path)
 
 
 def _expanded(model: str) -> Path:

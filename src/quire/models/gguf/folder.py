@@ -23,38 +23,15 @@ from quire.errors import CheckpointError, CheckpointNotFoundError
 from quire.models.gguf.families import describe
 from quire.models.gguf.file import GgufHeader
 from quire.models.gguf.metadata import Said
-from quire.models.gguf.parts import SUFFIX, model_files, names_beside, parts_of, read_model
+from quire.models.gguf.parts import COMPANIONS, SUFFIX, cache, model_files, names_beside, parts_of, read_model
 from quire.models.gguf.tokenizer import ending_files, tokenizer_files
 
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""Small files that may lie beside a model."""
 HEAD_BYTES = 1 << 20
 """Of each file, from the beginning, that are part of the hash."""
 CODE = sorted(Path(__file__).parent.glob("*.py"))
 NOTES, UNFINISHED = "gguf_notes.json", ".unfinished"
 STEM = 60
 """Most letters of the model's name in that of its folder."""
-
-
-def cache() -> Path:
-    """The folder that holds the folders made here."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quire" / "gguf"
-
-
-def has_model(folder: Path) -> bool:
-    """Whether a folder's model is in GGUF files alone, and the folder is none of those made here."""
-    names = os.listdir(folder)
-    if folder.absolute().parent == cache() or any(name.endswith(".safetensors") for name in names):
-        return False
-    return any(name.endswith(SUFFIX) for name in names)
 
 
 def folder_of(path: Path) -> Path:

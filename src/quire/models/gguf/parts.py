@@ -6,9 +6,12 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.errors import CheckpointNotFoundError, CorruptGgufError, MissingTensorError
-from quire.models.gguf.file import GgufHeader, GgufTensor, read_gguf
+
+if TYPE_CHECKING:  # it imports numpy, which most models do not need
+    from quire.models.gguf.file import GgufHeader, GgufTensor
 
 SUFFIX = ".gguf"
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -16,6 +19,29 @@ BESIDE = re.compile(r"(mmproj|mtp|.*[-._]mmproj)\b.*\.gguf", re.IGNORECASE)
 """Files beside a model's: a vision tower's, and layers that predict further tokens."""
 COUNT, NUMBER, TENSORS = "split.count", "split.no", "split.tensors.count"
 MAX_PARTS = 1 << 10
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Small files that may lie beside a model."""
+
+
+def cache() -> Path:
+    """The folder that holds the folders made here."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quire" / "gguf"
+
+
+def has_model(folder: Path) -> bool:
+    """Whether a folder's model is in GGUF files alone, and the folder is none of those made here."""
+    names = os.listdir(folder)
+    if folder.absolute().parent == cache() or any(name.endswith(".safetensors") for name in names):
+        return False
+    return any(name.endswith(SUFFIX) for name in names)
 
 
 def parts_of(file: Path) -> list[Path]:
@@ -82,6 +108,8 @@ def read_model(files: Sequence[Path]) -> GgufHeader:
         CorruptGgufError: a file's header is not valid, or the parts are not those of one model.
         CheckpointError: a file cannot be read.
     """
+    from quire.models.gguf.file import GgufHeader, read_gguf
+
     headers = [read_gguf(file) for file in files]
     metadata = headers[0].metadata
     for index, header in enumerate(headers):
