@@ -14,7 +14,7 @@ from compressed_tensors.utils.match import match_targets
 from safetensors.torch import load_file
 
 from quire.cli.main import main
-from quire.errors import CheckpointError
+from quire.errors import CheckpointError, ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.formats.choose import of_numbers
 from quire.models.formats.write_compressed_tensors import GROUP, Recipe
@@ -85,6 +85,7 @@ def test_layers_with_more_bits_are_spread_over_the_model() -> None:
     recipe = Recipe.of(16)
     down = [i for i in range(16) if recipe.bits(f"model.layers.{i}.mlp.down_proj") == 8]
     assert down == [0, 1, 4, 7, 10, 13, 14, 15]
+    assert len(Recipe.of(1).eight) == 1, "no target that fits nothing"
     assert recipe.bits("model.layers.12.self_attn.k_proj") == 8
     assert recipe.bits("model.layers.12.self_attn.o_proj") == recipe.bits("model.layers.1.mlp.up_proj") == 4
 
@@ -141,6 +142,6 @@ def test_what_cannot_be_written_is_refused(
     assert main([*to, "--group-size", "64"]) == 2
     assert "--group-size 64 is for --to int4" in capsys.readouterr().err
     fused = save_checkpoint(tmp_path / "phi3", "phi3", num_hidden_layers=1)
-    with pytest.raises(Exception, match="lays weights out in its own way"):
+    with pytest.raises(ConfigError, match="lays weights out in its own way"):
         quantize_folder(fused, tmp_path / "out", "compressed-tensors")
     assert not (tmp_path / "out").exists()

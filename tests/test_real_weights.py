@@ -19,6 +19,7 @@ import transformers
 from safetensors.torch import save_file
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.errors import SamplingParamsError
 from quire.models.checkpoint import Checkpoint
 from quire.models.hub import resolve
 from quire.models.registry import load_model
@@ -174,5 +175,5 @@ def test_it_chats_and_keeps_to_a_schema(llm: LLM) -> None:
 
 def test_it_has_no_format_of_calls_and_says_so(llm: LLM) -> None:
     tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
-    with pytest.raises(Exception, match="tool"):
+    with pytest.raises(SamplingParamsError, match="no way to call tools could be found"):
         llm.chat([[{"role": "user", "content": "What time is it?"}]], SamplingParams(max_tokens=8), tools=[tool])

@@ -2,7 +2,7 @@
 
 Use the folder like any checkpoint, e.g. 'quire generate DIR'. Linear layers become int8 or int4 (with int4, the head
 becomes int8) in Quire's own layout, which loads fast, since it is memory-mapped; or 4 bits, and 8 where 4 cost most, in
-compressed-tensors, which vLLM, SGLang and transformers read, too. Norms, biases and the embedding table do not change.
+compressed-tensors, a format of vLLM and SGLang. Norms, biases and the embedding table do not change.
 The folder appears only when it is complete."""
 
 from __future__ import annotations

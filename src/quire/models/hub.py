@@ -14,15 +14,15 @@ from quire.models.gguf.hub import choose, types
 from quire.models.gguf.parts import COMPANIONS, SUFFIX, has_model
 from quire.models.identify import hub_name_of, identify
 
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+
 EMBEDDED_MODELS = {
     "demo": "the embedded model: 4 million parameters, trained to complete Python; it is not an assistant",
     "demo-draft": "an embedded model that drafts for demo",
     "demo-eagle": "an embedded head that drafts for demo",
 }
 """Descriptions of the embedded models."""
-if TYPE_CHECKING:
-    from quire.config import EngineConfig
-
 TOKENIZER_FILE = "tokenizer.json"
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)

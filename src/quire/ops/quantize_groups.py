@@ -43,9 +43,9 @@ def quantize_groups(
         one(weight[first : first + rows].float().view(-1, group).T.contiguous(), scale_dtype)
         for first in range(0, outputs, rows)
     ]
-    codes, scales, zeros = (torch.cat([part[place] for part in parts], -1) for place in range(3))
+    codes, scales, *zeros = (torch.cat(part, -1) for part in zip(*parts, strict=True))
     codes = codes.T.reshape(outputs, inputs)
-    return finished(codes, scales.view(outputs, -1), zeros.view(outputs, -1) if bits == 4 else None, group)
+    return finished(codes, scales.view(outputs, -1), zeros[0].view(outputs, -1) if zeros else None, group)
 
 
 def finished(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int) -> CodedWeight:
@@ -61,14 +61,14 @@ def finished(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | No
     return CodedWeight(Scheme("int4", 4, group), codes[:, 0::2] | codes[:, 1::2] << 4, scales, zeros)
 
 
-def _eight_bits(x: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of groups [inputs, groups]: codes int8 of this shape, scales [groups], and nothing."""
+def _eight_bits(x: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Of groups [inputs, groups]: codes int8 of this shape, and scales [groups]."""
     scales = (x.abs().amax(0) / 127.0).to(scale_dtype)
     codes = (x * _inverse(scales.float())).nan_to_num_(0.0).round_().clamp_(-127, 127)
-    return codes.to(torch.int8), scales, scales
+    return codes.to(torch.int8), scales
 
 
-def _four_bits(x: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _four_bits(x: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Of groups [inputs, groups]: codes uint8 of this shape, scales and zeros uint8 [groups].
 
     Every operation is rounded once, and sums ascend, so that quantize.cpp finds the same bits.

@@ -63,10 +63,10 @@ class WeightOnDisk(ABC):
         """As it is stored; None if there is no such form."""
 
     def restored(self) -> torch.Tensor:
-        """Its numbers, fp32."""
+        """Its numbers, fp32. A kind that may have no coded form has a method of its own."""
         coded = self.coded()
         if coded is None:
-            raise NotImplementedError(type(self).__name__)
+            raise TypeError(f"{type(self).__name__} has no coded form, and no `restored` of its own")
         return coded.restored()
 
     def part(self, name: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Writes weights in compressed-tensors' pack-quantized (W4A16 and W8A16), which vLLM, SGLang and transformers read.
+"""Writes weights in compressed-tensors' pack-quantized (W4A16 and W8A16), a format of vLLM and SGLang.
 
 Linear layers get 4 bits in groups of 32 inputs, with zero points; where 4 bits cost most, which are queries, keys and
 values, and the down projections of some layers, 8 bits. What shares a product in other engines has the same bits: they
@@ -43,7 +43,8 @@ class Recipe:
         as in llama.cpp's Q4_K_M."""
         eighth = layers // 8
         more = [i for i in range(layers) if i < eighth or i >= layers - eighth or (i - eighth) % 3 == 2]
-        return cls((OF_ATTENTION, OF_LAYER.format(f"({'|'.join(map(str, more))})")))
+        of_layers = (OF_LAYER.format(f"({'|'.join(map(str, more))})"),) if more else ()
+        return cls((OF_ATTENTION, *of_layers))
 
     def bits(self, module: str) -> Literal[4, 8]:
         return 8 if any(re.fullmatch(pattern, module) for pattern in self.eight) else 4
