@@ -87,7 +87,10 @@ def test_a_table_compares_the_best_rounds_with_the_best_peer_and_the_ceiling() -
 
 
 def test_kinds_of_weights_have_a_table_each_and_engines_say_their_own_name_for_them() -> None:
-    text = table.tables(lines_of(("Quire", "int8", 2.0), ("llama.cpp", "int8", 1.0), ("Quire", "bf16", 1.0)))
+    text = table.tables(
+        lines_of(("Quire", "int8", 2.0), ("llama.cpp", "int8", 1.0), ("Quire", "bf16", 1.0), ("Quire", "Q4_K_M", 1.0))
+    )
+    assert "| the same file, Q4_K_M | decode-1 | loading |" in text
     assert text.index("| bf16 weights | decode-1 | loading |") < text.index("| 8-bit weights | decode-1 | loading |")
     assert "| llama.cpp Q8_0 7 | 1.0 | 1.0 s |" in text
 

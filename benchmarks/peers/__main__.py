@@ -25,7 +25,16 @@ import torch
 from benchmarks import run_all
 from benchmarks.common import json_line, machine, tell
 from benchmarks.peers import checkpoints
-from benchmarks.peers.recipes import DEFAULT_WORK, QUIRE, RECIPES, WEIGHTS, PeerError, Recipe, environment
+from benchmarks.peers.recipes import (
+    DEFAULT_WORK,
+    QUANTIZED_BY_EACH,
+    QUIRE,
+    RECIPES,
+    WEIGHTS,
+    PeerError,
+    Recipe,
+    environment,
+)
 from benchmarks.peers.table import Line, tables
 from benchmarks.peers.worker import Worker
 from quire.bench.ceilings import measure_machine
@@ -129,13 +138,13 @@ def _arguments() -> tuple[Sitting, bool]:
     )
     parser.add_argument("--repeat", type=int, default=2, metavar="N", help="time each cell N times; the best counts")
     parser.add_argument("--only", help=f"engines: some of {','.join(names)}")
-    parser.add_argument("--weights", help=f"some of {','.join(WEIGHTS)}")
+    parser.add_argument("--weights", help=f"some of {','.join(WEIGHTS)} (default: {','.join(QUANTIZED_BY_EACH)})")
     parser.add_argument("--cells", help="names, or BATCHxPROMPT+OUTPUT")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--shape", choices=list(SHAPES), default=DEFAULT_SHAPE, help="of the random weights")
     args = parser.parse_args()
     chosen = args.only.split(",") if args.only else names
-    weights = args.weights.split(",") if args.weights else list(WEIGHTS)
+    weights = args.weights.split(",") if args.weights else list(QUANTIZED_BY_EACH)
     for given, known in ((chosen, names), (weights, WEIGHTS)):
         unknown = [name for name in given if name not in known]
         if unknown:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -22,9 +23,8 @@ def make(kind: str, shape: str, work: Path) -> Path:
     """The file or folder of a checkpoint, which is written at the first call.
 
     Args:
-        kind: "hf" (a Hugging Face folder), "gguf-bf16", "gguf-q8_0", "gguf-q4_0", "openvino-fp16",
-            "openvino-int8" or "openvino-int4"; with "words-" before it, the same with a tokenizer whose tokens are
-            pieces of text, as many as the model has.
+        kind: "hf" (a Hugging Face folder), or one of `Recipe.checkpoints`; with "words-" before it, the same with a
+            tokenizer whose tokens are pieces of text, as many as the model has.
         shape: of `quire.models.random_checkpoint`.
         work: the folder that holds them all.
 
@@ -46,7 +46,7 @@ def make(kind: str, shape: str, work: Path) -> Path:
         _remove(partial)
         _, words, rest = kind.rpartition("words-")
         family, _, form = rest.partition("-")
-        convert = {"gguf": _to_gguf, "openvino": _to_openvino}[family]
+        convert = {"gguf": _to_gguf, "openvino": _to_openvino, "compressed": _to_compressed}[family]
         convert(form, shape, partial, work, words)
         if not partial.exists():
             raise PeerError(f"converting to {path.name} wrote nothing", work / "logs")
@@ -60,6 +60,12 @@ def _to_gguf(form: str, shape: str, target: Path, work: Path, words: str) -> Non
     quantize = [] if form == "bf16" else ["--to", form]
     command = [str(python), "-m", "benchmarks.peers.make_gguf", str(source), str(target), *quantize]
     run(command, log_file(work, f"convert-gguf-{form}"))
+
+
+def _to_compressed(form: str, shape: str, target: Path, work: Path, words: str) -> None:
+    source = make(f"{words}hf", shape, work)
+    command = [sys.executable, "-m", "benchmarks.peers.make_compressed", str(source), str(target), "--to", form]
+    run(command, log_file(work, f"convert-compressed-{form}"))
 
 
 def _to_openvino(form: str, shape: str, target: Path, work: Path, words: str) -> None:

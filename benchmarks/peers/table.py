@@ -12,6 +12,7 @@ from quire.bench.cells import Cell
 
 Line = dict[str, Any]
 TITLES = {"bf16": "bf16 weights", "int8": "8-bit weights", "int4": "4-bit weights"}
+SAME_FILE = "the same file, {}"
 NONE = "–"
 
 
@@ -37,7 +38,7 @@ def _part(lines: Sequence[Line], weights: str) -> str:
     cells = list(
         {line["cell"]: Cell(*(line[name] for name in ("cell", "batch", "prompt", "output"))) for line in runs}.values()
     )
-    result = Result((TITLES[weights], *(cell.name for cell in cells), "loading"))
+    result = Result((TITLES.get(weights, SAME_FILE.format(weights)), *(cell.name for cell in cells), "loading"))
     for recipe in RECIPES:
         mine = [line for line in lines if line.get("engine") == recipe.name]
         if mine:
