@@ -39,7 +39,7 @@ def make(kind: str, shape: str, work: Path) -> Path:
             return path
     if kind == "words-hf":
         return _with_words(make("hf", shape, work))
-    path = folder / f"{shape}-{kind}"
+    path = folder / f"{shape}-{kind}{'.gguf' if 'gguf' in kind else ''}"
     if not path.exists():
         tell(f"converting to {path.name}")
         partial = path.with_name(f"{path.name}.partial")

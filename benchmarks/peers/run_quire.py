@@ -1,4 +1,4 @@
-"""Quire, in its own environment. The checkpoint is a Hugging Face folder, quantized at load where that is asked for, or a file."""
+"""Quire, in its own environment. The checkpoint is a Hugging Face folder, quantized at load where that is asked for."""
 
 from __future__ import annotations
 
