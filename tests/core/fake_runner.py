@@ -174,7 +174,14 @@ class FakeRunner:
                 memory = self.memory[group]
                 memory[target] = memory[source][:tokens] + [POISON] * (len(memory[source]) - tokens)
         spans = [self._run_span(span) for span in plan.spans]
-        return StepResult(plan.number, spans, seconds=0.001, bad_loads=bad_loads, loading=1e-5 * len(plan.loads))
+        return StepResult(
+            plan.number,
+            spans,
+            seconds=0.001,
+            bad_loads=bad_loads,
+            loading=1e-5 * len(plan.loads),
+            saving=1e-5 * len(plan.saves),
+        )
 
     def _load(self, block: int, slot: int, name: bytes, group: int) -> bool:
         """Whether the bytes are those that were saved."""

@@ -52,6 +52,19 @@ def test_the_cheaper_way_is_chosen_and_what_is_not_known_is_tried() -> None:
     assert not costs.prefers_load("host", 10, 10 * SIZE, 0)
 
 
+def test_a_block_is_saved_if_loading_it_later_would_gain_more_than_that_costs() -> None:
+    costs = Costs()
+    assert costs.worth_saving(0.1, SIZE) and not costs.worth_saving(0.01, SIZE), "nothing is known"
+    computed(costs, 64, 0, 0.064)
+    plan = StepPlan(0, [], saves=[Move(block, block, b"") for block in range(10)])
+    costs.observe(plan, StepResult(0, [], 0.1, saving=10 * 0.002), saved=10)  # an eighth of what computing takes
+    assert costs.worth_saving(0.15, SIZE) and not costs.worth_saving(0.13, SIZE), "a seventh of what is gained"
+    loaded(costs, 10, 10 * 0.012)
+    assert costs.worth_saving(0.55, SIZE) and not costs.worth_saving(0.45, SIZE), "loads gain a quarter"
+    loaded(costs, 10, 10 * 0.05)
+    assert not costs.worth_saving(1.0, SIZE), "loading is slower"
+
+
 def test_a_source_that_was_slow_is_tried_again() -> None:
     costs = Costs()
     computed(costs, 64, 0, 0.064)

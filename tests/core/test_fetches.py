@@ -65,22 +65,27 @@ def test_what_leaves_the_pool_is_saved_the_first_time_and_loaded_when_it_is_want
     assert scheduler.kv.sources.num_moved(HOST, "loaded") == 5
 
 
-def test_once_prompts_that_do_not_come_again_have_filled_the_tier_no_more_of_them_are_saved():
-    scheduler, runner = make_scheduler(num_slots=24, num_blocks=16)
-    prompts = [[100 + number] * 44 for number in range(10)]
+def test_of_prompts_that_do_not_come_again_few_are_saved_and_all_once_some_do():
+    scheduler, runner = make_scheduler(num_slots=200, num_blocks=16)
+    sources = scheduler.kv.sources
+    prompts = [[100 + number] * 44 for number in range(20)]
     for prompt in prompts:
         served(scheduler, runner, prompt)
-    assert scheduler.kv.sources.num_moved(HOST, "stored") == 24
-    for prompt in prompts[2:4] * 3:
+    few = sources.num_moved(HOST, "stored")
+    assert few < 3 * 15, "about as many as the pool has, and what is saved is a ninth of what computing it takes"
+    for prompt in prompts[-5:-1]:
         served(scheduler, runner, prompt)
-    assert scheduler.kv.sources.num_moved(HOST, "loaded"), "what comes again is saved"
+    assert sources.num_moved(HOST, "stored") > few + 20, "some that nobody saved came again"
+    for prompt in prompts[-5:-1]:
+        served(scheduler, runner, prompt)
+    assert sources.num_moved(HOST, "loaded") > 20
 
 
 def test_without_a_tier_nothing_is_counted_or_remembered():
     scheduler, runner = make_scheduler(num_blocks=8)
     for number in range(4):
         served(scheduler, runner, [100 + number] * 20)
-    assert not scheduler.kv.fetches._gone and not scheduler.kv.fetches.has_moves
+    assert not scheduler.kv.fetches._returns._left and not scheduler.kv.fetches.has_moves
 
 
 def test_conversations_that_the_pool_cannot_hold_come_back_from_the_tier():

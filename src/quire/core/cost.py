@@ -26,6 +26,9 @@ _LITTLE = 0.1
 _LEAST_SHARE = 0.25
 """The least share of a step's time for prompts, even if steps that only decode have lately taken as long."""
 
+LEAST_ODDS = 0.02
+"""Blocks are saved with such odds to come back, as long as not known what that costs and gains."""
+
 LEAST_TOKENS = 16
 """Steps with fewer tokens of a request than this are not used to learn about prompts."""
 
@@ -45,13 +48,15 @@ class Costs:
         self.pair, self._read = pair, read
         self._xx = self._xz = self._zz = self._xy = self._zy = 0.0
         self._loads: dict[str, tuple[float, float]] = {}  # by source: blocks, and the seconds that they took
+        self._saves = 0.0, 0.0  # blocks, and the seconds that they took
         self._decode = 0.0, 0.0  # number of steps that only decode, and their seconds
 
-    def observe(self, plan: StepPlan, result: StepResult, loaded: float = 0.0) -> None:
-        """Learn from a step that loaded this many blocks."""
+    def observe(self, plan: StepPlan, result: StepResult, loaded: float = 0.0, saved: float = 0.0) -> None:
+        """Learn from a step that loaded and saved this many blocks."""
         if loaded:
             self.moved(HOST, loaded, result.loading)
         if plan.saves:
+            self._saves = _later(self._saves[0], saved), _later(self._saves[1], result.saving)
             return
         y = result.seconds - result.loading
         prompts = [span for span in plan.spans if len(span.tokens) >= LEAST_TOKENS]
@@ -135,6 +140,16 @@ class Costs:
         known, seconds = self._loads[source]
         self._loads[source] = known, seconds * _RETRY
         return False
+
+    def worth_saving(self, odds: float, tokens: int) -> bool:
+        """Whether to save a block of so many tokens that comes back with such odds: what is gained then, as it is
+        loaded and not computed, must be more on average than what saving it takes."""
+        blocks, seconds = self._saves
+        if not blocks or not self._xx:
+            return odds > LEAST_ODDS
+        save = seconds / blocks
+        load = self.load_seconds(HOST, 1)
+        return odds * (tokens * self._xy / self._xx - (save if load is None else load)) > save
 
 
 def _later(before: float, value: float) -> float:

@@ -14,7 +14,7 @@ Below the host tier there may be a disk and other engines: see `core/sources.py`
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -23,16 +23,13 @@ from quire.core.holders import REPLICAS
 from quire.core.prefix_cache import Node
 from quire.core.prefix_leaders import BLOCK
 from quire.core.request import Request
+from quire.core.returns import Returns
 from quire.core.sources import LEAST_FETCH, Sources
 from quire.core.step import Move, StepPlan, StepResult
 from quire.core.tier import HOST
 
 WORTH = 2
 """How often a block must have been computed or used before it is worth being written to the disk."""
-
-REMEMBERED = 65_536
-"""Blocks that have left the pool: one that is computed again was used (as in 2Q, Johnson and Shasha 1994). With blocks
-of 16 tokens, a million tokens, in some 10 MB."""
 
 FIRST_LOADS = 4
 """Blocks that the first such step with decoding requests may load; each further one may load twice as many as the last,
@@ -100,12 +97,15 @@ class Fetches:
 
     Args:
         sources: the host tier, and what is below it; other pools may share it.
+        num_blocks: number of blocks in the pools of all groups. block_size: tokens in each.
+
     Attributes:
         tier: the host tier's index. sizes: see `Sources`.
     """
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: Sources, num_blocks: int, block_size: int) -> None:
         self.sources, self.tier, self.sizes = sources, sources.tier, sources.sizes
+        self._num_blocks, self._block_size = num_blocks, block_size
         self._recent_loads = 0.0  # a decaying maximum over the last plans
         self.reset()
 
@@ -115,8 +115,7 @@ class Fetches:
         self._saves: list[Move] = []
         self._begun: list[Fetch] = []
         self._for_disk: set[bytes] = set()  # of what is being saved
-        self._gone: OrderedDict[bytes, None] = OrderedDict()  # see `REMEMBERED`
-        self._unread = 0  # blocks saved since one was loaded
+        self._returns = Returns(self._num_blocks, self.tier.num_slots)
         self._in_flight: deque[tuple[int, list[Move], list[Fetch]]] = deque()
 
     @property
@@ -168,14 +167,16 @@ class Fetches:
     def computed(self, node: Node, group: int) -> None:
         """A request has computed a block from which others can go on, or it was loaded again: its first use. In a group
         that keeps only part of a request's positions, this is known when the request ends or gives way."""
-        node.uses[group] = max(node.uses[group], 1)
+        if not node.uses[group]:
+            node.uses[group] = 1
+            self._returns.came(part_name(node.hash, group))
 
     def evicted(self, node: Node, group: int, block: int) -> None:
         """A block is evicted from the pool: save it in the host tier, unless it was passed by or others keep it. It
         goes on to the disk if it is worth that.
 
-        Once the tier was filled with blocks of which none was loaded again, as by prompts that come once, only what is
-        worth the disk is saved: copying the others would be in vain.
+        One that leaves for the first time is saved only if it is likely enough to come back, see `Costs.worth_saving`:
+        copying prompts that come once would be in vain.
         """
         uses = node.uses[group]
         if not node.hash or not uses:
@@ -183,24 +184,19 @@ class Fetches:
         name, holders = part_name(node.hash, group), self.sources.holders
         if holders is not None and holders.count(name) >= (REPLICAS if uses >= WORTH else 1):
             return
-        again = self._was_gone(name) or uses >= WORTH
-        if not again and self._unread >= self.tier.num_slots:
+        again = self._returns.left(name) or uses >= WORTH
+        if not again and not self._worth_saving():
             return
         if self.save(node, group, block):
-            self._unread += 1
             if again and self.sources.disk is not None:
                 self._for_disk.add(name)
         elif again and (slot := self.tier.slot(name)) is not None:
             self.sources.write(slot, name)
 
-    def _was_gone(self, name: bytes) -> bool:
-        """Whether a block has left the pool before, as far as that is remembered. It is from now on."""
-        before = name in self._gone
-        self._gone[name] = None
-        self._gone.move_to_end(name)
-        if len(self._gone) > REMEMBERED:
-            self._gone.popitem(last=False)
-        return before
+    def _worth_saving(self) -> bool:
+        """Whether blocks that leave the pool for the first time are saved; where others can read them, always."""
+        sources = self.sources
+        return sources.published is not None or sources.costs.worth_saving(self._returns.odds, self._block_size)
 
     def save(self, node: Node, group: int, block: int) -> bool:
         """Have the next plan save a block, before anything is written into it. False if it is in the tier or on its way
@@ -228,7 +224,8 @@ class Fetches:
         sources = self.sources
         if self.tier.num_slots:
             self.tier.committed()
-            sources.costs.observe(plan, result, loaded := sources.size(plan.loads))
+            loaded = sources.size(plan.loads)
+            sources.costs.observe(plan, result, loaded, sources.size(plan.saves))
             self._recent_loads = max(loaded, self._recent_loads * 3 // 4)  # overlapping steps load alternately
         if not self._in_flight or self._in_flight[0][0] != plan.number:
             return []
@@ -249,8 +246,6 @@ class Fetches:
             fetch.num_published = min(lost, default=len(fetch.hashes))
             came = [move for place, move in zip(fetch.places, fetch.moves, strict=True) if place < fetch.num_published]
             sources.count(HOST, "loaded", (move.slot for move in came))
-            if came:
-                self._unread = 0
             self._unpin(fetch)
             fetch.new.update(move.hash for move in came if sources.is_new(move))
         return fetches

@@ -72,7 +72,7 @@ class KVManager:
         self._prefix_cache = prefix_cache
         self.groups = groups
         self.sources = sources or Sources(Tier(), sizes=[1.0] * len(groups))
-        self.fetches = Fetches(self.sources)
+        self.fetches = Fetches(self.sources, self.num_usable, block_size)
         self._windowed = [number for number, group in enumerate(groups) if not group.keeps_all]
         self._counted = [
             number for number, group in enumerate(groups) if group.keeps_all and self.sources.tier.num_slots

@@ -45,10 +45,11 @@ def joined(results: Sequence[StepResult]) -> StepResult:
     """Join the replicas' results of a step."""
     spans = [span for result in results for span in result.spans]
     bad_loads = [slot for result in results for slot in result.bad_loads]
-    seconds, drafting, loading = (
-        max(getattr(result, name) for result in results) for name in ("seconds", "drafting", "loading")
+    seconds, drafting, loading, saving = (
+        max(getattr(result, name) for result in results) for name in ("seconds", "drafting", "loading", "saving")
     )
-    return StepResult(results[0].number, spans, seconds, min(r.began for r in results), drafting, bad_loads, loading)
+    began = min(result.began for result in results)
+    return StepResult(results[0].number, spans, seconds, began, drafting, bad_loads, loading, saving)
 
 
 class Lockstep:

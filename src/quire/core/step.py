@@ -194,7 +194,7 @@ class StepResult:
         began: when it began, on the monotonic clock.
         drafting: seconds spent on proposing drafts.
         bad_loads: slots of the host tier whose bytes differed from what was saved.
-        loading: seconds spent on loads.
+        loading: seconds spent on loads. saving: and on saves, as far as the device does not make them by itself.
     """
 
     number: int
@@ -204,3 +204,4 @@ class StepResult:
     drafting: float = 0.0
     bad_loads: list[int] = field(default_factory=list)
     loading: float = 0.0
+    saving: float = 0.0

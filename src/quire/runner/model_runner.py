@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -169,8 +169,7 @@ class ModelRunner:
                     group.resume(plan.number)
                 self._forget()
             self._settle()
-            bad_loads, loading, saved = self._move_blocks(plan)
-            bad_loads = self._bad_for_any(plan, bad_loads)
+            moved = self._move_blocks(plan)
             self._take_in(plan)
             failed = self._failed
             spans = [span for span in plan.spans if span.request not in failed] if failed else plan.spans
@@ -182,7 +181,7 @@ class ModelRunner:
             if not spans:
                 self.model.without_rows()
             step = LaunchedStep(plan, self._compute(spans, drafts) if spans else [], begin, drafted, self.device.mark())
-            step.bad_loads, step.loading, step.saved = bad_loads, loading, saved
+            step.moved = moved
             if drafter is not None:
                 self._unsettled.append(step)
                 if not self.device.asynchronous:
@@ -213,22 +212,21 @@ class ModelRunner:
                 self._failed.update(span.request for span, result in pairs if result.error is not None)
                 self._drafter.settle(part.outcome(results))
 
-    def _move_blocks(self, plan: StepPlan) -> tuple[list[int], float, Callable[[], None]]:
-        """Save blocks, before anything is overwritten, and load others.
-
-        Returns the slots whose loads are bad on this rank, the seconds that loads took, and what is to be called when
-        the step has run. Until it is committed, nobody reads what it saves.
-        """
+    def _move_blocks(self, plan: StepPlan) -> Moved:
+        """Save blocks, before anything is overwritten, and load others. Until the step is committed, nobody reads what
+        it saves."""
         if self.host is None:
-            return [], 0.0, _nothing
-        pools = [each.memory for each in self.kv]
+            return Moved([])
+        pools, begin = [each.memory for each in self.kv], time.monotonic()
         saved = self.host.save(pools, plan.saves)
         if plan.saves and self.model.ranks.size > 1:  # only the first rank waits for its steps
             self.device.mark().wait()
             saved()
             saved = _nothing
-        begin = time.monotonic()
-        return self.host.load(pools, plan.loads), time.monotonic() - begin, saved
+        between = time.monotonic()
+        bad_loads = self.host.load(pools, plan.loads)
+        end = time.monotonic()
+        return Moved(self._bad_for_any(plan, bad_loads), end - between, between - begin, saved)
 
     def _bad_for_any(self, plan: StepPlan, bad_loads: list[int]) -> list[int]:
         """The slots whose loads are bad on any rank of the plan."""
@@ -382,22 +380,37 @@ class ModelRunner:
         return sampled
 
 
+def _nothing() -> None:
+    """There is nothing to do."""
+
+
+class Moved(NamedTuple):
+    """What was moved between the pools and the host tier.
+
+    Attributes:
+        bad_loads, loading, saving: see `StepResult`.
+        saved: called once the step has run, see `HostTier.save`.
+    """
+
+    bad_loads: list[int]
+    loading: float = 0.0
+    saving: float = 0.0
+    saved: Callable[[], None] = _nothing
+
+
 class LaunchedStep:
     """A step that was launched.
 
     Attributes:
         parts: the parts in which it was computed.
         settled: the end of the step; with a drafter that was told immediately, the end of that.
-        bad_loads, loading: see `StepResult`.
-        saved: called once it has run, see `HostTier.save`.
+        moved: between the pools and the host tier.
     """
 
     def __init__(self, plan: StepPlan, parts: list[Part], begin: Mark, drafted: Mark, end: Mark) -> None:
         self._plan, self.parts, self._begin, self._drafted, self._end = plan, parts, begin, drafted, end
         self.settled = end
-        self.bad_loads: list[int] = []
-        self.loading = 0.0
-        self.saved: Callable[[], None] = _nothing
+        self.moved = Moved([])
         self._results: list[list[SpanResult]] | None = None
 
     @property
@@ -425,7 +438,7 @@ class LaunchedStep:
     def wait(self) -> StepResult:
         """The result; waits for the device."""
         self.settled.wait()
-        self.saved()
+        self.moved.saved()
         results = self.results()
         began, drafted, computed = self._begin.time(), self._drafted.time(), self._end.time()
         ended = computed if self.settled is self._end else self.settled.time()
@@ -438,8 +451,9 @@ class LaunchedStep:
                 for span, r in zip(part.spans, own, strict=True)
             }
             spans = [found.get(span.request) or SpanResult([], error=FAILED_BEFORE) for span in self._plan.spans]
-        drafting = max(0.0, drafted - began - self.loading) + ended - computed
-        return StepResult(self._plan.number, spans, ended - began, began, drafting, self.bad_loads, self.loading)
+        bad_loads, loading, saving, _ = self.moved
+        drafting = max(0.0, drafted - began - loading - saving) + ended - computed
+        return StepResult(self._plan.number, spans, ended - began, began, drafting, bad_loads, loading, saving)
 
 
 class Part:
@@ -535,10 +549,6 @@ class Part:
             return [SpanResult([]) for _ in self.spans]
         pairs = zip(self.row_starts, self.row_starts[1:], strict=False)
         return [SpanResult([], error=None if bool(finite[a:b].all()) else NOT_FINITE) for a, b in pairs]
-
-
-def _nothing() -> None:
-    """There is nothing to do."""
 
 
 def _take_scores(result: SpanResult, entries: list[TokenLogprobs]) -> None:

@@ -129,8 +129,7 @@ class PipelineRunner(ModelRunner):
         """Make the plan's step, with its drafts."""
         begin, spans = self.device.mark(), plan.spans
         drafts: Mapping[int, Drafts] = {}
-        bad_loads, loading, _ = self._move_blocks(plan)
-        bad_loads = self._bad_for_any(plan, bad_loads)
+        moved = self._move_blocks(plan)
         self._take_in(plan)
         if plan.expert_loads:
             self._tell_loads()
@@ -138,7 +137,7 @@ class PipelineRunner(ModelRunner):
             spans, drafts = self._drafter.resolve(spans)
         rows = np.array([self._requests[span.request].row for span in spans], np.int64)
         step = PipelinedStep(plan, spans, drafts, rows, begin, self.device.mark())
-        step.bad_loads, step.loading, step.aux = bad_loads, loading, AuxHiddenStates(self._aux_layers)
+        step.moved, step.aux = moved, AuxHiddenStates(self._aux_layers)
         if spans:
             step.batches = self._forward.batches(spans, rows, step.row_starts, branches_of(spans, drafts))
         return step
