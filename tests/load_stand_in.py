@@ -244,7 +244,7 @@ async def load(settings: LoadConfig) -> Driver:
         await driver.run()
     finally:
         await client.close()
-    assert client._http.connections == 0
+    assert client._http.connections.open == 0
     return driver
 
 

@@ -250,7 +250,7 @@ async def test_a_run_that_is_stopped_breaks_off_what_is_in_flight() -> None:
         await running
         await client.close()
     assert (driver.records, driver.broken_off, driver.running) == ([], 4, 0)
-    assert client._http.connections == 0
+    assert client._http.connections.open == 0
 
 
 async def test_the_warm_up_is_not_counted_and_shares_no_prefix_with_the_rest() -> None:

@@ -124,7 +124,7 @@ def test_a_server_that_is_not_there_is_one_line_and_exit_code_1(capsys: pytest.C
         url = url_of(held)
         assert main(["bench", "serve", "--url", url]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"quire: error: {url}/v1/models: connect: cannot connect to 127.0.0.1:")
+    assert line.startswith(f"quire: error: {url}/v1/models: connect: no connection: ")
     assert "is the server running at this --url?" in line
 
 
@@ -182,8 +182,8 @@ def test_ctrl_c_reports_what_was_done() -> None:
     ("arguments", "message"),
     [
         ([], "no server was given"),
-        (["--url", "localhost:8000"], "not an http or https URL"),
-        (["--url", "http://u:p@localhost"], "no user, query or fragment"),
+        (["--url", "localhost:8000"], "is not a server's URL"),
+        (["--url", "http://u:p@localhost"], "has a password before it; keys are given by --api-key"),
         (["--url", "http://h", "--rate", "1", "--concurrency", "2"], "were both given"),
         (["--url", "http://h", "--rate", "nan"], "--rate nan is not valid"),
         (["--url", "http://h", "--rate", "0"], "--rate 0 is not valid"),

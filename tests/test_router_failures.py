@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
-from quire.router.address import Address
+from quire.address import Address
+from quire.http_client import Answer, Connections, HttpClient
 from quire.router.servers import Server
-from quire.router.upstream import Answer, Connections, Upstream
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
 from tests.server_fakes import wait_until
 from tests.test_router_serve import RouteProcess
@@ -90,10 +90,10 @@ async def test_idle_connections_are_closed_where_others_need_their_files() -> No
     for _ in range(3):
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         address = Address(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        upstreams.append(Upstream(address, connections))
+        upstreams.append(HttpClient(address, connections))
     first, second, third = upstreams
 
-    async def ask(upstream: Upstream) -> Answer:
+    async def ask(upstream: HttpClient) -> Answer:
         answer = await upstream.ask(upstream.address.request("GET", "/", (), b""))
         assert await answer.piece() == b"x" and await answer.piece() == b""
         return answer

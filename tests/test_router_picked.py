@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
-from quire.router.address import Address
+from quire.address import Address
 from quire.router.picked import NOTHING_PICKED, Picked, read_picked
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
 from tests.server_fakes import wait_until

@@ -18,17 +18,16 @@ from typing import Any, cast
 import httpx2
 import pytest
 
-from quire.bench.serve.http_client import HttpClient, HttpError, parse_url
+from quire.address import Address
 from quire.cli import serve
 from quire.cli.main import main
 from quire.cli.options import CommandParser
 from quire.cli.remote import RemoteTalker
 from quire.errors import ConfigError, RemoteError, ServerError
-from quire.router.address import Address
+from quire.http_client import Connections, HttpClient, HttpError
 from quire.router.app import create_app as create_router
 from quire.router.config import RouterConfig
 from quire.router.run import make_site
-from quire.router.upstream import Connections, Upstream, UpstreamError
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.joining import Registration, url_for
@@ -58,18 +57,6 @@ def site(files: Files) -> Iterator[AppThread]:
 
 def client(site: AppThread, files: Files) -> httpx2.Client:
     return httpx2.Client(base_url=site.url, verify=client_context(str(files.cert)), timeout=60)
-
-
-class Sink:
-    """Takes an answer of the load generator's client."""
-
-    status, data = 0, b""
-
-    def head(self, status: int, headers: Any) -> None:
-        self.status = status
-
-    def body(self, data: bytes, at: float) -> None:
-        self.data += data
 
 
 # -- https -----------------------------------------------------------------------------------------------------
@@ -206,30 +193,18 @@ def test_the_clients_verify_and_take_a_named_authority(site: AppThread, files: F
     assert talker.model == "demo"
     talker.close()
 
-    async def ask(cacert: str | None) -> Sink:
-        sink, http = Sink(), HttpClient(parse_url(site.url)[0], {}, cacert=cacert)
-        try:
-            await http.exchange(http.request("GET", "/v1/models"), sink)
-        finally:
-            await http.close()
-        return sink
-
-    assert asyncio.run(ask(str(files.cert))).status == 200
-    with pytest.raises(HttpError, match="certificate is not trusted"):
-        asyncio.run(ask(None))
-
 
 @needs_openssl
-def test_a_router_verifies_servers_behind_tls(site: AppThread, files: Files) -> None:
+def test_the_http_client_verifies_servers_behind_tls(site: AppThread, files: Files) -> None:
     async def ask(cacert: str | None) -> int:
-        upstream = Upstream(Address(site.url), Connections(9), cacert)
+        upstream = HttpClient(Address(site.url), Connections(9), cacert)
         try:
             return (await upstream.fetch("GET", "/v1/models", seconds=60))[0]
         finally:
             upstream.break_off()
 
     assert asyncio.run(ask(str(files.cert))) == 200
-    with pytest.raises(UpstreamError, match="certificate is not trusted"):
+    with pytest.raises(HttpError, match="certificate is not trusted"):
         asyncio.run(ask(None))
 
 
@@ -244,7 +219,7 @@ def test_a_server_joins_a_router_behind_tls(files: Files) -> None:
             try:
                 return await host.say(leaves=False)
             finally:
-                await host.close()
+                host.close()
 
         assert "certificate is not trusted" in asyncio.run(join(None))
         assert "certificate" not in asyncio.run(join(str(files.cert)))
@@ -282,19 +257,9 @@ def test_a_unix_socket_is_served_and_gone_afterwards(tmp_path: Path) -> None:
                     assert http.get("/health").status_code == 200
                     foreign = http.get("/v1/models", headers={"host": "evil.example"})
                     assert foreign.json()["error"]["code"] == "unknown_host"
-                assert asyncio.run(_measured(f"unix:{place.uds}")).status == 200
     finally:
         os.umask(mask)
     assert not (tmp_path / "q.sock").exists()
-
-
-async def _measured(url: str) -> Sink:
-    sink, http = Sink(), HttpClient(parse_url(url)[0], {})
-    try:
-        await http.exchange(http.request("GET", "/v1/models"), sink)
-    finally:
-        await http.close()
-    return sink
 
 
 def test_what_a_killed_server_left_is_replaced_and_nothing_else(tmp_path: Path) -> None:
@@ -346,7 +311,6 @@ def test_a_router_has_servers_at_unix_sockets(loop: Loop, tmp_path: Path) -> Non
 
 def test_sockets_that_are_no_servers_are_refused_by_name() -> None:
     for url, told in (
-        ("unix:q.sock", "is no Unix socket of a server; write its absolute path"),
         ("unix:", "is no Unix socket of a server"),
         ("dns+unix:/run/q.sock", "use dns\\+http://NAME:PORT"),
     ):
@@ -385,7 +349,7 @@ def test_one_health_check_asks_over_http_https_and_unix_sockets(
             == [f"https://127.0.0.1:{site.port}: ok"] * 2 + [f"unix:{place.uds}: ok"] * 3
         )
     assert health("--uds", str(place.uds)) == 1
-    assert "q.sock does not answer: No such file or directory" in capsys.readouterr().err
+    assert "q.sock does not answer: no connection: No such file or directory" in capsys.readouterr().err
 
 
 def test_a_server_that_loads_is_alive_and_not_well_until_it_is(
@@ -424,7 +388,7 @@ def test_what_is_no_server_is_not_well(capsys: pytest.CaptureFixture[str]) -> No
     assert "answers 200: is it another program?" in told and told.count("does not answer: ") == 2
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert health("--port", str(silent.getsockname()[1]), "--timeout", "0.1") == 1
-    assert "does not answer within 0.1 s" in capsys.readouterr().err
+    assert "does not answer: no answer within 0.1 s" in capsys.readouterr().err
     for wrong in (["--port", "0"], ["--timeout", "0"], ["--timeout", "inf"], ["--wait", "nan"], ["--uds", "x" * 200]):
         assert health(*wrong) == 2
 

@@ -24,15 +24,17 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from quire import child
+from quire.address import Address
 from quire.cli.terminal import note
 from quire.errors import BatchError, ConfigError
+from quire.http_client import HttpClient, HttpError, NoAnswerError
 from quire.server.batch_lines import Answer, Answers, Counts, Requests
 from quire.server.batch_lines import run as run_batch
 from quire.server.http_options import read_keys
@@ -40,6 +42,7 @@ from quire.tls import CACERT
 from quire.typed_json import BAD_JSON
 
 CONCURRENCY = 128
+CONNECT_SECONDS = 10.0
 BUSY = (429, 502, 503)
 """Statuses of a server that may answer later."""
 ATTEMPTS = 12
@@ -172,38 +175,20 @@ def _progress(total: int, quiet: bool) -> Iterator[Any]:
         yield lambda counts: bar.update(counts.completed, counts.tokens)
 
 
-class _Body:
-    """Collects one answer."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.headers: Mapping[str, str] = {}
-        self.data = bytearray()
-
-    def head(self, status: int, headers: Mapping[str, str]) -> None:
-        self.status, self.headers = status, headers
-
-    def body(self, data: bytes, at: float) -> None:
-        self.data += data
-        if len(self.data) > MAX_ANSWER_BYTES:
-            raise BatchError(f"the server's answer is larger than {MAX_ANSWER_BYTES} bytes")
-
-
 class _Asker:
     """Sends requests to a server, with retries while it is busy or cannot be reached."""
 
     def __init__(self, url: str, key: str, cacert: str | None = None) -> None:
-        from quire.bench.serve.http_client import HttpClient, parse_url
-
-        origin, self._path = parse_url(url)
-        self._path = self._path.removesuffix("/v1")
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = HttpClient(origin, {"user-agent": "quire-batch", **headers}, cacert=cacert)
+        self._headers = [(b"user-agent", b"quire-batch"), (b"content-type", b"application/json")]
+        if key:
+            self._headers.append((b"authorization", f"Bearer {key}".encode()))
+        self._client = HttpClient(Address(url), cacert=cacert, connect_seconds=CONNECT_SECONDS, kept=1 << 20)
         self._told = False  # that the server cannot be reached
         self._answered = time.monotonic()  # when it last answered a request
 
     async def aclose(self) -> None:
-        await self._client.close()
+        self._client.break_off()
+        await asyncio.sleep(0)
 
     async def post(self, url: str, body: bytes) -> Answer:
         """The answer to one request.
@@ -211,41 +196,45 @@ class _Asker:
         Raises:
             BatchError: the server cannot be reached, or refuses the key.
         """
-        from quire.bench.serve.http_client import HttpError
-
-        request = self._client.request("POST", self._path + url, body)
+        request = self._client.address.request("POST", url, self._headers, body)
         away, late, patience = 0, 0, 0.125
         while True:
             patience = min(LONGEST_WAIT, 2 * patience)
-            found, trouble, wait = _Body(), "", patience
+            status, wait = 0, patience
             try:
-                await self._client.exchange(request, found)
+                found = await self._client.ask(request)
+                try:
+                    status, data = found.status, await found.whole(MAX_ANSWER_BYTES)
+                finally:
+                    self._client.release(found)
+            except NoAnswerError as error:
+                raise BatchError(f"the server cannot be used: {error}") from error
             except HttpError as error:
-                trouble = str(error)
+                trouble = f"{self._client.address.url}: {error}"
                 if not self._told:
                     self._told = True
                     note(f"{trouble}; trying again")
             else:
-                if found.status in (401, 403):
-                    raise BatchError(f"the server refuses the API key ({found.status}); give its key with --api-key")
-                late += (is_late := _is_late(found))
-                if late == LATE_ATTEMPTS or not (is_late or found.status in BUSY):
+                if status in (401, 403):
+                    raise BatchError(f"the server refuses the API key ({status}); give its key with --api-key")
+                late += (is_late := _is_late(status, data))
+                if late == LATE_ATTEMPTS or not (is_late or status in BUSY):
                     self._answered = time.monotonic()
-                    return Answer(found.status, found.headers.get("x-request-id", ""), _json(bytes(found.data)))
-                trouble = f"the server answers {found.status}"
+                    return Answer(status, found.header(b"x-request-id"), _json(data))
+                trouble = f"the server answers {status}"
                 with contextlib.suppress(ValueError):
-                    wait = min(LONGEST_WAIT, max(wait, float(found.headers.get("retry-after", ""))))
-            away = 0 if found.status == 429 else away + 1
+                    wait = min(LONGEST_WAIT, max(wait, float(found.header(b"retry-after"))))
+            away = 0 if status == 429 else away + 1
             if away == ATTEMPTS:
                 raise BatchError(f"{trouble}, after {ATTEMPTS} attempts")
-            if found.status == 429 and time.monotonic() - self._answered > BUSY_SECONDS:
+            if status == 429 and time.monotonic() - self._answered > BUSY_SECONDS:
                 raise BatchError(f"{trouble}, and has answered no request for {BUSY_SECONDS:g} s")
             await asyncio.sleep(wait * random.uniform(0.75, 1.25))
 
 
-def _is_late(answer: _Body) -> bool:
+def _is_late(status: int, body: bytes) -> bool:
     """Whether a request took longer than a proxy allows (504), or the server (--request-timeout)."""
-    return answer.status == 504 or (answer.status == 503 and b'"request_timeout"' in answer.data)
+    return status == 504 or (status == 503 and b'"request_timeout"' in body)
 
 
 def _json(body: bytes) -> bytes:

@@ -9,15 +9,16 @@ Exit codes: 0 it accepts requests; 1 it does not, or does not answer; 2 an optio
 from __future__ import annotations
 
 import argparse
-import http.client
+import asyncio
 import json
-import socket
 import time
 from typing import Any
 
+from quire.address import Address
 from quire.cli.options import add_fields, option_names, read_config, read_environment
 from quire.cli.terminal import visible
 from quire.errors import ConfigError, RemoteError
+from quire.http_client import HttpClient, HttpError
 from quire.server.http_options import HttpOptions, check_place
 from quire.server.processes import host_and_port, scheme_of
 from quire.tls import unverified_context
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         RemoteError: it does not accept requests.
     """
-    place = _place(args)
+    address = _address(args)
     if not (0 < args.timeout <= MAX_SECONDS and 0 <= args.wait <= MAX_SECONDS):
         raise ConfigError(
             f"--timeout is {args.timeout:g} and --wait {args.wait:g}; --timeout must be above 0 seconds, --wait at "
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     deadline = time.monotonic() + args.wait
     while True:
         try:
-            print(f"{_name(place)}: {_asked(place, '/live' if args.live else '/health', args.timeout)}")
+            print(f"{address.url}: {_asked(address, '/live' if args.live else '/health', args.timeout)}")
             return 0
         except RemoteError:
             if time.monotonic() + POLL_SECONDS > deadline:
@@ -73,12 +74,12 @@ def run(args: argparse.Namespace) -> int:
         time.sleep(POLL_SECONDS)
 
 
-def _place(args: argparse.Namespace) -> HttpOptions:
+def _address(args: argparse.Namespace) -> Address:
     """The server's address: flags win over the file, and the file over the environment, as for the server."""
     if args.url is not None:
         if others := {"config", *PLACE} & {name for name, value in vars(args).items() if value is not None}:
             raise ConfigError(f"--url says where the server is; leave out {', '.join(sorted(others))}")
-        return _place_of(args.url)
+        return Address(args.url)
     from_file = read_config(args.config, [*option_names(), "preset"]) if args.config else {}
     given = from_file | vars(args)
     options: dict[str, Any] = read_environment(PLACE) | {name: given[name] for name in PLACE if name in given}
@@ -88,58 +89,26 @@ def _place(args: argparse.Namespace) -> HttpOptions:
         raise ConfigError(
             "port=0 is any free port, which only the server knows; give the server a port, or a Unix socket"
         )
-    return place
-
-
-def _place_of(url: str) -> HttpOptions:
-    """The server at this URL; its path, if any, comes before those of the routes."""
-    from quire.bench.serve.http_client import parse_url
-
-    origin, path = parse_url(url)
-    if origin.uds is not None:
-        return HttpOptions(uds=origin.uds)
-    prefix = path.removesuffix("/v1") or None
-    return HttpOptions(host=origin.host, port=origin.port, ssl_certfile=url if origin.tls else None, root_path=prefix)
-
-
-def _name(place: HttpOptions) -> str:
     if place.uds is not None:
-        return f"unix:{place.uds}"
-    return f"{scheme_of(place)}://{host_and_port(LOOPBACK.get(place.host, place.host), place.port)}"
+        return Address(f"unix:{place.uds}")
+    return Address(f"{scheme_of(place)}://{host_and_port(LOOPBACK.get(place.host, place.host), place.port)}")
 
 
-def _asked(place: HttpOptions, path: str, seconds: float) -> str:
+def _asked(address: Address, path: str, seconds: float) -> str:
     """Its answer, if that is positive.
 
     Raises:
         RemoteError: the answer is negative, or did not come in time.
     """
+    client = HttpClient(address, context=unverified_context() if address.tls else None, connect_seconds=seconds)
     try:
-        with _connected(place, seconds) as connection:
-            exchange = http.client.HTTPConnection("localhost")
-            exchange.sock = connection
-            exchange.request("GET", (place.root_path or "") + path)
-            answer = exchange.getresponse()
-            status, body = answer.status, answer.read(MAX_BODY_BYTES)
-    except TimeoutError as error:
-        raise RemoteError(f"{_name(place)} does not answer within {seconds:g} s") from error
-    except (OSError, http.client.HTTPException, UnicodeError) as error:
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or type(error).__name__
-        raise RemoteError(f"{_name(place)} does not answer: {visible(str(reason))[:200]}") from error
+        status, body = asyncio.run(client.fetch("GET", path, seconds=seconds, most=MAX_BODY_BYTES))
+    except HttpError as error:
+        raise RemoteError(f"{address.url} does not answer: {visible(str(error))[:200]}") from error
     said = _said(body)
     if status != 200 or said is None:
-        raise RemoteError(f"{_name(place)}{path} answers {status}: {said or 'is it another program?'}")
+        raise RemoteError(f"{address.url}{path} answers {status}: {said or 'is it another program?'}")
     return said
-
-
-def _connected(place: HttpOptions, seconds: float) -> socket.socket:
-    if place.uds is not None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(seconds)
-        connection.connect(place.uds)
-        return connection
-    connection = socket.create_connection((LOOPBACK.get(place.host, place.host), place.port), seconds)
-    return connection if place.ssl_certfile is None else unverified_context().wrap_socket(connection)
 
 
 def _said(body: bytes) -> str | None:

@@ -5,23 +5,21 @@ Responses are not trusted: their size is limited, they are decoded with types, a
 
 from __future__ import annotations
 
-import ssl
+import asyncio
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Annotated, Any, NoReturn
-from urllib.parse import urlsplit
+from collections.abc import Coroutine, Iterator, Mapping
+from typing import Annotated, Any, NoReturn, TypeVar
 
-import httpx2
 import msgspec
 
-from quire.bench.serve.http_client import unix_path
+from quire.address import Address
 from quire.cli.report import rate
 from quire.cli.talk import NO_TOOLS, Answer, Messages, Show, ToolUse
 from quire.cli.terminal import loading, note, visible
-from quire.errors import ConfigError, PromptTooLongError, RemoteError, RequestError
+from quire.errors import PromptTooLongError, RemoteError, RequestError
+from quire.event_stream import EventStream
+from quire.http_client import HttpClient, HttpError
 from quire.text.reply import ContentText, ReasoningText, Reply, ReplyEvent, ToolCallArguments, ToolCallBegin
-from quire.tls import client_context, why_untrusted
 from quire.typed_json import BAD_JSON
 
 MAX_BODY_BYTES = 1 << 20
@@ -38,6 +36,8 @@ SILENCE_SECONDS = 300.0
 """A stream without any data for this long is given up. Quire sends at least a comment every 15 s."""
 
 POLL_SECONDS = 0.5
+
+T = TypeVar("T")
 
 
 class _Suggestions(msgspec.Struct):
@@ -136,39 +136,28 @@ class RemoteTalker:
         wait: float = 120.0,
         cacert: str | None = None,
     ) -> None:
-        self.url = _base(url)
-        self._trust = _trust(self.url, cacert)
-        self._wait = wait
+        address = Address(url)
+        self._client = HttpClient(address, cacert=cacert, connect_seconds=CONNECT_SECONDS)
+        self._runner = asyncio.Runner()
+        self.url, self._wait = address.url, wait
         self._told: set[str] = set()  # ignored fields that the user was told about
         self._answers = self._tokens = 0
         self._seconds = 0.0
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        try:
-            self._client = self._connect()
-        except (httpx2.InvalidURL, UnicodeError) as error:
-            raise ConfigError(f"--url {url!r} is not the URL of a server: {error}") from error
+        self._headers = [(b"content-type", b"application/json")]
+        if api_key:
+            self._headers.append((b"authorization", f"Bearer {api_key}".encode()))
         try:
             found = self._find(model)
         except BaseException:
-            self._client.close()
+            self.close()
             raise
         self.model, self.context = found.id, found.max_model_len
         temperature = (found.sampling_suggestions or _Suggestions()).temperature
         self.suggested: dict[str, float] = {} if temperature is None else {"temperature": temperature}
 
-    def _connect(self) -> httpx2.Client:
-        uds = unix_path(self.url)
-        return httpx2.Client(
-            base_url=self.url if uds is None else "http://localhost",
-            headers=self._headers,
-            timeout=httpx2.Timeout(REPLY_SECONDS, connect=CONNECT_SECONDS),
-            verify=self._trust,
-            transport=None if uds is None else httpx2.HTTPTransport(uds=uds, verify=self._trust),
-            trust_env=False,  # no proxy but one that was asked for
-        )
-
     def close(self) -> None:
-        self._client.close()
+        self._client.break_off()
+        self._runner.close()
 
     # -- the start -----------------------------------------------------------------------------------------
 
@@ -211,8 +200,8 @@ class RemoteTalker:
         return _read(self._get("/health")[1], _Health) or _Health()
 
     def _get(self, path: str) -> tuple[int, bytes]:
-        with self._telling(), self._client.stream("GET", path) as response:
-            return response.status_code, _bounded(response)
+        fetch = self._client.fetch("GET", path, self._headers, seconds=REPLY_SECONDS, most=MAX_BODY_BYTES)
+        return self._run(fetch)
 
     # -- answers -------------------------------------------------------------------------------------------
 
@@ -235,9 +224,7 @@ class RemoteTalker:
                 if not self._stream(request, answer, began, show):
                     raise RemoteError("the server is not ready; try again")
         except KeyboardInterrupt:
-            # Close all connections, so that the server notices, wherever in the library the interrupt came.
-            self._client.close()
-            self._client = self._connect()
+            self._client.break_off()  # so that the server notices, wherever the interrupt came
             answer.reason, answer.error = "abort", None
         except RemoteError as error:
             if not answer.reply.content:
@@ -249,25 +236,32 @@ class RemoteTalker:
 
     def _stream(self, request: bytes, answer: Answer, began: float, show: Show) -> bool:
         """Run a request into `answer`; False if the server is not ready."""
-        options: dict[str, Any] = {
-            "content": request,
-            "headers": {"content-type": "application/json", "accept": "text/event-stream"},
-            "timeout": httpx2.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS),
-        }
-        with self._telling(), self._client.stream("POST", "/v1/chat/completions", **options) as response:
-            if response.status_code == 503 and self._health().status in ("loading", "restarting"):
-                return False
-            if response.status_code != 200:
-                self._refuse(response.status_code, _bounded(response))
-            self._tell_ignored(response.headers.get("x-quire-ignored", ""))
-            for event in httpx2.EventSource(response):
-                if event.data == "[DONE]":
-                    break
-                chunk = _read(event.data.encode(), _Chunk)
-                if chunk is None:
-                    raise RemoteError("the server sent an invalid chunk")
-                _take(chunk, answer, began, show)
+        status, body = self._run(self._received(request, answer, began, show))
+        if status == 503 and self._health().status in ("loading", "restarting"):
+            return False
+        if status != 200:
+            self._refuse(status, body)
         return True
+
+    async def _received(self, request: bytes, answer: Answer, began: float, show: Show) -> tuple[int, bytes]:
+        """Send a request and read its stream into `answer`; returns the status, and what is no stream."""
+        client, headers = self._client, [*self._headers, (b"accept", b"text/event-stream")]
+        async with asyncio.timeout(SILENCE_SECONDS) as silence:
+            response = await client.ask(client.address.request("POST", "/v1/chat/completions", headers, request))
+            try:
+                if response.status != 200:
+                    return response.status, await response.whole(MAX_BODY_BYTES)
+                self._tell_ignored(response.header(b"x-quire-ignored"))
+                events = EventStream()
+                while data := await response.piece():
+                    silence.reschedule(asyncio.get_running_loop().time() + SILENCE_SECONDS)
+                    for event in events.feed(data):
+                        if event == b"[DONE]":
+                            return 200, b""
+                        _take(_read(event, _Chunk), answer, began, show)
+            finally:
+                client.release(response)
+        return 200, b""
 
     def _tell_ignored(self, header: str) -> None:
         names = {name.strip() for name in header[:MAX_MESSAGE].split(",")} - self._told - {""}
@@ -290,21 +284,20 @@ class RemoteTalker:
 
     # -- errors --------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Turn errors of the connection into RemoteErrors."""
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run this to its end, or until Ctrl-C, which closes its connection. Errors of the connection become
+        RemoteErrors that say where."""
         try:
-            yield
-        except httpx2.ConnectError as error:
-            if (untrusted := why_untrusted(error)) is not None:
-                raise RemoteError(f"no connection to {self.url}: {untrusted}") from error
-            reason = visible(str(error)) or "no connection"
-            raise RemoteError(f"no server answers at {self.url} ({reason}); is 'quire serve' running there?") from error
-        except httpx2.TimeoutException as error:
+            return self._runner.run(work)
+        except TimeoutError as error:
             raise RemoteError(f"the server at {self.url} did not answer in time") from error
-        except (httpx2.HTTPError, httpx2.StreamError) as error:
-            reason = visible(str(error))[:MAX_MESSAGE] or type(error).__name__
-            raise RemoteError(f"the connection to {self.url} failed: {reason}") from error
+        except HttpError as error:
+            reason = visible(str(error))[:MAX_MESSAGE]
+            if error.kind == "connect":
+                reason = f"no server answers at {self.url} ({reason}); is 'quire serve' running there?"
+            else:
+                reason = f"the connection to {self.url} failed: {reason}"
+            raise RemoteError(reason) from error
 
     def _refuse(self, status: int, body: bytes) -> NoReturn:
         """Raise the error for a status other than 200."""
@@ -321,8 +314,14 @@ class RemoteTalker:
         raise RemoteError(f"{self.url} answers {status}: {_message(body)}{hint}")
 
 
-def _take(chunk: _Chunk, answer: Answer, began: float, show: Show) -> None:
-    """Add one event of a stream to an answer."""
+def _take(chunk: _Chunk | None, answer: Answer, began: float, show: Show) -> None:
+    """Add one event of a stream to an answer.
+
+    Raises:
+        RemoteError: it is none.
+    """
+    if chunk is None:
+        raise RemoteError("the server sent an invalid chunk")
     if chunk.error is not None:
         answer.reason, answer.error = "error", _shown(chunk.error)
         return
@@ -363,40 +362,11 @@ def _events(delta: _Delta, reply: Reply) -> Iterator[ReplyEvent]:
             yield ToolCallArguments(index, function.arguments)
 
 
-def _base(url: str) -> str:
-    """The server's URL without `/v1`; that of a Unix socket as it is. Raises ConfigError."""
-    if unix_path(url) is not None:
-        return url
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        valid = False
-    if not valid or parts.query or parts.fragment or parts.username is not None or not url.isprintable() or " " in url:
-        raise ConfigError(f"--url {url!r} is not the URL of a server, such as http://127.0.0.1:8000")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-def _trust(url: str, cacert: str | None) -> ssl.SSLContext:
-    """The TLS context. Without TLS no certificates are read, since that takes longer than everything else at start."""
-    return client_context(cacert) if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-
-
 def _encoded(request: Mapping[str, Any]) -> bytes:
     try:
         return msgspec.json.encode(request)
     except UnicodeEncodeError as error:
         raise RequestError("the text has an unpaired surrogate; it must be valid Unicode") from error
-
-
-def _bounded(response: httpx2.Response) -> bytes:
-    """The body. Raises RemoteError if it is too long."""
-    body = b""
-    for part in response.iter_bytes():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise RemoteError(f"the server's answer is longer than {MAX_BODY_BYTES} bytes")
-    return body
 
 
 def _read(body: bytes, kind: type[Any]) -> Any:

@@ -15,12 +15,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire import __version__
+from quire.http_client import HttpError, NoAnswerError
 from quire.router.metrics import ROUTES
 from quire.router.relay import RESUMABLE_PATHS, Relay, no_server, parsed, unknown_model
 from quire.router.servers import Server
 from quire.router.site import Site
 from quire.router.status import life_of, status_document
-from quire.router.upstream import NoAnswerError, UpstreamError
 from quire.server import request_log
 from quire.server.app import middleware
 from quire.server.auth import METRICS_PATH, forbidden, tenant_of
@@ -213,7 +213,7 @@ class RouterApp:
             )
         except NoAnswerError as error:  # which says something about the request, and nothing about the server's health
             raise ApiError(502, f"the server's answer cannot be passed on: {error}", code="no_answer") from None
-        except UpstreamError as error:
+        except HttpError as error:
             self._site.servers.failed(server, str(error))
             raise ApiError(502, "the server went away; try again", code="server_lost") from None
 

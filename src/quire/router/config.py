@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
+from quire.address import Address
 from quire.config import option
 from quire.errors import ConfigError
 from quire.names import DNS, MAX_SERVERS, is_server
-from quire.router.address import Address
 from quire.server.http_options import HttpOptions, read_keys
 
 
@@ -60,10 +60,7 @@ class RouterConfig(HttpOptions):
 
     def _check_url(self, url: str) -> None:
         """Check the URL of a server or a DNS name."""
-        try:
-            Address(url.removeprefix(DNS))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        Address(url.removeprefix(DNS))
         if url.startswith(DNS) and not url.startswith(f"{DNS}http://"):
             raise ConfigError(
                 f"server {url!r}: certificates are for names, not for addresses; use {DNS}http://NAME:PORT"

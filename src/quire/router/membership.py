@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from quire.address import Address
 from quire.errors import ConfigError
 from quire.kv.directory.base import DirectoryError
 from quire.log import event
 from quire.names import DNS_SECONDS, MAX_SERVERS, addresses, is_server, name_of
 from quire.names import servers as servers_of
-from quire.router.address import Address
 from quire.router.config import RouterConfig
 from quire.router.servers import Role, Servers
 

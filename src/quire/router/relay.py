@@ -19,11 +19,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from quire.fleet.prompt import Prompt, read_prompt
+from quire.http_client import Answer, HttpError
 from quire.router.picked import NOTHING_PICKED, SERVED, SUBSET, Picked, read_picked
 from quire.router.resume import CannotResumeError, Journal
 from quire.router.servers import Choice, Server
 from quire.router.site import KEPT_NAMES, Sending, Site
-from quire.router.upstream import Answer, UpstreamError
 from quire.server.auth import tenant_of
 from quire.server.body import check_media_type
 from quire.server.context import RETRY_RESTARTING, stop_error
@@ -141,7 +141,7 @@ class Relay:
         watching.add_done_callback(self._on_left)
         try:
             await self._serve(prompt)
-        except (ApiError, CannotResumeError, UpstreamError) as error:
+        except (ApiError, CannotResumeError, HttpError) as error:
             await self._fail(error)
         except asyncio.CancelledError:
             if self._begun and self._site.stopping.is_set():
@@ -189,7 +189,7 @@ class Relay:
                 if await self._attempt(prompt, choice):
                     return
                 self._tried.add(server.name)
-            except UpstreamError as error:
+            except HttpError as error:
                 if self._left:
                     raise ClientDisconnect from None
                 self._lost(server, error)
@@ -223,7 +223,7 @@ class Relay:
                 said = time.monotonic()
                 await self._send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
 
-    def _lost(self, server: Server, error: UpstreamError) -> None:
+    def _lost(self, server: Server, error: HttpError) -> None:
         """Decide how to continue after losing a server.
 
         Raises:
@@ -244,7 +244,7 @@ class Relay:
         """Send the request to a server. False if another one is to be asked: see `_refused`.
 
         Raises:
-            UpstreamError: the server went away.
+            HttpError: the server went away.
         """
         server, servers = choice.server, self._site.servers
         sending = Sending(
@@ -265,15 +265,15 @@ class Relay:
             answer = await server.upstream.ask(self._request(prompt, choice), self._on_asked)
             if answer.status in _BUSY or (prompt.follows and not self._begun and answer.status in (400, 404)):
                 return await self._refused(answer, server)
-            if self._begun and (answer.status != 200 or not _is_stream(answer)):
+            if self._begun and (answer.status != 200 or not answer.is_stream):
                 raise CannotResumeError(_not_resumed(answer.status))
-            if _is_stream(answer):
-                self._learn_from_headers(prompt, answer.headers)
+            if answer.is_stream:
+                self._learn_from_headers(prompt, answer.header(_PROMPT_TOKENS))
                 await self._stream(answer, sending)
             else:
                 await self._pass_on(answer, prompt, sending)
             return True
-        except UpstreamError as error:
+        except HttpError as error:
             sending.lost = str(error)
             raise
         finally:
@@ -360,17 +360,16 @@ class Relay:
                 self._summary.output_tokens = usage.completion_tokens or 0
                 self._summary.cached_tokens = (usage.prompt_tokens_details or _PromptDetails()).cached_tokens or 0
 
-    def _learn_from_headers(self, prompt: Prompt, headers: list[tuple[bytes, bytes]]) -> None:
+    def _learn_from_headers(self, prompt: Prompt, told: str) -> None:
         """Learn how many tokens the prompt of a stream has, if the server's headers say so."""
-        told = next((value for name, value in headers if name == _PROMPT_TOKENS), b"")
-        if told.isdigit() and len(told) < 12:
+        if told.isdecimal() and len(told) < 12:
             self._summary.prompt_tokens = int(told)
             self._site.servers.learn_size(prompt.size, int(told))
 
     async def _stream(self, answer: Answer, sending: Sending) -> None:
         """Pass on events as they come. Only whole events are sent, so that an error event can still follow."""
         self._streams = True
-        self._has_journal = any(name == _JOURNAL for name, _ in answer.headers)
+        self._has_journal = bool(answer.header(_JOURNAL))
         if not self._begun:
             self._fingerprint = sending.choice.server.fingerprint
             await self._start(200, [header for header in answer.headers if header[0] not in _HOP])
@@ -388,9 +387,9 @@ class Relay:
             if data:
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
             if self._journal.lost:
-                raise UpstreamError(self._journal.lost, reached=True)
+                raise HttpError("closed", self._journal.lost)
         if self._has_journal and not self._journal.has_ended:
-            raise UpstreamError("its stream ended without its end", reached=True)
+            raise HttpError("closed", "its stream ended without its end")
         await self._send({"type": "http.response.body", "body": rest})
 
     def _first_token(self, sending: Sending) -> None:
@@ -428,10 +427,6 @@ async def parsed(body: bytes, scope: bytes = b"") -> Prompt:
     if len(body) <= SMALL_BODY_BYTES:
         return read_prompt(body, scope)
     return await asyncio.to_thread(read_prompt, body, scope)
-
-
-def _is_stream(answer: Answer) -> bool:
-    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in answer.headers)
 
 
 def _whole_events(data: bytes) -> tuple[bytes, bytes]:

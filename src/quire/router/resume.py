@@ -6,7 +6,7 @@ are known, and no others. Entries are not read here.
 
 from __future__ import annotations
 
-from quire.router.upstream import UpstreamError
+from quire.http_client import HttpError
 from quire.server.journal import END, ENTRY, LOST, MAX_JOURNAL_BYTES
 
 _MARK, _END = b"\n: quire-", b"\n\n"
@@ -46,7 +46,7 @@ class Journal:
         """What is to be passed on, now that the server has sent this.
 
         Raises:
-            UpstreamError: the server does not keep to the format.
+            HttpError: the server does not keep to the format.
         """
         rest, passed = self._rest + data, []
         while not self.lost and (end := self._end_of_comment(rest)) > 0:
@@ -55,7 +55,7 @@ class Journal:
                 passed.append(rest[:at])
             rest = rest[end + len(_END) :]
         if len(rest) > MAX_WRITE_BYTES:
-            raise UpstreamError("its stream has no journal, although it says so", reached=True)
+            raise HttpError("garbage", "its stream has no journal, although it says so")
         self._rest = rest
         return b"".join(passed)
 

@@ -18,15 +18,16 @@ from typing import Any, Literal
 
 import msgspec
 
+from quire.address import Address
+from quire.errors import ConfigError
 from quire.fleet.choice import Candidate, Chooser, Decision, PolicyName
 from quire.fleet.knowledge import Knowledge
 from quire.fleet.load import Load, common_rate
 from quire.fleet.prompt import CHUNK_BYTES, Prompt
+from quire.http_client import FETCHED_BYTES, Connections, HttpClient, HttpError
 from quire.log import event
-from quire.router.address import Address
 from quire.router.answers import identity, read_models, read_prompts, wrong_key
 from quire.router.picked import NOTHING_PICKED, Picked
-from quire.router.upstream import FETCHED_BYTES, Connections, Upstream, UpstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class Server:
         self.address = Address(url)
         self.name = self.address.name
         self.role, self.origin = role, origin
-        self.upstream = Upstream(self.address, connections, cacert)
+        self.upstream = HttpClient(self.address, connections, cacert)
         self.engines = [Engine(self.name)]
         self.state: State = "new"
         self.reason = "not checked yet"
@@ -225,11 +226,11 @@ class Servers:
         """Add a server; one that is known already stays as it is, unless its role has changed.
 
         Raises:
-            ValueError: this is not a server's URL, or one that may not join by itself.
+            ConfigError: this is not a server's URL, or one that may not join by itself.
         """
         address = Address(url)
         if origin == "joined" and address.uds is not None:  # remote servers must not make it connect to local sockets
-            raise ValueError(f"{url!r} is a Unix socket, and servers join from a port; give the router its --server")
+            raise ConfigError(f"{url!r} is a Unix socket, and servers join from a port; give the router its --server")
         name = address.name
         found = self.by_name.get(name)
         if found is not None and found.role == role:
@@ -434,7 +435,7 @@ class Servers:
         while True:
             try:
                 await self._look_at(server)
-            except UpstreamError as error:
+            except HttpError as error:
                 self.failed(server, str(error))
                 if server.is_quire:  # its requests continue elsewhere
                     server.upstream.break_off()

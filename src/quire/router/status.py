@@ -10,9 +10,9 @@ from urllib.parse import quote
 import msgspec
 
 from quire import __version__
+from quire.http_client import HttpError
 from quire.router.servers import Server
 from quire.router.site import Sending, Site
-from quire.router.upstream import UpstreamError
 from quire.typed_json import BAD_JSON
 
 MAX_PROMPTS = 20
@@ -133,6 +133,6 @@ async def _told(server: Server, request: str, key: bytes) -> list[Any]:
     try:
         status, body = await server.upstream.fetch("GET", path, headers, seconds=ANSWER_SECONDS)
         found = msgspec.json.decode(body) if status == 200 else []
-    except (UpstreamError, *BAD_JSON):
+    except (HttpError, *BAD_JSON):
         return []
     return found if isinstance(found, list) else []

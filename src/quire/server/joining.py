@@ -8,10 +8,14 @@ import socket
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+import msgspec
+
+from quire.address import Address
+from quire.http_client import HttpClient, HttpError
 from quire.log import event
 from quire.server.http_options import HttpOptions
 from quire.server.processes import host_and_port, scheme_of, url_of
-from quire.tls import client_context, why_untrusted
+from quire.typed_json import BAD_JSON
 
 logger = logging.getLogger(__name__)
 
@@ -43,38 +47,31 @@ class Registration:
     """A server at a router, by its `/admin/join`."""
 
     def __init__(self, router: str, key: str, url: str, role: str, cacert: str | None) -> None:
-        import httpx2
-
-        self._router, self._said, self._errors = router, {"url": url, "role": role}, httpx2.HTTPError
-        headers = {"authorization": f"Bearer {key}"}
-        self._client = httpx2.AsyncClient(
-            base_url=router.rstrip("/"),
-            headers=headers,
-            timeout=ANSWER_SECONDS,
-            verify=client_context(cacert),
-            trust_env=False,  # as everywhere: no proxy but one that was asked for
-        )
+        self._router, self._said = router, {"url": url, "role": role}
+        self._headers = [(b"authorization", f"Bearer {key}".encode()), (b"content-type", b"application/json")]
+        self._client = HttpClient(Address(router), cacert=cacert)
 
     async def say(self, leaves: bool) -> str:
         """Register, renew, or with `leaves` deregister; returns "joined", or what is wrong."""
-        router = self._router
+        router, said = self._router, msgspec.json.encode({**self._said, "leaves": leaves})
+        fetch = self._client.fetch
         try:
-            answer = await self._client.post("/admin/join", json={**self._said, "leaves": leaves})
-            found = answer.json()
-        except (self._errors, ValueError) as error:
-            return f"the router {router} cannot be reached ({why_untrusted(error) or type(error).__name__})"
-        if answer.status_code in (401, 403):
+            status, body = await fetch("POST", "/admin/join", self._headers, body=said, seconds=ANSWER_SECONDS)
+            found = msgspec.json.decode(body)
+        except (HttpError, *BAD_JSON) as error:
+            return f"the router {router} cannot be reached ({error})"
+        if status in (401, 403):
             return f"the router {router} does not take this server's key: give both the same first --api-key"
-        if answer.status_code != 200:
-            return f"the router {router} does not take this server ({answer.status_code})"
+        if status != 200:
+            return f"the router {router} does not take this server ({status})"
         if not isinstance(found, dict):
             return f"{router} is no router of Quire's: give the URL of 'quire route'"
         refused = found.get("state") == "refused"
         return f"the router {router} sends nothing here: {found.get('reason')}" if refused else JOINED
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Close the connection."""
-        await self._client.aclose()
+        self._client.break_off()
 
 
 async def keep_joined(
@@ -101,4 +98,4 @@ async def keep_joined(
                 await asyncio.sleep(POLL_SECONDS)
         await host.say(leaves=True)
     finally:
-        await host.close()
+        host.close()

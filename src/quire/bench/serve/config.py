@@ -10,7 +10,7 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 
-from quire.bench.serve.http_client import parse_url
+from quire.address import Address
 from quire.config import check_field, option
 from quire.errors import ConfigError
 from quire.tls import CACERT
@@ -163,7 +163,7 @@ class LoadConfig:
         for field in dataclasses.fields(self):
             if field.name != "goodput":
                 check_field(field, hints[field.name], getattr(self, field.name))
-        parse_url(self.url)
+        Address(self.url)
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
             raise ConfigError("api_key is empty, or has a character that no header could carry; give another one")
         self._check_workload()

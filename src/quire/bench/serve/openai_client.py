@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from quire import http_client
+from quire.address import Address
 from quire.bench.serve.config import LoadConfig
-from quire.bench.serve.http_client import HttpClient, HttpError, parse_url
 from quire.bench.serve.records import Record
 from quire.errors import BenchmarkError
+from quire.event_stream import EventStream
+from quire.http_client import HttpClient, HttpError
 
-MAX_EVENT_BYTES = 4 << 20
-"""Longest event of a stream."""
 MAX_ERROR_BYTES = 64 << 10
 """Most bytes read of a response that is not a stream."""
 MAX_MESSAGE = 300
@@ -58,32 +59,6 @@ class _Chunk(msgspec.Struct):
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
-class EventStream:
-    """Splits bytes, as they arrive, into the data of server-sent events. Comments and other fields are skipped."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._data: list[bytes] = []
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """The data of each event that these bytes complete.
-
-        Raises:
-            HttpError: an event is too long.
-        """
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > MAX_EVENT_BYTES:
-            raise HttpError("garbage", f"an event of the stream is longer than {MAX_EVENT_BYTES} bytes")
-        for line in lines:
-            line = line.removesuffix(b"\r")
-            if line.startswith(b"data:"):
-                self._data.append(line[5:].removeprefix(b" "))
-            elif not line and self._data:
-                yield b"\n".join(self._data)
-                self._data = []
-
-
 class Answer:
     """A streamed response in progress: fills a record, and keeps text and ids for a conversation's next turn."""
 
@@ -92,8 +67,7 @@ class Answer:
         self.texts: list[str] = []
         self.token_ids: list[int] = []
         self.done = False
-        self._status = 0
-        self._kind = ""
+        self._status, self._kind = 0, ""
         self._events: EventStream | None = None
         self._plain = bytearray()
         self._usage_so_far = 0
@@ -104,14 +78,18 @@ class Answer:
         """The text so far."""
         return "".join(self.texts)
 
-    def head(self, status: int, headers: Mapping[str, str]) -> None:
-        """See `http_client.Sink`."""
-        self._status, self._kind = status, headers.get("content-type", "").partition(";")[0].strip().lower()
-        if status == 200 and self._kind == "text/event-stream":
+    def head(self, answer: http_client.Answer) -> None:
+        """Its headers are there."""
+        self._status, self._kind = answer.status, answer.header(b"content-type")
+        if answer.status == 200 and answer.is_stream:
             self._events = EventStream()
 
     def body(self, data: bytes, at: float) -> None:
-        """See `http_client.Sink`."""
+        """A piece of its body, and when that was read.
+
+        Raises:
+            HttpError: it is not what it should be.
+        """
         if self._events is None:
             self._plain += data[: MAX_ERROR_BYTES - len(self._plain)]
             return
@@ -203,20 +181,6 @@ def _shortened(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
 
 
-class _Whole:
-    """A sink for a small response."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.content = bytearray()
-
-    def head(self, status: int, headers: Mapping[str, str]) -> None:
-        self.status = status
-
-    def body(self, data: bytes, at: float) -> None:
-        self.content += data[: MAX_EVENT_BYTES - len(self.content)]
-
-
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """An encoded request, and the record that it will fill."""
@@ -229,13 +193,14 @@ class OpenAIClient:
     """Sends completion or chat requests to one server. Close it when done."""
 
     def __init__(self, config: LoadConfig) -> None:
-        origin, path = parse_url(config.url)
-        self.base = path if path.endswith("/v1") else path + "/v1"
-        headers = {"accept": "text/event-stream"}
+        address = Address(config.url)
+        self._headers = [(b"user-agent", b"quire-bench"), (b"accept", b"text/event-stream")]
+        self._headers.append((b"content-type", b"application/json"))
         if config.api_key is not None:
-            headers["authorization"] = f"Bearer {config.api_key}"
-        self._http = HttpClient(origin, headers, config.connect_timeout, config.cacert)
-        self._path = self.base + ("/chat/completions" if config.endpoint == "chat" else "/completions")
+            self._headers.append((b"authorization", f"Bearer {config.api_key}".encode()))
+        kept = 1 << 20  # a connection for each request in flight
+        self._http = HttpClient(address, cacert=config.cacert, connect_seconds=config.connect_timeout, kept=kept)
+        self._path = "/v1/chat/completions" if config.endpoint == "chat" else "/v1/completions"
         self._timeout = config.timeout
         self._fields: dict[str, Any] = {
             "model": config.model,
@@ -248,7 +213,7 @@ class OpenAIClient:
         if config.asks_token_ids:
             self._fields["return_token_ids"] = True
         self._fields |= config.extra_fields
-        self.root = f"{'https' if origin.tls else 'http'}://{origin.name}{self.base}"
+        self.root = f"{address.url}/v1"
 
     @property
     def model(self) -> str | None:
@@ -257,7 +222,9 @@ class OpenAIClient:
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._http.close()
+        self._http.break_off()
+        while self._http.connections.open:
+            await asyncio.sleep(0)
 
     async def find_model(self, wait: float) -> None:
         """Ask the server for its models, retrying for `wait` seconds while it starts; use the first if none was named.
@@ -281,16 +248,11 @@ class OpenAIClient:
             self._fields["model"] = names[0]
 
     async def _models(self) -> list[str]:
-        sink = _Whole()
+        status, body = await self._http.fetch("GET", "/v1/models", self._headers, seconds=self._timeout)
+        if status != 200:
+            raise HttpError(f"http_{status}", _error_of_body(body))
         try:
-            async with asyncio.timeout(self._timeout):
-                await self._http.exchange(self._http.request("GET", self.base + "/models"), sink)
-        except TimeoutError as error:
-            raise HttpError("timeout", f"no answer in {self._timeout:g} s") from error
-        if sink.status != 200:
-            raise HttpError(f"http_{sink.status}", _error_of_body(bytes(sink.content)))
-        try:
-            models = msgspec.json.decode(bytes(sink.content))["data"]
+            models = msgspec.json.decode(body)["data"]
             return [model["id"] for model in models if isinstance(model["id"], str)]
         except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError) as error:
             raise HttpError("garbage", "the answer is not a list of models") from error
@@ -298,7 +260,7 @@ class OpenAIClient:
     def prepare(self, prompt: Mapping[str, Any], record: Record) -> Prepared:
         """Encode the request for a prompt (`{"prompt": ...}` or `{"messages": ...}`)."""
         body = msgspec.json.encode(self._fields | {"max_tokens": record.asked_output} | dict(prompt))
-        return Prepared(self._http.request("POST", self._path, body), record)
+        return Prepared(self._http.address.request("POST", self._path, self._headers, body), record)
 
     async def send(self, request: Prepared) -> Answer:
         """Send a request and read its response to the end. Failures are recorded, never raised."""
@@ -306,12 +268,21 @@ class OpenAIClient:
         record.sent = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout):
-                await self._http.exchange(request.wire, answer)
+                await self._receive(request.wire, answer)
             answer.finish()
         except (HttpError, TimeoutError) as error:
             if not answer.done:  # what goes wrong after the stream's last event no longer matters
                 self._failed(record, error)
         return answer
+
+    async def _receive(self, wire: bytes, answer: Answer) -> None:
+        received = await self._http.ask(wire)
+        try:
+            answer.head(received)
+            while data := await received.piece():
+                answer.body(data, received.read_at)
+        finally:
+            self._http.release(received)
 
     def _failed(self, record: Record, error: HttpError | TimeoutError) -> None:
         record.end = time.perf_counter()

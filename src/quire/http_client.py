@@ -1,14 +1,17 @@
-"""An HTTP/1.1 client for the router: keep-alive connections, and responses read piece by piece.
+"""The HTTP/1.1 client of the router, the load generator and the commands that speak to servers.
 
-A general client library would cost several times as much as the rest of a request here. This one does only what the
-router needs: requests sent whole, response bodies as raw bytes, an error as soon as a connection ends, and bounded
-buffers.
+A general client library would cost a router several times as much as the rest of a request, and a load generator, which
+often shares a machine with the server, as much on every streamed chunk. This one does only what they need: keep-alive
+connections, requests sent whole, response bodies as raw bytes piece by piece, an error as soon as a connection ends,
+and bounded buffers. HTTP and HTTPS, also over Unix sockets; no redirects, no compression, no proxies.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import ssl
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -16,28 +19,37 @@ from typing import cast
 
 import httptools
 
-from quire.router.address import Address
+from quire.address import Address
+from quire.errors import RemoteError
 from quire.tls import client_context, why_untrusted
 
 CONNECT_SECONDS = 3.0
 UNREAD_BYTES = 256 << 10
 """Unread bytes of a response after which reading from the connection pauses."""
 KEPT_CONNECTIONS = 256
-"""Idle connections kept open per server."""
+"""Idle connections kept open per server, unless said otherwise."""
 MAX_HEAD_BYTES = 64 << 10
+"""Longest status line and headers of a response."""
 FETCHED_BYTES = 4 << 20
 """Most bytes of a response that is fetched whole, unless said otherwise."""
 
 
-class UpstreamError(Exception):
-    """A server cannot be reached, or its response broke off. `reached`: the request may have arrived there."""
+class HttpError(RemoteError):
+    """A server cannot be reached, or its response is none or incomplete.
 
-    def __init__(self, message: str, *, reached: bool = False) -> None:
+    Args:
+        kind: "connect", "closed" (by the server), "aborted" (by this side), "timeout", "garbage" (not what was agreed).
+
+    Attributes:
+        reached: the request may have arrived there.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
-        self.reached = reached
+        self.kind, self.reached = kind, kind != "connect"
 
 
-class NoAnswerError(UpstreamError):
+class NoAnswerError(HttpError):
     """A server did not lose its connection, but its answer took too long, or is too large."""
 
 
@@ -52,7 +64,7 @@ class Connections:
         idle: those without a request, the least recently used first.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int = 1 << 20) -> None:
         self._most = most
         self.open = self.opening = 0
         self.idle: dict[Answer, None] = {}
@@ -70,6 +82,7 @@ class Answer(asyncio.Protocol):
 
     Attributes:
         status: 0 until the headers are there. headers: with names in lower case.
+        read_at: when the last byte was read, by `time.perf_counter`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, connections: Connections) -> None:
@@ -77,6 +90,7 @@ class Answer(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._news: asyncio.Future[None] | None = None
         self._lost = False
+        self.read_at = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -85,9 +99,9 @@ class Answer(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._pieces: deque[bytes] = deque()
         self._unread = 0
-        self._head_bytes = 0
+        self._head_bytes = 0  # also of the body that came with them
         self._head_done = self._done = self._stays = self._paused = False
-        self._error = ""
+        self._error: HttpError | None = None
 
     # -- for the caller --------------------------------------------------------------------------------------
 
@@ -102,11 +116,20 @@ class Answer(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(data)
 
+    def header(self, name: bytes) -> str:
+        """A header's value; "" if there is none of this name."""
+        return next((value.decode("latin-1") for known, value in self.headers if known == name), "")
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it is a stream of server-sent events."""
+        return self.header(b"content-type").partition(";")[0].strip().lower() == "text/event-stream"
+
     async def head(self) -> int:
         """Wait for the headers; returns the status.
 
         Raises:
-            UpstreamError: the connection ended before that.
+            HttpError: the connection ended before that.
         """
         while not self._head_done:
             await self._wait()
@@ -116,7 +139,7 @@ class Answer(asyncio.Protocol):
         """The part of the body that has come since the last call, at least one byte; b"" at its end.
 
         Raises:
-            UpstreamError: the body breaks off here.
+            HttpError: the body breaks off here.
         """
         while not self._pieces:
             if self._done:
@@ -130,10 +153,24 @@ class Answer(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
+    async def whole(self, most: int = FETCHED_BYTES) -> bytes:
+        """The whole body.
+
+        Raises:
+            HttpError: it broke off. NoAnswerError: it is larger than this.
+        """
+        pieces, size = [], 0
+        while data := await self.piece():
+            pieces.append(data)
+            size += len(data)
+            if size > most:
+                raise NoAnswerError("garbage", f"its answer is longer than {most} bytes")
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
     @property
-    def was_closed(self) -> bool:
-        """Whether the server closed the connection before it answered."""
-        return self._lost and not self._error and not self._head_bytes
+    def has_begun(self) -> bool:
+        """Whether any of the response has been received."""
+        return self._head_bytes > 0
 
     @property
     def has_ended(self) -> bool:
@@ -141,8 +178,11 @@ class Answer(asyncio.Protocol):
         return self._done and not self._pieces
 
     async def _wait(self) -> None:
-        if self._error or self._lost:
-            raise UpstreamError(self._error or "the connection was closed", reached=True)
+        if self._error is not None:
+            raise self._error
+        if self._lost:
+            when = "in mid-answer" if self.has_begun else "before it answered"
+            raise HttpError("closed", f"the connection was closed {when}")
         self._news = self._loop.create_future()
         try:
             await self._news
@@ -151,7 +191,7 @@ class Answer(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close the connection at once; a waiting reader gets an error."""
-        self._fail("it was given up")
+        self._fail("aborted", "it was given up")
 
     @property
     def can_be_kept(self) -> bool:
@@ -169,27 +209,29 @@ class Answer(asyncio.Protocol):
         self._lost = True
         self._connections.open -= 1
         self._connections.idle.pop(self, None)
-        if not self._done and self._head_done:  # a body without a length ends this way
-            self._end_by_close()
+        if self._head_done and exc is None and self._error is None:  # a body without a length ends this way
+            names = {name for name, _ in self.headers}
+            self._done = self._done or not names & {b"content-length", b"transfer-encoding"}
         self._wake()
 
     def eof_received(self) -> bool:
         return False
 
-    def _end_by_close(self) -> None:
-        names = {name for name, _ in self.headers}
-        self._done = not names & {b"content-length", b"transfer-encoding"}
-
     def data_received(self, data: bytes) -> None:
+        self.read_at = time.perf_counter()
+        if not self._head_done:
+            self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self._fail("it does not speak HTTP")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail("garbage", f"the answer is not HTTP: {error}")
         else:
+            if not self._head_done and self._head_bytes > MAX_HEAD_BYTES:
+                self._fail("garbage", f"the answer's header is longer than {MAX_HEAD_BYTES} bytes")
             self._wake()
 
-    def _fail(self, message: str) -> None:
-        self._error = self._error or message
+    def _fail(self, kind: str, message: str) -> None:
+        self._error = self._error or HttpError(kind, message)
         if self._transport is not None:
             self._transport.abort()
         self._wake()
@@ -200,10 +242,11 @@ class Answer(asyncio.Protocol):
 
     # -- called by the parser --------------------------------------------------------------------------------
 
+    def on_message_begin(self) -> None:
+        if self._done:
+            raise ValueError("it answers more than was asked")
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._fail("its answer's headers are too large")
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -225,12 +268,29 @@ class Answer(asyncio.Protocol):
         self._stays = self._parser.should_keep_alive()  # the parser forgets it afterwards
 
 
-class Upstream:
-    """The connections to one server, among those to all. `cacert`: a CA certificate; see `quire.tls.client_context`."""
+class HttpClient:
+    """Sends requests to one server.
 
-    def __init__(self, address: Address, connections: Connections, cacert: str | None = None) -> None:
-        self.address, self._connections = address, connections
-        self._context = client_context(cacert) if address.tls else None
+    Args:
+        connections: those to all servers, among which its own count.
+        cacert: see `quire.tls.client_context`. context: in its place, how to trust the server.
+        connect_seconds: how long opening a connection may take.
+        kept: most idle connections.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        connections: Connections | None = None,
+        cacert: str | None = None,
+        *,
+        context: ssl.SSLContext | None = None,
+        connect_seconds: float = CONNECT_SECONDS,
+        kept: int = KEPT_CONNECTIONS,
+    ) -> None:
+        self.address, self.connections = address, connections or Connections()
+        self._context = (context or client_context(cacert)) if address.tls else None
+        self._connect_seconds, self._kept = connect_seconds, kept
         self._idle: list[Answer] = []
         self._busy: set[Answer] = set()
 
@@ -240,26 +300,27 @@ class Upstream:
         If the server has closed an idle connection in the meantime, a new one is opened.
 
         Args:
+            data: from `Address.request`.
             begun: called with each connection before the request is sent there, so that it can be aborted.
 
         Raises:
-            UpstreamError: there is no connection, or no response.
+            HttpError: there is no connection, or no response.
         """
         reached = False
         while self._idle:
             answer = self._idle.pop()
-            self._connections.idle.pop(answer, None)
+            self.connections.idle.pop(answer, None)
             if not answer.is_usable:
                 continue
             try:
                 return await self._asked(answer, data, begun)
-            except UpstreamError:
-                if not answer.was_closed:
+            except HttpError as error:
+                if error.kind != "closed" or answer.has_begun:
                     raise
                 reached = True
         try:
             return await self._asked(await self._connect(), data, begun)
-        except UpstreamError as error:
+        except HttpError as error:
             error.reached = error.reached or reached
             raise
 
@@ -278,30 +339,30 @@ class Upstream:
     async def _connect(self) -> Answer:
         loop = asyncio.get_running_loop()
         address = self.address
-        self._connections.make_room()
-        self._connections.opening += 1
+        self.connections.make_room()
+        self.connections.opening += 1
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                make = functools.partial(Answer, loop, self._connections)
+            async with asyncio.timeout(self._connect_seconds):
+                make = functools.partial(Answer, loop, self.connections)
                 if address.uds is not None:
                     _, answer = await loop.create_unix_connection(make, address.uds)
                 else:
                     _, answer = await loop.create_connection(make, address.host, address.port, ssl=self._context)
         except TimeoutError:
-            raise UpstreamError(f"no connection within {CONNECT_SECONDS:g} s") from None
-        except OSError as error:
-            reason = why_untrusted(error) or error.strerror or type(error).__name__
-            raise UpstreamError(f"no connection: {reason}") from None
+            raise HttpError("connect", f"no connection within {self._connect_seconds:g} s") from None
+        except (OSError, UnicodeError) as error:  # the latter: a host name with an empty or a very long part
+            reason = why_untrusted(error) or getattr(error, "strerror", None) or type(error).__name__
+            raise HttpError("connect", f"no connection: {reason}") from None
         finally:
-            self._connections.opening -= 1
+            self.connections.opening -= 1
         return answer
 
     def release(self, answer: Answer) -> None:
         """Give back a response; if it was not read to its end, the connection is closed."""
         self._busy.discard(answer)
-        if answer.can_be_kept and len(self._idle) < KEPT_CONNECTIONS:
+        if answer.can_be_kept and len(self._idle) < self._kept:
             self._idle.append(answer)
-            self._connections.idle[answer] = None
+            self.connections.idle[answer] = None
         else:
             answer.abort()
 
@@ -312,32 +373,26 @@ class Upstream:
         headers: Iterable[tuple[bytes, bytes]] = (),
         *,
         body: bytes = b"",
-        seconds: float,
+        seconds: float | None,
         most: int = FETCHED_BYTES,
     ) -> tuple[int, bytes]:
         """Fetch a whole response: its status and body, at most this many bytes.
 
         Raises:
-            UpstreamError: it broke off. NoAnswerError: it did not come in time, or is too large.
+            HttpError: it broke off. NoAnswerError: it did not come in time, or is too large.
         """
         try:
             async with asyncio.timeout(seconds):
                 answer = await self.ask(self.address.request(method, path, headers, body))
                 try:
-                    pieces, size = [], 0
-                    while data := await answer.piece():
-                        pieces.append(data)
-                        size += len(data)
-                        if size > most:
-                            raise NoAnswerError(f"its answer is larger than {most} bytes")
-                    return answer.status, b"".join(pieces)
+                    return answer.status, await answer.whole(most)
                 finally:
                     self.release(answer)
         except TimeoutError:
-            raise NoAnswerError(f"no answer within {seconds:g} s") from None
+            raise NoAnswerError("timeout", f"no answer within {seconds:g} s") from None
 
     def break_off(self) -> None:
-        """Abort all requests in progress: the server is assumed to be gone."""
+        """Abort all requests in progress: the server is assumed to be gone, or nobody waits any more."""
         for answer in [*self._busy, *self._idle]:
             answer.abort()
         self._idle.clear()
