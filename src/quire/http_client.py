@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -21,7 +20,7 @@ import httptools
 
 from quire.address import Address
 from quire.errors import RemoteError
-from quire.tls import client_context, why_untrusted
+from quire.tls import client_context, unverified_context, why_untrusted
 
 CONNECT_SECONDS = 3.0
 UNREAD_BYTES = 256 << 10
@@ -273,7 +272,7 @@ class HttpClient:
 
     Args:
         connections: those to all servers, among which its own count.
-        cacert: see `quire.tls.client_context`. context: in its place, how to trust the server.
+        cacert: see `quire.tls.client_context`. verify: False trusts any certificate.
         connect_seconds: how long opening a connection may take.
         kept: most idle connections.
     """
@@ -284,12 +283,14 @@ class HttpClient:
         connections: Connections | None = None,
         cacert: str | None = None,
         *,
-        context: ssl.SSLContext | None = None,
+        verify: bool = True,
         connect_seconds: float = CONNECT_SECONDS,
         kept: int = KEPT_CONNECTIONS,
     ) -> None:
         self.address, self.connections = address, connections or Connections()
-        self._context = (context or client_context(cacert)) if address.tls else None
+        self._context = None
+        if address.tls:
+            self._context = client_context(cacert) if verify else unverified_context()
         self._connect_seconds, self._kept = connect_seconds, kept
         self._idle: list[Answer] = []
         self._busy: set[Answer] = set()

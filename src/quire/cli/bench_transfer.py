@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HEADINGS = "transport", "block", "one, us", "coalesced, GB/s", "scattered, GB/s"
 WIDTHS = -13, 8, 9, 15, 15
-"""See `table_row`."""
+"""Of the table's columns; a negative one is flush left."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

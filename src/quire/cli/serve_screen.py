@@ -50,7 +50,7 @@ class TextScreen:
 
     @_unless_nobody_reads()
     def listening(self) -> None:
-        """See `quire.server.supervisor.Screen`."""
+        """The port is open: say where, and that the model loads."""
         url = url_of(self._listener, self._options.server)
         note(f"listening on {url}, loading {self._options.engine.model} (Ctrl-C to stop)")
         if self._preset_options:
@@ -58,7 +58,7 @@ class TextScreen:
 
     @_unless_nobody_reads()
     def loading(self, phase: str, percent: int) -> None:
-        """See `quire.server.supervisor.Screen`."""
+        """Move the bar, or name a phase once."""
         if self._phase is None:
             self._on_load = self._bar.enter_context(loading(self._options.engine.model))
         if self._on_load:
@@ -69,7 +69,7 @@ class TextScreen:
 
     @_unless_nobody_reads()
     def ready(self, info: EngineInfo, seconds: float) -> None:
-        """See `quire.server.supervisor.Screen`."""
+        """Requests are served: say by what, and with which options."""
         log.flush()
         for text in info.notes:
             note(text)
@@ -80,7 +80,7 @@ class TextScreen:
 
     @_unless_nobody_reads()
     def close(self) -> None:
-        """See `quire.server.supervisor.Screen`."""
+        """Take the bar away."""
         self._bar.close()
 
 
@@ -92,20 +92,20 @@ class JsonScreen:
         self._phase = ""
 
     def listening(self) -> None:
-        """See `quire.server.supervisor.Screen`."""
+        """One event: the port is open."""
         url = url_of(self._listener, self._options.server)
         log.event(logger, "listening", f"listening on {url}", url=url, preset=dict(self._preset_options))
         if is_open_to_all(self._options, self._listener):
             log.event(logger, "open_to_all", OPEN_TO_ALL, level=logging.WARNING)
 
     def loading(self, phase: str, percent: int) -> None:
-        """See `quire.server.supervisor.Screen`."""
+        """One event for each phase."""
         if phase and phase != self._phase:
             self._phase = phase
             log.event(logger, "loading", f"loading: {phase} ({percent} %)", phase=phase, percent=percent)
 
     def ready(self, info: EngineInfo, seconds: float) -> None:
-        """See `quire.server.supervisor.Screen`."""
+        """One event: requests are served."""
         options, url = self._options, url_of(self._listener, self._options.server)
         log.event(
             logger,
@@ -120,7 +120,7 @@ class JsonScreen:
         )
 
     def close(self) -> None:
-        """See `quire.server.supervisor.Screen`."""
+        """Nothing was opened."""
 
 
 def is_open_to_all(options: ServeOptions, listener: socket.socket) -> bool:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from quire import child
+from quire.address import Address
 from quire.cluster.place import Place, Running
 from quire.cluster.spec import Member
 from quire.errors import ClusterError
-from quire.server.processes import RestartBudget, host_and_port
-from quire.tls import unverified_context
+from quire.http_client import HttpClient, HttpError
+from quire.server.processes import RestartBudget
 
 LOOK_SECONDS = 0.25
 """How often a member that is not ready is checked."""
@@ -188,15 +189,13 @@ async def is_taken(member: Member) -> bool:
 async def is_healthy(member: Member) -> bool:
     """Whether a member is healthy: `/health` answers 200, or Redis accepts a connection."""
     try:
+        if member.kind != "redis":
+            client = HttpClient(Address(member.url), verify=False, kept=0)
+            return (await client.fetch("GET", "/health", seconds=ANSWER_SECONDS))[0] == 200
         async with asyncio.timeout(ANSWER_SECONDS):
-            tls = unverified_context() if member.scheme == "https" else None
-            reader, writer = await asyncio.open_connection(member.host, member.port, ssl=tls)
+            reader, writer = await asyncio.open_connection(member.host, member.port)
             with contextlib.closing(writer):
-                if member.kind == "redis":
-                    writer.write(b"PING\r\n")
-                    return (await reader.read(64)).startswith((b"+PONG", b"-NOAUTH"))
-                host = host_and_port(member.host, member.port)
-                writer.write(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-                return b" 200 " in await reader.readline()
-    except UNREACHABLE:
+                writer.write(b"PING\r\n")
+                return (await reader.read(64)).startswith((b"+PONG", b"-NOAUTH"))
+    except (*UNREACHABLE, HttpError):
         return False

@@ -98,7 +98,7 @@ class _Process:
         return self._process.returncode
 
     async def signal(self, number: signal.Signals) -> None:
-        """See `Running`. SIGKILL goes to the whole process group; on other signals a member stops its own children."""
+        """SIGKILL goes to the whole process group; on other signals a member stops its own children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             (os.killpg if number == signal.SIGKILL else os.kill)(self._process.pid, number)
 
@@ -118,11 +118,11 @@ class Here:
         self._folder, self._host = folder, host
 
     def hosts(self, needs: Sequence[Need]) -> dict[str, str]:
-        """See `Place`."""
+        """Every server is on this machine."""
         return {need.name: self._host for need in needs}
 
     async def start(self, member: Member) -> Running:
-        """See `Place`."""
+        """Start a member's process here. Raises ClusterError."""
         log = log_of(member, self._folder)
         start = Start(command_of(member, str(self._folder)), str(log))
         try:
@@ -132,4 +132,4 @@ class Here:
             raise ClusterError(f"{member.name} cannot be started: {error.strerror or error}") from error
 
     async def close(self) -> None:
-        """See `Place`."""
+        """Nothing was reserved."""

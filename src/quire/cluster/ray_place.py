@@ -68,7 +68,7 @@ class _Remote:
         self._actor, self._where = actor, where
 
     async def exit_code(self) -> int | None:
-        """See `Running`. If the machine is gone, so are its members."""
+        """If the machine is gone, so are its members."""
         try:
             code: int | None = await self._actor.exit_code.remote()
             return code
@@ -101,7 +101,7 @@ class RayPlace:
             ray.init(log_to_driver=False, include_dashboard=False)
 
     def hosts(self, needs: Sequence[Need]) -> dict[str, str]:
-        """See `quire.cluster.place.Place`."""
+        """Reserve room for each server; returns their machines' addresses. Raises ClusterError."""
         bundles = [{"CPU": need.cpus} | ({"GPU": need.gpus} if need.gpus else {}) for need in needs]
         self._group = placement_group(bundles, strategy="SPREAD")
         if not self._group.wait(ROOM_SECONDS):
@@ -125,7 +125,7 @@ class RayPlace:
         return self._actors[name]
 
     async def start(self, member: Member) -> Running:
-        """See `quire.cluster.place.Place`."""
+        """Start a server where its room is, and other members here. Raises ClusterError."""
         if member.kind != "server":
             return await self._here.start(member)
         told = msgspec.json.encode(member)
@@ -139,7 +139,7 @@ class RayPlace:
         return _Remote(self._actors[member.name], f"{member.host} pid {pid}")
 
     async def close(self) -> None:
-        """See `quire.cluster.place.Place`."""
+        """Give back the room, and leave Ray."""
         for actor in self._actors.values():
             ray.kill(actor)
         remove_placement_group(self._group)

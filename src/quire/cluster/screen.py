@@ -45,7 +45,7 @@ class LineScreen:
         pass
 
     def changed(self, kept: Kept) -> None:
-        """See `Screen`."""
+        """Print the member's new state."""
         why = f" ({kept.why})" if kept.why and kept.state in ("restarting", "failed") else ""
         self._console.print(f"{kept.member.name:12} {kept.state}{why}  {kept.member.url}", soft_wrap=True)
 
@@ -65,7 +65,7 @@ class TableScreen:
         self._live.stop()
 
     def changed(self, kept: Kept) -> None:
-        """See `Screen`."""
+        """Draw the table again."""
         self._live.refresh()
 
     def _table(self) -> Group:

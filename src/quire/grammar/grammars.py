@@ -98,7 +98,7 @@ class Matcher:
         return not forced or token == forced[0]
 
     def mask(self, ahead: Sequence[int] = ()) -> NDArray[np.int32]:
-        """See `masks`."""
+        """The mask after the drafts `ahead`: a bit per token, lowest first."""
         words: NDArray[np.int32] = masks([self], [ahead])[0]
         return words
 

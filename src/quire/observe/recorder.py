@@ -103,7 +103,7 @@ class Recorder:
     # -- recording -----------------------------------------------------------------------------------------
 
     def planned(self, plan: StepPlan, begin: float, seconds: float) -> None:
-        """See `StepObserver`."""
+        """A step is about to run; scheduling it began at `begin` and took `seconds`."""
         self._planned.append((begin, seconds))
         for info in plan.started:
             record = self.records[info.request]
@@ -131,7 +131,7 @@ class Recorder:
         self._steps.append(_Step(plan.number, begin, result.seconds, seconds, tokens, drafted, accepted, spans))
 
     def given_up(self) -> None:
-        """See `StepObserver`."""
+        """The steps in flight will not commit."""
         self._planned.clear()
 
     def ended(self, request: Request, update: RequestUpdate) -> None:

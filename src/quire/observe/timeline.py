@@ -302,7 +302,7 @@ class Timeline:
 
     @_harmless
     def planned(self, plan: StepPlan, begin: float, seconds: float) -> None:
-        """See `StepObserver`."""
+        """A step is about to run."""
         self._submitted[plan.number] = begin + seconds  # until it is
         self._trace.slice(SCHEDULER, "schedule", begin, begin + seconds, step=plan.number)
         for info in plan.started:
@@ -328,7 +328,7 @@ class Timeline:
 
     @_harmless
     def committed(self, plan: StepPlan, result: StepResult, updates: list[RequestUpdate]) -> None:
-        """See `StepObserver`."""
+        """A step has run: draw it, and what its requests did."""
         now = time.monotonic()
         self._trace.slice(SCHEDULER, "commit", self._waited, now, step=plan.number)
         begin = self._draw_step(plan, result)
@@ -354,7 +354,7 @@ class Timeline:
 
     @_harmless
     def given_up(self) -> None:
-        """See `StepObserver`."""
+        """The steps in flight will not commit."""
         now = time.monotonic()
         for number in self._submitted:
             self._trace.instant(DEVICE, f"step {number} given up", now)

@@ -68,7 +68,7 @@ class RouterConfig(HttpOptions):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
-        """See `HttpOptions.from_options`."""
+        """Build it from options by name; a server's key may be in a file. Raises ConfigError."""
         given = dict(options)
         if isinstance(given.get("server_key"), str):
             given["server_key"] = read_keys((given["server_key"],), "server_key")[0]

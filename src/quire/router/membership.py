@@ -104,7 +104,7 @@ class FileSource:
         self._last: dict[str, Role] | None = None
 
     async def look(self, servers: Servers) -> None:
-        """See `Source`."""
+        """Read the file; what it lists is taken once two readings agree."""
         listed, before = read_servers_file(self._path), self._last
         self._last = listed
         if before in (None, listed):
@@ -141,7 +141,7 @@ def read_servers_file(path: Path) -> dict[str, Role]:
 
 
 async def resolve(name: str, port: int) -> Sequence[str]:
-    """See `names.addresses`."""
+    """The addresses of a name, without holding up the event loop."""
     return await asyncio.to_thread(addresses, name, port)
 
 
@@ -156,7 +156,7 @@ class DnsSource:
         self._url, self._role, self._resolve, self.pause = url, role, resolve, DNS_SECONDS
 
     async def look(self, servers: Servers) -> None:
-        """See `Source`."""
+        """Resolve the name; its addresses are the servers."""
         try:
             async with asyncio.timeout(DNS_SECONDS):
                 found = servers_of(self._url, await self._resolve(*name_of(self._url)))

@@ -423,7 +423,7 @@ class Relay:
 
 
 async def parsed(body: bytes, scope: bytes = b"") -> Prompt:
-    """See `read_prompt`. A large body is parsed in a thread, so that it does not delay the tokens of other requests."""
+    """What the router reads of a request. A large body is parsed in a thread, so that other requests' tokens go on."""
     if len(body) <= SMALL_BODY_BYTES:
         return read_prompt(body, scope)
     return await asyncio.to_thread(read_prompt, body, scope)

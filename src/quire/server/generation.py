@@ -284,7 +284,7 @@ class Generation:
         return AnswerWriter(send)
 
     async def _supervised(self, work: Coroutine[Any, Any, None], writer: AnswerWriter, receive: Receive) -> None:
-        """See `supervised`. A cut-off becomes an error, or means that the client has disconnected."""
+        """Run the work of a response (`supervised`). A cut-off becomes an error, or means that the client has left."""
         limit = self._context.server.request_timeout
         try:
             await supervised(

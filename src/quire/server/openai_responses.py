@@ -268,7 +268,7 @@ class ResponsesResponder(Responder):
 
     @property
     def num_events(self) -> int:
-        """See `Responder`."""
+        """Events of the stream so far."""
         return self._made.sequence
 
     @num_events.setter

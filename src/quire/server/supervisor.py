@@ -267,7 +267,7 @@ class Supervisor:
     # -- replicas ------------------------------------------------------------------------------------------
 
     def replica_ready(self, replica: Replica, info: wire.EngineInfo) -> None:
-        """See `quire.server.replica.Server`: the first one serves, and says how the others are to be."""
+        """A replica is ready for the first time. The first one serves, and says how the others are to be."""
         seconds, first = time.monotonic() - self._began, not self._was_ready
         self._was_ready = True
         if not first:
@@ -285,7 +285,7 @@ class Supervisor:
                 other.begin()
 
     def replica_failed(self, replica: Replica, fate: str, cause: str) -> None:
-        """See `quire.server.replica.Server`: the others serve on, as long as there are any."""
+        """A replica is not restarted any more. The others serve on, as long as there are any."""
         left = sum(each.state.state != "failed" for each in self.replicas)
         if not left:
             self._give_up("the engine", fate)
@@ -295,7 +295,7 @@ class Supervisor:
         log.event(logger, "replica_failed", text, level=logging.ERROR, replica=replica.index, cause=cause)
 
     def cannot_start(self, error: QuireError) -> None:
-        """See `quire.server.replica.Server`: the server ends, though another replica may serve already."""
+        """A replica's first engine cannot be started: the server ends, though another replica may serve already."""
         if not self._was_ready:
             self._finish(error)
         elif not self._leaving:

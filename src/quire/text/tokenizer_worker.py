@@ -199,7 +199,7 @@ class _TooSlow(BaseException):  # no handler of errors is meant
 
 
 def _reply_syntax(tokenizer: Tokenizer) -> ReplySyntax:
-    """See `Tokenizer.reply_syntax`; chats are refused if the template takes too long for it."""
+    """How the model writes replies; chats are refused if the template takes too long to tell."""
 
     def stop(number: int, frame: object) -> None:
         raise _TooSlow
