@@ -42,7 +42,7 @@ class _Weight(ctypes.Structure):
     """`Weight` in weight.h."""
 
     _fields_ = (
-        *(("format", I32), ("plain", I32)),
+        ("format", I32),
         *(("in_features", I64), ("out_features", I64)),
         *(("data", POINTER), ("bias", POINTER)),
         *((name, _Numbers) for name in ("scales", "offsets", "block_scales", "block_offsets")),
@@ -181,7 +181,7 @@ class CpuProduct:
         return at
 
     def _quantized(self, given: QuantizedWeight) -> _Weight:
-        weight = _Weight(plain=True, shared=BLOCK, in_features=given.in_features, out_features=given.out_features)
+        weight = _Weight(shared=BLOCK, in_features=given.in_features, out_features=given.out_features)
         weight.data, scales = (self._hold(self._in_huge_pages(part)) for part in (given.packed, given.scales))
         if given.group is None:
             weight.format, weight.segment, weight.factors = INT8, BLOCK, scales

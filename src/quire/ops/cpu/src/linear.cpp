@@ -10,8 +10,7 @@
 
 #include "linear.h"
 #include "team.h"
-#include "linear_amx.h"
-#include "linear_coded.h"
+#include "linear_amx_coded.h"
 #include "linear_dense.h"
 #include "linear_mxfp4.h"
 
@@ -52,10 +51,9 @@ struct Activations {
     bool pairs;
 };
 
-int64_t starts_a_row(const Weight& w) { return has_codes(w) ? (w.in + w.segment - 1) / w.segment : 0; }
-int64_t totals_a_row(const Weight& w) { return w.offsets.at ? starts_a_row(w) : 0; }
+int64_t totals_a_row(const Weight& w) { return w.offsets.at ? segments_a_row(w) : 0; }
 
-bool has_tiles(const Weight& w) { return TILES && (w.format == DENSE_BF16 || w.plain); }
+bool has_tiles(const Weight& w) { return TILES && (w.format == DENSE_BF16 || has_codes(w)); }
 
 int64_t words_a_row(const Weight& w) {
     if (has_tiles(w)) return tiled_row_bytes(w) / 4;  // at least those below
@@ -113,7 +111,7 @@ __attribute__((noinline)) void multiply_as(const Weight& w, int64_t panel, const
     const char* data = panel_data(w, panel);
     const uint32_t* words = x.words + row * words_a_row(w);
     const float* scales = x.scales + row * scales_a_row(w);
-    const int32_t* starts = x.starts + row * starts_a_row(w);
+    const int32_t* starts = x.starts + row * segments_a_row(w);
     const float* totals = x.totals + row * totals_a_row(w);
     Sums<ROWS> sums = {};
     if constexpr (FORMAT == DENSE_BF16 && PAIRS) times_pairs<ROWS>(data, words, w.in, later, sums);
@@ -188,7 +186,7 @@ void prepare_codes(const Weight& w, const T* x, int64_t begin, int64_t n, int64_
         for (int64_t r = 0; r < n; r++) scales[r] = of_rows[r].scale;
         const int64_t start = first / w.segment * n;
         const Codes codes{w.segment, n, w.format == INT6 ? w.raised : INT8_OFFSET, to.words + begin * words_a_row(w) + first / 4 * n,
-                          to.starts + begin * starts_a_row(w) + start,
+                          to.starts + begin * segments_a_row(w) + start,
                           w.offsets.at ? to.totals + begin * totals_a_row(w) + start : nullptr};
         quantize_rows(x + begin * w.in + first, w.in, count, n, of_rows, codes);
         if (w.shared < BLOCK && codes.totals)
@@ -218,7 +216,7 @@ Activations lay_out(const Weight& w, int32_t dtype, int64_t rows, void* scratch)
     uint32_t* words = (uint32_t*)scratch;
     float* scales = (float*)(words + round_up(places(w, rows) * words_a_row(w), 16));
     int32_t* starts = (int32_t*)scales + round_up(places(w, rows) * scales_a_row(w), 16);
-    return {words, scales, starts, (float*)(starts + rows * starts_a_row(w)), PAIRS && dtype == BF16};
+    return {words, scales, starts, (float*)(starts + places(w, rows) * segments_a_row(w)), PAIRS && dtype == BF16};
 }
 
 // A panel stays in the cache for all blocks of rows; where there are few panels for many threads, it is shared out.
@@ -251,8 +249,8 @@ void fetch_begin(const Weight& w, int64_t panel) {
 
 // Bytes that activations are laid out in.
 int64_t layout_bytes(const Weight& w, int64_t rows) {
-    const int64_t scales = round_up(places(w, rows) * scales_a_row(w), 16);
-    return 4 * (round_up(places(w, rows) * words_a_row(w), 16) + scales + rows * (starts_a_row(w) + totals_a_row(w)));
+    const int64_t all = places(w, rows), scales = round_up(all * scales_a_row(w), 16);
+    return 4 * (round_up(all * words_a_row(w), 16) + scales + all * (segments_a_row(w) + totals_a_row(w)));
 }
 
 // Few activations each thread lays out for itself: that takes less time than getting what others have laid out from their
@@ -323,16 +321,8 @@ void prepare_tiled_row(const Weight& w, const T* x, int64_t row, const RowTiles&
         }
         return;
     }
-    for (int64_t first = 0; first < w.in; first += BLOCK) {
-        const int64_t count = std::min(BLOCK, w.in - first);
-        alignas(64) char codes[BLOCK];
-        if (count % TILE_BYTES) std::memset(codes, 0, sizeof codes);
-        const BlockScale scale = scale_of(from + first, count);
-        to.scales[row * scales_a_row(w) + first / BLOCK] = scale.scale;
-        quantize(from + first, count, scale, Codes{BLOCK, 1, 0, (uint32_t*)codes, nullptr, nullptr});
-        for (int64_t i = 0; i < count; i += TILE_BYTES)
-            std::memcpy(at + in_tile(first + i, tiles.height), codes + i, TILE_BYTES);
-    }
+    float* const totals = w.offsets.at ? to.totals + row * totals_a_row(w) : nullptr;
+    quantize_tiled(w, from, tiles.height, at, to.scales + row * scales_a_row(w), totals);
 }
 
 // Some rows of activations that meet panels in tiles: blocks of two tiles of rows each; the last block may have one.
@@ -348,29 +338,30 @@ struct TiledRows {
 
     template <int COUNT>
     TileBlock<COUNT> block(int64_t index) const {
-        TileBlock<COUNT> x{{}, {}, tiles.height};
+        TileBlock<COUNT> x{{}, {}, {}, tiles.height};
         for (int t = 0; t < COUNT; t++) {
             const int64_t row = tiles.begin(2 * index + t);
             x.rows[t] = (const char*)input.words + row * tiled_row_bytes(w);
             x.scales[t] = input.scales + row * scales_a_row(w);
+            x.totals[t] = input.totals + row * totals_a_row(w);
         }
         return x;
     }
 };
 
-// Adds what bytes begin .. end - 1 of a block's activations bring; `part` is what the first of them meet, int4 unpacked.
+// Adds what bytes begin .. end - 1 of a block's activations bring; `part` is what the first of them meet, unpacked.
 template <int COUNT>
 void add_part(const TiledRows& rows, int64_t block, int64_t panel, const char* part, int64_t begin, int64_t end,
               const Soon& soon, TileSums<COUNT, f32x16>& sums) {
     const TileBlock<COUNT> x = rows.block<COUNT>(block);
     if (rows.w.format == DENSE_BF16) return add_part_bf16(rows.w, part, begin, end, x, soon, sums);
-    add_part_codes(rows.w, panel, part, begin, end, x, soon, sums);
+    add_part_coded(rows.w, panel, part, begin, end, x, soon, sums);
 }
 
 template <int COUNT, class Out>
 void store_block(const TiledRows& rows, int64_t block, int64_t panel, TileSums<COUNT, f32x16>& sums, Results<Out> to) {
     const RowTiles& tiles = rows.tiles;
-    if (rows.w.format == INT8) scale_outputs<COUNT>(rows.w, panel, tiles.height, sums);
+    if (rows.w.factors) scale_outputs<COUNT>(rows.w, panel, tiles.height, sums);
     for (int t = 0; t < COUNT; t++) {
         const int64_t tile = 2 * block + t;
         store_rows(rows.w, panel, sums[t], (int)tiles.rows_of(tile), tiles.begin(tile), to);
@@ -389,8 +380,8 @@ void times_strip(const TiledRows& rows, TileStrip strip, int64_t first, int64_t 
     const Weight& w = rows.w;
     alignas(64) TileSums<2, f32x16> waiting[WAITING];
     alignas(64) char codes[UNPACKED * PANEL];
-    const bool once = strip.count() == 1, packed = w.format == INT4;
-    const int64_t bytes = w.format == DENSE_BF16 ? tiled_row_bytes(w) : w.in, each = packed ? STEP / 2 : STEP;
+    const bool once = strip.count() == 1, packed = is_packed(w);
+    const int64_t bytes = w.format == DENSE_BF16 ? tiled_row_bytes(w) : w.in, each = stored_step(w);
     const int64_t size = std::min(bytes, part_bytes(w, strip.count()));
     auto of_block = [&](int64_t b, auto work) __attribute__((always_inline)) {
         rows.has_two(b) ? work(std::integral_constant<int, 2>{}) : work(std::integral_constant<int, 1>{});
@@ -400,7 +391,7 @@ void times_strip(const TiledRows& rows, TileStrip strip, int64_t first, int64_t 
     };
     auto multiply_part = [&](int64_t panel, int64_t begin, int64_t end) {
         const char *data = panel_data(w, panel), *part = data + begin / TILE_BYTES * each;
-        if (packed) unpack_int4(part, end - begin, codes);
+        if (packed) unpack(w, part, end - begin, codes);
         const bool turns = last - first > 1, back = turns && panel + 1 == last;  // to the next part of the first panel
         const char* soon = once ? data + AHEAD : panel_data(w, back ? first : panel + 1) + (back ? size / TILE_BYTES * each : 0);
         for (int64_t b = strip.first; b < strip.last; b++) {

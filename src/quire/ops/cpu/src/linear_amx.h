@@ -1,4 +1,4 @@
-// Panels of a weight times rows in tile registers (see amx.h): bf16, int8 and int4, for linear.cpp.
+// Panels of a weight times rows in tile registers (see amx.h): bf16, and the codes of linear_amx_coded.h, for linear.cpp.
 //
 // Rows of activations are cut into tiles, and lie as tile registers take them: bf16 as they are, quantized ones as signed
 // bytes, zeros up to a whole number of 64 bytes. Two tiles of rows at a time meet the two halves of a panel's outputs: four
@@ -6,8 +6,8 @@
 // the sum of each 32 inputs is made apart and then added, so the bits are not those of other instruction sets; those of
 // quantized products are.
 //
-// Many rows are multiplied in strips whose activations stay in the second-level cache while panels come by, for which int4
-// is unpacked once. Where rows are long, panels take turns, a part of each; sums wait in memory meanwhile, which does not
+// Many rows are multiplied in strips whose activations stay in the second-level cache while panels come by, for which codes
+// of less than 8 bits are unpacked once. Where rows are long, panels take turns, a part of each; sums wait in memory meanwhile, which does not
 // change bits. benchmarks/amx_counts.py counts what comes from which cache.
 #pragma once
 
@@ -19,7 +19,7 @@
 
 namespace quire {
 
-constexpr int64_t STEP = 2 * TILE_ROWS * TILE_BYTES;  // bytes of a panel that 64 bytes of activations meet
+constexpr int64_t STEP = 2 * TILE_ROWS * TILE_BYTES;  // bytes of a panel that 64 bytes of activations meet, unpacked
 
 // Rows cut into tiles of one height, as few as there can be. What the last one has behind the last row is computed, and
 // looked at by no one.
@@ -40,11 +40,12 @@ inline int64_t tiled_row_bytes(const Weight& w) {
 // Where byte `at` of a tile's first row lies: 64 bytes of a row are followed by those of the next one.
 INLINE int64_t in_tile(int64_t at, int64_t height) { return at / TILE_BYTES * TILE_BYTES * height + at % TILE_BYTES; }
 
-// One or two neighbouring tiles of rows: their activations, and their scales [row][BLOCK].
+// One or two neighbouring tiles of rows: their activations, and, of quantized ones, what linear.cpp's `Activations` have
+// beside these, row by row.
 template <int COUNT>
 struct TileBlock {
     const char* rows[COUNT];
-    const float* scales[COUNT];
+    const float *scales[COUNT], *totals[COUNT];
     int64_t height;
 };
 
@@ -58,11 +59,12 @@ using TileSums = V[COUNT][TILE_ROWS][2];
 constexpr int64_t STRIP = 8, HELD = 1 << 19, PANELS_AT_ONCE = 8, WAITING = 32;
 
 // Bytes of a row's activations that a part of a panel meets: those of a strip's rows are HELD. Smaller parts would stay in
-// the first-level cache, but the sums would come and go for each: by count, that is more. int4 is unpacked in smaller ones;
+// the first-level cache, but the sums would come and go for each: by count, that is more. Codes are unpacked in smaller ones;
 // where there is but one block, nothing else is there to be used again.
 constexpr int64_t PART = HELD / (WAITING / PANELS_AT_ONCE * 2 * TILE_ROWS), UNPACKED = 1024;
+inline bool is_packed(const Weight& w) { return w.format == INT4 || w.format == INT6; }
 inline int64_t part_bytes(const Weight& w, int64_t blocks) {
-    if (w.format == INT4) return blocks > 1 ? UNPACKED : BLOCK;
+    if (is_packed(w)) return blocks > 1 ? UNPACKED : BLOCK;
     return blocks > 1 ? PART : std::numeric_limits<int64_t>::max();
 }
 
@@ -71,9 +73,14 @@ inline int64_t strip_blocks(const Weight& w) {
     return std::clamp(HELD / block_bytes(w), WAITING / PANELS_AT_ONCE, STRIP);
 }
 
-// Bytes of activations that are multiplied at a time: a tile's, or those of a group that is smaller.
+// Bytes of a panel that 64 bytes of activations meet, as it lies in memory.
+inline int64_t stored_step(const Weight& w) {
+    return w.format == INT4 ? STEP / 2 : w.format == INT6 ? STEP / 4 * 3 : STEP;
+}
+
+// Bytes of activations that are multiplied at a time: a tile's, or those of a segment that is smaller.
 inline int64_t depth(const Weight& w) {
-    return w.format == INT4 ? std::min<int64_t>(w.segment, TILE_BYTES) : TILE_BYTES;
+    return has_codes(w) ? std::min<int64_t>(w.segment, TILE_BYTES) : TILE_BYTES;
 }
 
 inline TileShapes tile_shapes(const Weight& w, int64_t height) { return product_shapes((int)height, (int)depth(w)); }
@@ -121,75 +128,6 @@ void add_part_bf16(const Weight& w, const char* part, int64_t begin, int64_t end
         add_products<false>(last, x, whole);
     }
     store_sums<COUNT>(sums, 2 * TILE_BYTES);
-}
-
-// sums += the dot products of a BLOCK's groups, each times its outputs' scales (null: there is one group, and they come
-// last), and all times the row's scale. At the first BLOCK, sums begin with zeros.
-template <int COUNT>
-INLINE void add_scaled(TileSums<COUNT, i32x16>* dots, int64_t groups, const f16* outputs, const TileBlock<COUNT>& x,
-                       int64_t blocks, int64_t block, TileSums<COUNT, f32x16>& sums) {
-    f32x16 factor[BLOCK / 32][2];
-    for (int64_t i = 0; outputs && i < 2 * groups; i++) factor[i / 2][i % 2] = load(outputs + i * LANES);
-    auto each = [&](auto count) __attribute__((always_inline)) {
-        for (int t = 0; t < COUNT; t++)
-            for (int64_t r = 0; r < x.height; r++) {
-                const f32x16 scale = splat(x.scales[t][r * blocks + block]);
-                for (int h = 0; h < 2; h++) {
-                    f32x16 value = {};
-                    for (int64_t g = 0; g < count; g++)
-                        value = fma(converted<f32x16>(dots[g][t][r][h]), factor[g][h], value);
-                    if (!outputs) value = converted<f32x16>(dots[0][t][r][h]);
-                    sums[t][r][h] = fma(value, scale, block ? sums[t][r][h] : f32x16{});
-                }
-            }
-    };
-    if (!outputs) return each(std::integral_constant<int64_t, 0>{});
-    groups == 2 ? each(std::integral_constant<int64_t, 2>{}) : each(groups);
-}
-
-// Inputs begin .. end - 1 of quantized activations, which begin with a BLOCK, and of which the first meet the codes at
-// `part`: the dot products of each group (int8: BLOCK) are taken out, and scaled.
-template <int COUNT>
-void add_part_codes(const Weight& w, int64_t index, const char* part, int64_t begin, int64_t end,
-                    const TileBlock<COUNT>& x, const Soon& soon, TileSums<COUNT, f32x16>& sums) {
-    alignas(64) TileSums<COUNT, i32x16> dots[BLOCK / 32];
-    const bool grouped = w.format == INT4;
-    const int64_t group = w.segment, step = depth(w), blocks = scales_a_row(w);
-    for (int64_t start = begin; start < end; start += BLOCK) {
-        const int64_t stop = std::min(end, start + BLOCK);
-        int64_t groups = 0;
-        for (int64_t first = start; first < stop; first += group) {
-            zero_sums<COUNT>();
-            for (int64_t at = first; at < std::min(stop, first + group); at += step) {
-                soon.fetch(at);
-                add_products<true>(part + (at - begin) * PANEL, x, at);
-            }
-            store_sums<COUNT>(dots[groups++], 2 * TILE_BYTES);
-        }
-        const f16* scales = grouped ? (const f16*)w.scales.at + (index * w.in + start) / group * PANEL : nullptr;
-        add_scaled<COUNT>(dots, groups, scales, x, blocks, start / BLOCK, sums);
-    }
-}
-
-template <int COUNT>
-void scale_outputs(const Weight& w, int64_t index, int64_t height, TileSums<COUNT, f32x16>& sums) {
-    const float* scales = w.factors + index * PANEL;
-    for (int t = 0; t < COUNT; t++)
-        for (int64_t r = 0; r < height; r++)
-            for (int h = 0; h < 2; h++) sums[t][r][h] *= load(scales + h * LANES);
-}
-
-// Codes of `inputs` inputs, two a byte, as int8 lies: a byte [j, o, i] holds the quads 2j and 2j + 1 of the output o.
-INLINE void unpack_int4(const char* packed, int64_t inputs, char* to) {
-    for (int64_t j = 0; j < inputs / 8; j++) {
-        fetch(packed + j * 128);
-        for (int h = 0; h < 2; h++) {
-            const auto both = load_as<u8x64>(packed + j * 128 + h * TILE_BYTES);
-            const u8x64 low = (both & 15) - 8, high = (both >> 4) - 8;
-            std::memcpy(to + j * 256 + h * TILE_BYTES, &low, sizeof low);
-            std::memcpy(to + j * 256 + 128 + h * TILE_BYTES, &high, sizeof high);
-        }
-    }
 }
 
 }  // namespace quire

@@ -1,5 +1,5 @@
 // Panels of a weight in codes of 8, 6 or 4 bits times rows of activations in int8, for linear.cpp. What the codes stand for,
-// and what they are scaled with, is in ops/coded.py; int8 and int4 of ops/quantized.py are two of its schemes.
+// and what they are scaled with, is in ops/coded.py; int8 and int4 of ops/quantized.py are like two of its schemes.
 //
 // Both factors of a dot product are bytes. What a code stands for is made unsigned (INT8_OFFSET added) where the machine
 // wants that, so each sum begins with minus so many times that of the activations' codes: `starts`. Numbers that fit 6 bits
@@ -83,12 +83,12 @@ __attribute__((noinline)) inline void block_numbers(const Weight& w, int64_t pan
 
 #define QUIRE_ALWAYS inline __attribute__((always_inline))
 
-// What codes of 4 bits stand for, INT8_OFFSET added, by the lower and by the upper halves of bytes.
+// What codes of 4 bits stand for, `raised` added, by the lower and by the upper halves of bytes.
 struct Table {
 #if defined(__AVX512BW__)
     __m512i of;
-    explicit Table(const int8_t* numbers) {
-        of = _mm512_maskz_broadcast_i32x4(ALL, _mm_xor_si128(load_as<__m128i>(numbers), _mm_set1_epi8((char)INT8_OFFSET)));
+    explicit Table(const int8_t* numbers, int32_t raised = INT8_OFFSET) {
+        of = _mm512_maskz_broadcast_i32x4(ALL, _mm_add_epi8(load_as<__m128i>(numbers), _mm_set1_epi8((char)raised)));
     }
 #if defined(__AVX512VBMI__)
     // It stands there four times: so an index's bits above the fourth may be anything.
@@ -100,8 +100,8 @@ struct Table {
 #endif
 #elif defined(__AVX2__)
     __m256i of;
-    explicit Table(const int8_t* numbers) {
-        of = _mm256_broadcastsi128_si256(_mm_xor_si128(load_as<__m128i>(numbers), _mm_set1_epi8((char)INT8_OFFSET)));
+    explicit Table(const int8_t* numbers, int32_t raised = INT8_OFFSET) {
+        of = _mm256_broadcastsi128_si256(_mm_add_epi8(load_as<__m128i>(numbers), _mm_set1_epi8((char)raised)));
     }
     QUIRE_ALWAYS u32x16 low(u32x16 codes) const {
         auto parts = bits_of<Parts<uint32_t>>(codes & 0x0f0f0f0fu);
@@ -111,7 +111,7 @@ struct Table {
     QUIRE_ALWAYS u32x16 high(u32x16 codes) const { return low(codes >> 4); }
 #elif defined(__aarch64__)
     uint8x16_t of;
-    explicit Table(const int8_t* numbers) : of(load_as<uint8x16_t>(numbers)) {}
+    explicit Table(const int8_t* numbers, int32_t = INT8_OFFSET) : of(load_as<uint8x16_t>(numbers)) {}
     QUIRE_ALWAYS u32x16 low(u32x16 codes) const {
         for (auto& part : codes.part) part = (u32x4)vqtbl1q_u8(of, vandq_u8((uint8x16_t)part, vdupq_n_u8(15)));
         return codes;
@@ -123,8 +123,8 @@ struct Table {
 #else
     uint8_t of[16];
     bool line = true;  // each is one more than that before
-    explicit Table(const int8_t* numbers) {
-        for (int i = 0; i < 16; i++) of[i] = (uint8_t)(numbers[i] ^ INT8_OFFSET), line = line && of[i] == of[0] + i;
+    explicit Table(const int8_t* numbers, int32_t raised = INT8_OFFSET) {
+        for (int i = 0; i < 16; i++) of[i] = (uint8_t)(numbers[i] + raised), line = line && of[i] == of[0] + i;
     }
     QUIRE_ALWAYS u32x16 low(u32x16 codes) const {
         codes = codes & 0x0f0f0f0fu;

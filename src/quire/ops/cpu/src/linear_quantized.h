@@ -77,9 +77,9 @@ void quantize(const T* x, int64_t count, BlockScale scale, Codes to) {
             }
             total += bits_of<u32x16>(codes);
         }
-        if (!to.starts) continue;
+        if (!to.starts && !to.totals) continue;
         const int32_t all = sum(bits_of<i32x16>(total));
-        *to.starts = (int32_t)(-(uint32_t)to.raised * (uint32_t)all), to.starts += to.stride;
+        if (to.starts) *to.starts = (int32_t)(-(uint32_t)to.raised * (uint32_t)all), to.starts += to.stride;
         if (to.totals) *to.totals = -(float)all, to.totals += to.stride;
     }
 }

@@ -21,7 +21,6 @@ struct Numbers {
 // As quire.ops.cpu.linear describes it. INT8, INT6 and INT4 are codes of so many bits, whatever their scheme (ops/coded.py).
 struct Weight {
     int32_t format;
-    int32_t plain;    // as ops/quantized.py describes it: tile registers multiply such codes
     int64_t in, out;  // out: of this part of a product
     const void* data;
     const float* bias;  // [outputs] or null
@@ -48,10 +47,13 @@ inline bool has_codes(const Weight& w) { return w.format == INT8 || w.format == 
 // Scales of a row of activations.
 inline int64_t scales_a_row(const Weight& w) { return has_codes(w) ? (w.in + w.shared - 1) / w.shared : 0; }
 
+// Sums of whole numbers of a row, of which each is scaled by itself.
+inline int64_t segments_a_row(const Weight& w) { return has_codes(w) ? (w.in + w.segment - 1) / w.segment : 0; }
+
 // Whether activations that were laid out for one of them serve the other.
 inline bool laid_out_alike(const Weight& a, const Weight& b) {
     if (a.next || b.next || a.format != b.format || a.in != b.in) return false;
-    if (a.plain != b.plain || a.segment != b.segment || a.shared != b.shared || a.whole_rows != b.whole_rows) return false;
+    if (a.segment != b.segment || a.shared != b.shared || a.whole_rows != b.whole_rows) return false;
     return a.raised == b.raised && !a.offsets.at == !b.offsets.at;
 }
 
