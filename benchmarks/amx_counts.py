@@ -32,13 +32,14 @@ import numpy as np
 import torch
 
 from benchmarks.common import Options, Result, tell
-from quire.ops import Kernels, KVCache, RaggedBatch
+from quire.ops import CodedWeight, Kernels, KVCache, RaggedBatch
+from quire.ops.coded import Scheme
 from quire.ops.cpu import attention, library, linear
 from quire.ops.cpu.instruction_sets import INSTRUCTION_SETS, cpu_flags
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.cpu.library import I64, POINTER, Library, Prototype
 from quire.ops.memory import Scratch, WeightMemory
-from quire.ops.quantized import PANEL, Quantization, QuantizedWeight, layout
+from quire.ops.quantized import PANEL
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "src" / "quire" / "ops" / "cpu" / "src"
@@ -57,7 +58,12 @@ SHAPES = (
     *((rows, 1024, 4096) for rows in (1, 8, 32, 128, 1024)),
     *((1024, 3072, 1024), (1024, 2048, 1024), (1024, 1024, 6144)),
 )
-FORMATS = {"bf16": None, "int8": Quantization("int8"), "int4": Quantization("int4", 128)}
+FORMATS: dict[str, Scheme | None] = {
+    "bf16": None,
+    "8 bits, a scale an output": Scheme("W8", 8, 0),
+    **{scheme.name: scheme for scheme in (Scheme("Q8_0", 8, 32), Scheme("Q4_K", 4, 32, block=256))},
+    **{scheme.name: scheme for scheme in (Scheme("Q6_K", 8, 16, block=256), Scheme("GPTQ", 4, 128))},
+}
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
 PROMPT, REQUESTS, CONTEXT = 1024, 32, 160
 
@@ -143,20 +149,32 @@ def compiled(folder: Path, isa: str, sources: Path = SOURCES) -> Path:
 # -- what is counted ------------------------------------------------------------------------------------------------
 
 
-def product(
-    kernels: CpuKernels, how: Quantization | None, rows: int, inputs: int, outputs: int
-) -> Callable[[], object]:
+def product(kernels: CpuKernels, scheme: Scheme | None, rows: int, inputs: int, outputs: int) -> Callable[[], object]:
     x = torch.zeros(rows, inputs, dtype=torch.bfloat16)
-    if how is None:
+    if scheme is None:
         packed = kernels.pack([torch.zeros(outputs, inputs, dtype=torch.bfloat16)])
     else:
-        shape = layout(how, outputs, inputs)
-        codes, scales = (
-            torch.zeros(shape.packed, dtype=shape.packed_dtype),
-            torch.zeros(shape.scales, dtype=shape.scales_dtype),
-        )
-        packed = kernels.pack_quantized(QuantizedWeight(how, codes, scales, inputs, outputs))
+        packed = kernels.pack_coded([zeros(scheme, outputs, inputs)])
     return lambda: packed.matmul(x)
+
+
+def zeros(scheme: Scheme, outputs: int, inputs: int) -> CodedWeight:
+    """A weight of zeros; there are offsets where Q4_K and GPTQ have them: with codes of 4 bits in groups."""
+
+    def some(each: int, dtype: torch.dtype) -> torch.Tensor | None:
+        return torch.zeros(outputs, inputs // each, dtype=dtype) if each else None
+
+    whole, floats, block = torch.uint8, torch.float16, scheme.block or 0
+    with_offsets = scheme.bits == 4
+    return CodedWeight(
+        scheme,
+        torch.zeros(outputs, inputs * scheme.bits // 8, dtype=whole if scheme.bits == 4 else torch.int8),
+        some(scheme.group, whole if block else floats),
+        some(scheme.group, whole) if with_offsets else None,
+        some(block, floats),
+        some(block, floats) if with_offsets else None,
+        None if scheme.group else torch.zeros(outputs),
+    )
 
 
 def attended(kernels: CpuKernels, requests: int, rows: int, context: int, kv_heads: int) -> Callable[[], object]:
@@ -178,15 +196,16 @@ def attended(kernels: CpuKernels, requests: int, rows: int, context: int, kv_hea
     return lambda: kernels.attend(q, kv, batch, 0, HEAD_DIM**-0.5, None)
 
 
-def least_products(how: Quantization | None, rows: int, inputs: int, outputs: int) -> int:
-    """Tile products that a product needs at least."""
-    return -(-rows // 16) * -(-outputs // 16) * -(-inputs * (2 if how is None else 1) // 64)
+def least_products(scheme: Scheme | None, rows: int, inputs: int, outputs: int) -> int:
+    """Tile products that a product needs at least: each takes 64 bytes of a row, and no more than a segment."""
+    deep = 32 if scheme is None else min(scheme.segment, 64)
+    return -(-rows // 16) * -(-outputs // 16) * -(-inputs // deep)
 
 
-def product_vectors(kernels: Counted, how: Quantization | None, rows: int, inputs: int, outputs: int) -> int:
+def product_vectors(kernels: Counted, scheme: Scheme | None, rows: int, inputs: int, outputs: int) -> int:
     """Of a part of the rows and two panels, for all: what a row takes, and what it takes with a panel, is the same."""
     some = min(rows, 32)
-    one, two = (kernels.vectors(product(kernels, how, some, inputs, count)) for count in (PANEL, 2 * PANEL))
+    one, two = (kernels.vectors(product(kernels, scheme, some, inputs, count)) for count in (PANEL, 2 * PANEL))
     return ((two - one) * (outputs // PANEL) + 2 * one - two) * rows // some
 
 
@@ -233,11 +252,11 @@ def run(options: Options, sources: Path = SOURCES, tiles: bool = False) -> Resul
 
 def table(kernels: Counted, stepping: bool, shapes: Sequence[tuple[int, int, int]]) -> Result:
     result = Result(HEADINGS)
-    for (form, how), (rows, inputs, outputs) in itertools.product(FORMATS.items(), shapes):
-        if how is not None and rows < 8:
+    for (form, scheme), (rows, inputs, outputs) in itertools.product(FORMATS.items(), shapes):
+        if scheme is not None and rows < 8:
             continue  # not in tiles: they would wait for memory, too
-        vectors = product_vectors(kernels, how, rows, inputs, outputs) if stepping else None
-        call = product(kernels, how, rows, inputs, outputs)
+        vectors = product_vectors(kernels, scheme, rows, inputs, outputs) if stepping else None
+        call = product(kernels, scheme, rows, inputs, outputs)
         add(result, f"{form}, {rows:,} x {inputs:,} x {outputs:,}", kernels, call, vectors)
     for name, requests, rows, context in (
         (f"attention of a prompt of {PROMPT:,}", 1, PROMPT, PROMPT),

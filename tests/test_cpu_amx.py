@@ -136,7 +136,9 @@ def test_coded_products_have_the_bits_of_their_reference(tiles: CpuKernels, kind
 
 @pytest.mark.parametrize("how", SCHEMES, ids=str)
 def test_quantized_products_have_the_bits_of_their_reference(tiles: CpuKernels, how: Quantization) -> None:
-    for inputs in (384, 96, 1, 70, 129)[: 2 if how.group == 32 else 1 if how.group else 5]:  # the last ones fill no tile
+    for inputs in (384, 96, 1, 70, 129)[
+        : 2 if how.group == 32 else 1 if how.group else 5
+    ]:  # the last ones fill no tile
         weight = quantize(draw(40, inputs), how)
         for count in ROWS:
             x = draw(count, inputs, dtype=torch.bfloat16, seed=3)
@@ -195,25 +197,28 @@ def test_experts_and_heads_have_the_bits_of_their_products_one_by_one(
         assert torch.equal(tiles.heads(layer[0])(each), LoopedHeads(layer[0])(each))
 
 
-FORMS = {"bf16": None, "int8": Quantization("int8"), "int4": Quantization("int4", 128)}
+FORMS = {"bf16": 1 / 32, "8 bits, a scale an output": 1 / 4, "Q8_0": 1, "Q4_K": 1, "Q6_K": 1, "GPTQ": 1 / 2}
+"""Stores for each tile product: one for each segment's sums."""
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_128_rows_take_the_fewest_tile_products_and_a_load_each(tiles: InTiles, form: str) -> None:
-    shape = 128, 1024, 64
-    counts = amx_counts.count(tiles.lib, amx_counts.product(tiles, FORMS[form], *shape))
-    assert counts.products == amx_counts.least_products(FORMS[form], *shape)
+    shape, scheme = (128, 1024, 64), amx_counts.FORMATS[form]
+    counts = amx_counts.count(tiles.lib, amx_counts.product(tiles, scheme, *shape))
+    assert counts.products == amx_counts.least_products(scheme, *shape)
     assert counts.loads == counts.products
-    assert counts.stores == {"bf16": 1 / 32, "int8": 1 / 4, "int4": 1 / 2}[form] * counts.products
+    assert counts.stores == FORMS[form] * counts.products
 
 
-@pytest.mark.quick("bf16-1024", "int8-2048")
-@pytest.mark.parametrize("form, inputs", [("bf16", 1024), ("bf16", 5120), ("int8", 2048), ("int4", 2048)])
+@pytest.mark.quick("bf16-1024", "Q4_K-2048")
+@pytest.mark.parametrize(
+    "form, inputs", [("bf16", 1024), ("bf16", 5120), ("8 bits, a scale an output", 2048), ("Q4_K", 2048)]
+)
 def test_many_rows_do_not_come_from_beyond_the_second_level_cache_for_each_panel(
     tiles: InTiles, form: str, inputs: int
 ) -> None:
     rows, outputs = 512, 256
-    call = amx_counts.product(tiles, FORMS[form], rows, inputs, outputs)
+    call = amx_counts.product(tiles, amx_counts.FORMATS[form], rows, inputs, outputs)
     for caches in (amx_counts.ALONE, amx_counts.SHARED):
         counts = amx_counts.count(tiles.lib, call, caches)
         assert 64 * counts.from_beyond <= 16 * 16 * counts.products, "bytes a cycle; 32 and more if they did"
