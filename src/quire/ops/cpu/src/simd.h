@@ -105,12 +105,8 @@ struct Parts {
 };
 #endif
 
-// As `f32x16{} + x`, of which GCC makes 16 stores where there is no AVX-512.
-#if defined(__aarch64__)
+// Of `f32x16{} + x` GCC makes an addition, and where there is no AVX-512 16 stores.
 INLINE f32x16 splat(float x) { return x - f32x16{}; }
-#else
-INLINE f32x16 splat(float x) { return (x + 0.0f) - f32x16{}; }
-#endif
 
 template <class Part, class T>
 INLINE Part in_all_lanes(T x) {
