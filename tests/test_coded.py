@@ -67,6 +67,7 @@ KINDS = [
     _kind("W4 of 48", 4, 48, BF16, table=TABLE),
     _kind("W4 of rows", 4, 0, None, table=LINES, factors=True),
     _kind("NVFP4", 4, 16, F32, factors=True, table=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)),
+    _kind("W4A8", 4, 32, F16, table=LINES, activations="row"),
     _kind("W8A8", 8, 0, None, factors=True, activations="row"),
     _kind("W8 of rows", 8, 0, None, factors=True),
 ]

@@ -21,12 +21,12 @@ from quire.ops.cpu.library import Library
 from quire.ops.experts import LoopedExperts, LoopedHeads
 from quire.ops.kv_cache import KVCacheDtype
 from quire.ops.memory import Scratch, WeightMemory
-from quire.ops.quantized import Quantization, quantize
+from quire.ops.quantized import Quantization
 from tests import test_cpu_attention as plain
 from tests import test_cpu_latent as absorbed
 from tests import test_trees as trees
 from tests.compiled import KERNELS, ROOT, compiled
-from tests.test_coded import Kind, coded, inputs_of, names
+from tests.test_coded import KINDS, Kind, coded, inputs_of, names
 from tests.test_cpu_experts import EXPERTS, HIDDEN, draw_layer, draw_routes
 from tests.test_cpu_linear import SCHEMES, SHAPES, draw
 
@@ -82,6 +82,10 @@ def test_where_linux_refuses_tile_registers_the_next_best_is_taken(
             Library("amx", {})
 
 
+def of_name(name: str) -> Kind:
+    return next(kind for kind in KINDS if kind.scheme.name == name)
+
+
 def emulation(compiler: str, isa: str) -> Path:
     """A library of what uses tile registers, for any machine: they are emulated."""
     script = runpy.run_path(str(ROOT / "scripts" / "compile_kernels.py"), run_name="options")
@@ -134,21 +138,17 @@ def test_coded_products_have_the_bits_of_their_reference(tiles: CpuKernels, kind
             assert torch.equal(ours.matmul(x, torch.float32), reference.matmul(x, torch.float32)), (outputs, count)
 
 
-@pytest.mark.parametrize("how", SCHEMES, ids=str)
-def test_quantized_products_have_the_bits_of_their_reference(tiles: CpuKernels, how: Quantization) -> None:
-    for inputs in (384, 96, 1, 70, 129)[
-        : 2 if how.group == 32 else 1 if how.group else 5
-    ]:  # the last ones fill no tile
-        weight = quantize(draw(40, inputs), how)
-        for count in ROWS:
-            x = draw(count, inputs, dtype=torch.bfloat16, seed=3)
-            assert torch.equal(tiles.pack_quantized(weight).matmul(x), Kernels().pack_quantized(weight).matmul(x))
+def test_inputs_may_fill_no_tile(tiles: CpuKernels) -> None:
+    for inputs in (1, 70, 129):
+        weight, x = coded(of_name("W8 of rows"), 40, inputs), draw(20, inputs, seed=3)
+        assert torch.equal(tiles.pack_coded([weight]).matmul(x), Kernels().pack_coded([weight]).matmul(x))
 
 
-@pytest.mark.parametrize("how", SCHEMES[:2], ids=str)
-def test_a_row_that_is_not_finite_gives_nan_and_one_of_zeros_gives_zeros(tiles: CpuKernels, how: Quantization) -> None:
-    product = tiles.pack_quantized(quantize(draw(40, 64), how))
-    x = draw(20, 64, seed=4)
+@pytest.mark.parametrize("name", ["W8 of rows", "Q8_0", "Q4_K"])
+def test_a_row_that_is_not_finite_gives_nan_and_one_of_zeros_gives_zeros(tiles: CpuKernels, name: str) -> None:
+    kind = of_name(name)
+    inputs = inputs_of(kind, 64)
+    product, x = tiles.pack_coded([coded(kind, 40, inputs)]), draw(20, inputs, seed=4)
     x[0, 3], x[1, 60], x[2, 0], x[3] = torch.nan, torch.inf, -torch.inf, 0
     out = product.matmul(x)
     assert out[:3].isnan().all()
@@ -166,11 +166,15 @@ def test_a_bf16_row_that_is_not_finite_leaves_the_others_alone(tiles: CpuKernels
     assert torch.equal(out[rest], expected[rest])
 
 
-@pytest.mark.parametrize("how", [None, *SCHEMES], ids=str)
-def test_a_rows_bits_do_not_depend_on_the_other_rows_or_on_threads(tiles: CpuKernels, how: Quantization | None) -> None:
-    weight = draw(72, 192 if how is None else 256)
-    product = tiles.pack([weight.bfloat16()]) if how is None else tiles.pack_quantized(quantize(weight, how))
-    x = draw(150, weight.shape[1], dtype=torch.bfloat16, seed=5)
+@pytest.mark.parametrize("name", ["bf16", "W8 of rows", "Q8_0", "Q4_K", "Q6_K"])
+def test_a_rows_bits_do_not_depend_on_the_other_rows_or_on_threads(tiles: CpuKernels, name: str) -> None:
+    inputs = 192 if name == "bf16" else 256
+    product = (
+        tiles.pack([draw(72, inputs, dtype=torch.bfloat16)])
+        if name == "bf16"
+        else tiles.pack_coded([coded(of_name(name), 72, inputs)])
+    )
+    x = draw(150, inputs, dtype=torch.bfloat16, seed=5)
     whole = product.matmul(x)
     for count in (*range(1, 70), 127, 149):
         for first in (0, 150 - count):
@@ -195,6 +199,12 @@ def test_experts_and_heads_have_the_bits_of_their_products_one_by_one(
             assert torch.equal(grouped(x, *routes), looped(x, *routes)), (tokens, top_k)
         each = x.view(tokens, 1, HIDDEN).expand(-1, EXPERTS, -1)
         assert torch.equal(tiles.heads(layer[0])(each), LoopedHeads(layer[0])(each))
+
+
+def test_panels_that_take_turns_have_the_same_bits(tiles: InTiles) -> None:
+    """Of long rows, a part after the other meets several panels, so that the parts stay in the cache."""
+    weight, x = coded(of_name("Q4_K"), 64, 4352), draw(140, 4352, dtype=torch.bfloat16)
+    assert torch.equal(tiles.pack_coded([weight]).matmul(x), Kernels().pack_coded([weight]).matmul(x))
 
 
 FORMS = {"bf16": 1 / 32, "8 bits, a scale an output": 1 / 4, "Q8_0": 1, "Q4_K": 1, "Q6_K": 1, "GPTQ": 1 / 2}
