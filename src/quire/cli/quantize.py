@@ -2,28 +2,32 @@
 
 Use the folder like any checkpoint, e.g. 'quire generate DIR'. Linear layers become int8 or int4 (with int4, the head
 becomes int8) in Quire's own layout, which loads fast, since it is memory-mapped; or 4 bits, and 8 where 4 cost most, in
-compressed-tensors, a format of vLLM and SGLang. Norms, biases and the embedding table do not change.
-The folder appears only when it is complete."""
+compressed-tensors, a format of vLLM and SGLang. Norms, biases and the embedding table do not change. gguf-q4_k writes
+one file for llama.cpp (its Q4_K_M), with the tokenizer and the chat template.
+The folder or file appears only when it is complete."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from quire.errors import ConfigError
 
-FORMATS = ("int8", "int4", "compressed-tensors")
+if TYPE_CHECKING:
+    from quire.ops.quantized import Quantization
+
+FORMATS = ("int8", "int4", "compressed-tensors", "gguf-q4_k")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire quantize`."""
-    parser.usage = "quire quantize MODEL --to {int8,int4,compressed-tensors} --output DIR [options]"
+    parser.usage = "quire quantize MODEL --to {int8,int4,compressed-tensors,gguf-q4_k} --output DIR [options]"
     parser.add_argument("model", metavar="MODEL", help="folder, GGUF file, org/name on the Hub, or 'demo'")
     parser.add_argument(
         "--to", required=True, choices=FORMATS, help="data type or format of the linear layers' weights"
     )
-    parser.add_argument("--output", required=True, metavar="DIR", help="a new or empty folder")
+    parser.add_argument("--output", required=True, metavar="DIR", help="a new or empty folder; gguf-q4_k: a new file")
     parser.add_argument(
         "--group-size",
         type=int,
@@ -49,26 +53,43 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         from quire.models.hub import resolve
-        from quire.models.quantize import COMPRESSED, check_output, quantize_folder
-        from quire.ops.quantized import Quantization
+        from quire.models.quantize import GGUF, check_output, check_output_file, quantize_folder, quantize_to_gguf
 
-        if args.to == COMPRESSED and args.group_size is not None:
-            raise ConfigError(
-                f"--group-size {args.group_size} is for --to int4; {COMPRESSED} has groups of 32; leave it out"
-            )
-        how: Quantization | Literal["compressed-tensors"] | None = COMPRESSED
-        if args.to != COMPRESSED:
-            how = Quantization.of(args.to, args.group_size)
+        how = _how(args)
         if args.threads:
             torch.set_num_threads(args.threads)
-        check_output(output)  # before a download
+        (check_output_file if how == GGUF else check_output)(output)  # before a download
         base = resolve(args.model, args.revision)
-        if how is not None:
+        if how == GGUF:
+            quantize_to_gguf(base, output, _templates(base), report)
+        elif how is not None:
             quantize_folder(base, output, how, report)
     if not args.quiet:
         sizes = [(str(folder), f"{_weight_bytes(folder) / 2**20:,.1f} MiB") for folder in (base, output)]
         print_table(f"Weights, quantized to {how}", sizes)
     return 0
+
+
+def _how(args: argparse.Namespace) -> Quantization | Literal["compressed-tensors", "gguf-q4_k"] | None:
+    """The format, checked; raises ConfigError."""
+    from quire.models.quantize import COMPRESSED, GGUF
+    from quire.ops.quantized import Quantization
+
+    if args.to in (COMPRESSED, GGUF):
+        if args.group_size is not None:
+            raise ConfigError(
+                f"--group-size {args.group_size} is for --to int4; {args.to} has groups of 32; leave it out"
+            )
+        return COMPRESSED if args.to == COMPRESSED else GGUF
+    return Quantization.of(args.to, args.group_size)
+
+
+def _templates(folder: Path) -> dict[str, str]:
+    """A checkpoint's chat templates."""
+    from quire.models.fields import Fields
+    from quire.text.chat_template import load_templates
+
+    return load_templates(folder, Fields.read(folder / "tokenizer_config.json").given())[0]
 
 
 def _output(text: str) -> Path:
@@ -81,4 +102,6 @@ def _output(text: str) -> Path:
 
 
 def _weight_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if folder.is_file():
+        return folder.stat().st_size
+    return sum(file.stat().st_size for kind in ("*.safetensors", "*.gguf") for file in folder.glob(kind))

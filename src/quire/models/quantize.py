@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ OnProgress = Callable[[str, float], None]
 
 
 COMPRESSED: Final = "compressed-tensors"
+GGUF: Final = "gguf-q4_k"
 
 
 def quantize_folder(
@@ -71,6 +72,31 @@ def quantize_folder(
         raise ConfigError(f"{output} cannot be written: {error.strerror or error}; choose another output") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def quantize_to_gguf(
+    base: Path, output: Path, templates: Mapping[str, str], on_progress: OnProgress | None = None
+) -> None:
+    """Write a checkpoint as one GGUF file, which gets its name only when it is complete.
+
+    Args:
+        output: a file that does not exist yet, with the suffix .gguf.
+        templates: the checkpoint's chat templates by name.
+
+    Raises:
+        ConfigError: `output` exists or cannot be written, `base` is quantized already, or cannot be written as GGUF.
+        CheckpointError: the checkpoint is damaged or not supported.
+    """
+    from quire.models.gguf.export import export  # with numpy, which other formats do not need
+
+    report = on_progress or (lambda phase, share: None)
+    check_output_file(output)
+    _check_not_quantized(base)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        export(Checkpoint(base), output, templates, lambda done, total: report(f"quantizing to {GGUF}", done / total))
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror or error}; choose another output") from error
 
 
 def _write_compressed(checkpoint: Checkpoint, folder: Path, report: OnProgress) -> None:
@@ -155,6 +181,14 @@ def check_output(output: Path) -> None:
         raise ConfigError(f"{output} cannot be read: {error.strerror or error}; choose another output") from error
     if taken:
         raise ConfigError(f"{output} exists and is not an empty folder; nothing is overwritten, choose another output")
+
+
+def check_output_file(output: Path) -> None:
+    """Check that a GGUF file does not exist, and is named as one. Raises ConfigError."""
+    if output.suffix != ".gguf":
+        raise ConfigError(f"--output {output}: {GGUF} is one file; give a name that ends in .gguf")
+    if output.exists() or output.is_symlink():
+        raise ConfigError(f"{output} exists; nothing is overwritten, choose another output")
 
 
 def _check_not_quantized(base: Path) -> None:

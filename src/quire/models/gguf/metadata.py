@@ -240,7 +240,7 @@ def _by_divisors(said: Said, divisors: list[float]) -> dict[str, Any]:
     """Llama 3's scaling, whose frequencies are divided by these; or else longrope, which has any divisors."""
     width = 2 * len(divisors)
     llama3 = {"rope_type": "llama3", "factor": max(divisors)} | LLAMA3
-    expected = _divisors_of(llama3, width, said.number("rope.freq_base", 10000.0))
+    expected = divisors_of(llama3, width, said.number("rope.freq_base", 10000.0))
     if np.allclose(divisors, expected, rtol=NEAR, atol=0.0):
         return llama3
     return {
@@ -251,7 +251,7 @@ def _by_divisors(said: Said, divisors: list[float]) -> dict[str, Any]:
     }
 
 
-def _divisors_of(llama3: Mapping[str, Any], width: int, base: float) -> np.ndarray[Any, Any]:
+def divisors_of(llama3: Mapping[str, Any], width: int, base: float) -> np.ndarray[Any, Any]:
     """Those that Llama 3's scaling has (https://arxiv.org/abs/2407.21783): none of short waves, all of long ones."""
     waves = 2 * math.pi * base ** (np.arange(0, width, 2) / width)
     low, high = llama3["low_freq_factor"], llama3["high_freq_factor"]

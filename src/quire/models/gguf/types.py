@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from quire.ops.coded import CodedWeight, Scheme
 from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.threads import torch_threads
 
+Weight = TypeVar("Weight", CodedWeight, Mxfp4Weight, CodedWeight | Mxfp4Weight)
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types that are not quantized."""
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -215,16 +216,16 @@ def decoded(form: GgufType, blocks: torch.Tensor, rows: torch.Tensor | None = No
     """
     with _alone(form, blocks, rows):
         parts = [DECODERS[form.name](part) for part in _chunks(form, blocks, rows)]
-        return parts[0] if len(parts) == 1 else _joined(parts)
+        return parts[0] if len(parts) == 1 else joined(parts)
 
 
-def _joined(parts: Sequence[CodedWeight | Mxfp4Weight]) -> CodedWeight | Mxfp4Weight:
-    """Their rows one after another."""
-    joined: dict[str, Any] = {}
+def joined(parts: Sequence[Weight]) -> Weight:
+    """The rows of weights of one kind and scheme, one after another."""
+    rows: dict[str, Any] = {}
     for field in fields(parts[0]):
         if isinstance(getattr(parts[0], field.name), torch.Tensor):
-            joined[field.name] = torch.cat([getattr(part, field.name) for part in parts])
-    return replace(parts[0], **joined)
+            rows[field.name] = torch.cat([getattr(part, field.name) for part in parts])
+    return replace(parts[0], **rows)
 
 
 def restored(form: GgufType, blocks: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
