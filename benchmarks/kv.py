@@ -22,8 +22,8 @@ from benchmarks.common import Options, Result, checkpoint, finish, greedy, optio
 from benchmarks.kv_apart import time_apart
 from quire import LLM
 from quire.bench.kv import COMPUTED, DISK, FROM, HOST, POOL, Always, PrefixTimer
-from quire.core.cost import Costs
 from quire.core.sampling_params import SamplingParams
+from quire.kv.tiers.cost import Costs
 
 PREFIX = 4096
 OUTPUT = 32
@@ -113,7 +113,7 @@ def time_swapping(result: Result, name: str, model: str, options: Options, swapp
             ) as llm:
                 llm.generate(tokens(random.Random(2), 32), greedy(1))
                 if costs is not None:
-                    llm._engine.scheduler.kv.sources.costs = costs
+                    llm._engine.scheduler.kv.external.sources.costs = costs
                 begin = time.perf_counter()
                 texts[way] = take_turns(llm, count, length)
                 best[way] = min(best[way], time.perf_counter() - begin)

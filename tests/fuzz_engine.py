@@ -31,11 +31,11 @@ import torch
 from msgspec.structs import replace
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire.core.cost import Costs
 from quire.core.lockstep import Lockstep
 from quire.core.pooling import PoolingParams
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
+from quire.kv.tiers.cost import Costs
 from quire.ops.cpu import library
 from quire.runner.model_runner import LaunchedStep
 from tests.forks import spawn_rank

@@ -367,8 +367,8 @@ def test_books_that_are_made_anew_while_the_disk_reads_lose_no_slot(filled: Path
 
     def interrupted(now: float) -> StepPlan | None:
         plan = schedule(now)
-        if engine.scheduler.kv.sources.reads and not reads:
-            reads.append(len(engine.scheduler.kv.sources.reads))
+        if engine.scheduler.kv.external.sources.reads and not reads:
+            reads.append(len(engine.scheduler.kv.external.sources.reads))
             raise MemoryError
         return plan
 
@@ -431,7 +431,7 @@ def test_ending_a_request_that_waits_for_the_disk_touches_nothing(filled: Path, 
     engine = make(filled)
     engine.add(Request(50, prompts(4)[1], params(0), max_tokens=8))
     engine.scheduler.schedule(0.0)
-    assert engine.scheduler.kv.sources.reads
+    assert engine.scheduler.kv.external.sources.reads
     engine.abort(50)
     assert run(engine, prompts(4)[1:], most=8) == expected
     engine.close()

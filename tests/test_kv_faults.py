@@ -104,7 +104,7 @@ class Decoder:
         self.engine._give_up()
 
     def close(self) -> None:
-        fetches = self.engine.scheduler.kv.fetches
+        fetches = self.engine.scheduler.kv.external
         kv = self.engine.scheduler.kv
         assert kv.num_available == kv.num_usable and not fetches.tier.pins and not fetches.sources.reads
         assert not fetches.tier.counts["filling"] and not fetches.tier.counts["quarantined"]
@@ -289,7 +289,7 @@ class Stopped:
         """Wait until nothing is kept for it."""
         engine = self.prefill.engine
         kv = engine.scheduler.kv
-        wait_until(lambda: engine.idle and not kv.sources.exports.under_way and not kv.fetches.tier.pins)
+        wait_until(lambda: engine.idle and not kv.external.sources.exports.under_way and not kv.external.tier.pins)
 
 
 @pytest.mark.slow
@@ -350,7 +350,7 @@ async def test_a_cable_that_is_pulled_while_blocks_come_costs_time_and_no_token(
 ) -> None:
     for text in range(8):
         cabled.add(text)
-    while not (cabled.read and cabled.engine.scheduler.kv.sources.reads):
+    while not (cabled.read and cabled.engine.scheduler.kv.external.sources.reads):
         cabled.step()
     networks.pull()
     await served(cabled)

@@ -160,7 +160,7 @@ def test_a_head_that_was_evicted_is_loaded_and_counted_as_cached(filled: Engine)
 
 
 def test_what_would_take_longer_to_load_is_computed_and_loaded_again_once_it_does_not(filled: Engine) -> None:
-    costs, texts = filled.scheduler.kv.sources.costs, prompts(2)[1:]
+    costs, texts = filled.scheduler.kv.external.sources.costs, prompts(2)[1:]
     costs.moved("host", 1, 1e6)
     assert run(filled, texts, first_id=100, most=8) == _cold(texts, most=8) and not hosted(filled)["loaded"]
     emptied(filled)
@@ -178,7 +178,7 @@ def _cold(texts: list[list[int]], most: int) -> list[Outcome]:
 @pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("bit", [1, 128])
 def test_one_flipped_bit_in_a_slot_is_one_bad_load_and_no_other_token(filled: Engine, place: int, bit: int) -> None:
-    host, tier = filled.executor._runner.host, filled.scheduler.kv.fetches.tier
+    host, tier = filled.executor._runner.host, filled.scheduler.kv.external.tier
     request = Request(99, prompts(2)[1], params(0), max_tokens=1)
     filled.scheduler.kv.match(request)
     slot = tier.kept[request.hashes[2]]

@@ -16,9 +16,6 @@ import pytest
 
 import quire.kv.directory
 from quire.config import EngineConfig
-from quire.core import holders, sources
-from quire.core.cost import Costs
-from quire.core.orders import Lacks
 from quire.core.request import Request
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
@@ -26,6 +23,9 @@ from quire.kv import wire
 from quire.kv.directory.base import DirectoryError, Holders, Node
 from quire.kv.mailbox import Mailbox
 from quire.kv.nodes import NodeReader
+from quire.kv.tiers import holders, sources
+from quire.kv.tiers.cost import Costs
+from quire.kv.tiers.orders import Lacks
 from tests.http_tools import free_port, wait_until
 from tests.local_directory import LocalDirectory, LocalStore
 from tests.redis_server import RedisServer, needs_redis
@@ -107,7 +107,7 @@ class PoolNode:
 
         def forget() -> None:
             self.engine.scheduler.kv.cache.clear()
-            fetches = self.engine.scheduler.kv.fetches
+            fetches = self.engine.scheduler.kv.external
             fetches.planned(-1)
             fetches.given_up()
             tier = fetches.tier
@@ -385,7 +385,7 @@ def test_what_a_node_does_not_have_is_counted_withdrawn_and_computed(pool: Pool,
 def test_two_nodes_hold_the_same_block_and_one_of_them_dies(pool: Pool) -> None:
     first, second, third = (pool.node() for _ in range(3))
     for node in (first, second):
-        node.engine.scheduler.kv.sources.holders.ask = lambda names, needed, now: None  # type: ignore[method-assign, union-attr]
+        node.engine.scheduler.kv.external.sources.holders.ask = lambda names, needed, now: None  # type: ignore[method-assign, union-attr]
         computed_by(node)
     third.ask([*TEXT[:40], 1, 2])
     [asked] = third.engine.tiers.nodes.readers  # type: ignore[union-attr]
@@ -409,14 +409,14 @@ def test_what_is_evicted_while_somebody_fetches_it_costs_no_token(pool: Pool) ->
         first.hold.set()
         numbers = [first.begin(text, most=1) for text in texts[1:]]
         asked = second.begin(texts[0])
-        reads, over = second.engine.scheduler.kv.sources, second._ended[asked]
+        reads, over = second.engine.scheduler.kv.external.sources, second._ended[asked]
         wait_until(functools.partial(lambda reads, over: reads.reads or over.is_set(), reads, over))
         first.hold.clear()
         assert [second.rest(asked)] == expected[:1]
         for number in numbers:
             first.rest(number)
         second.forget()
-    wait_until(lambda: not first.engine.scheduler.kv.fetches.tier.pins)
+    wait_until(lambda: not first.engine.scheduler.kv.external.tier.pins)
 
 
 def test_a_directory_that_is_lost_costs_no_request_and_is_told_all_again(
@@ -482,10 +482,12 @@ def test_a_slow_directory_is_waited_for_for_milliseconds_once(
     texts = [TEXT, prompt(100, 3), prompt(100, 4)]
     assert [second.ask(text, seed=seed) for seed, text in enumerate(texts)] == alone(own(pool.options), texts)
     assert time.monotonic() - begin < 20.0 and not second.loaded
-    assert len(second.engine.scheduler.kv.sources.holders.lookups) == 1, "one that is late is asked for nothing"  # type: ignore[union-attr]
+    assert len(second.engine.scheduler.kv.external.sources.holders.lookups) == 1, (
+        "one that is late is asked for nothing"
+    )  # type: ignore[union-attr]
     monkeypatch.setattr(holders, "LOOKUP_SECONDS", 30.0)
     store.slow.clear()
-    wait_until(lambda: not second.engine.scheduler.kv.sources.holders.lookups)  # type: ignore[union-attr]
+    wait_until(lambda: not second.engine.scheduler.kv.external.sources.holders.lookups)  # type: ignore[union-attr]
     second.forget()
     wait_until(lambda: second.ask(TEXT) and second.loaded)
 
@@ -550,7 +552,7 @@ def test_no_timing_tells_a_tenant_what_another_one_asked(pool: Pool, tmp_path: P
     first.ask([5] * 5, most=2)  # a step saves what goes
     check(first, found=True)  # in the host tier
     pool.close(second)
-    fetches = first.engine.scheduler.kv.fetches
+    fetches = first.engine.scheduler.kv.external
     wait_until(lambda: fetches.sources.disk is not None and first.do(lambda: not fetches.sources.writes))
     first.forget()
     check(first, found=True)  # on the disk
@@ -588,7 +590,7 @@ def _evict(node: PoolNode, texts: list[list[int]]) -> None:
             node.ask(text, most=1)
     node.do(node.engine.scheduler.kv.cache.clear)
     node.ask([5] * 5, most=2)  # a step saves what goes
-    published = node.engine.scheduler.kv.sources.published
+    published = node.engine.tiers.published
     wait_until(lambda: bool(published and published.blocks == node.agent._held and not node.agent._changed))
 
 
@@ -604,10 +606,10 @@ def test_what_was_fetched_once_takes_no_place_in_another_tier(pool: Pool) -> Non
     first, second = pool.node(), pool.node()
     computed_by(first)
     second.ask(TEXT)
-    tier = second.engine.scheduler.kv.fetches.tier
+    tier = second.engine.scheduler.kv.external.tier
     assert tier.idle_slots[: BLOCKS - 1] and second.loaded == BLOCKS
     second.do(second.engine.scheduler.kv.cache.clear)
-    assert not second.engine.scheduler.kv.fetches.has_moves, "and nothing is saved that others have"
+    assert not second.engine.scheduler.kv.external.has_moves, "and nothing is saved that others have"
 
 
 def test_a_node_whose_engine_does_not_fit_is_told_so_and_computes(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
@@ -723,8 +725,13 @@ def chaos(seed: int, options: dict[str, Any], store: FaultyStore, expected: list
 
 def settled(kv: Any) -> bool:
     """Nothing is held, read or waited for."""
-    tier = kv.fetches.tier
-    return kv.num_available == kv.num_usable and not tier.pins and not kv.sources.waits and not tier.counts["filling"]
+    tier = kv.external.tier
+    return (
+        kv.num_available == kv.num_usable
+        and not tier.pins
+        and not kv.external.sources.waits
+        and not tier.counts["filling"]
+    )
 
 
 TEXTS = [prompt(length, first) for first, length in enumerate((60, 100, 140, 170))]

@@ -20,13 +20,13 @@ import pytest
 
 from quire import LLM
 from quire.config import EngineConfig
-from quire.core.orders import Have
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
-from quire.core.tier import PEER
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, RequestError
 from quire.kv import importer, wire
+from quire.kv.tiers.orders import Have
+from quire.kv.tiers.tier import PEER
 from quire.kv.transport.base import TransferError
 from quire.kv.transport.shared import SharedMemoryLink, SharedMemoryTransport
 from quire.ops.cpu import library
@@ -82,7 +82,7 @@ class Prefill:
 
     @property
     def exported(self) -> int:
-        return self.engine.scheduler.kv.sources.num_moved(PEER, "stored")
+        return self.engine.scheduler.kv.external.sources.num_moved(PEER, "stored")
 
     def close(self) -> None:
         self._stop.set()
@@ -429,11 +429,11 @@ def test_one_that_asked_and_ends_leaves_nothing_pinned(options: dict[str, Any], 
     engine.step()
     wait_until(lambda: prefill.computed == 1)
     engine.close()
-    wait_until(lambda: not prefill.engine.scheduler.kv.sources.exports.under_way)
+    wait_until(lambda: not prefill.engine.scheduler.kv.external.sources.exports.under_way)
     assert not prefill.engine.scheduler.requests, "nobody wants it any more"
     prefill.hold.clear()
     wait_until(lambda: prefill.engine.idle)
-    assert not prefill.engine.scheduler.kv.fetches.tier.pins
+    assert not prefill.engine.scheduler.kv.external.tier.pins
 
 
 def test_a_request_that_is_aborted_while_its_prompt_is_computed_elsewhere(
@@ -457,7 +457,7 @@ def test_a_bit_that_is_flipped_on_the_way_costs_a_computed_block(
     where: int, options: dict[str, Any], prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = decoder(options, prefill)
-    tier = engine.scheduler.kv.fetches.tier
+    tier = engine.scheduler.kv.external.tier
     filled, host = tier.filled, engine.tiers.host
     assert host is not None
     flipped: list[int] = []

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from quire.config import EngineConfig
-from quire.core import holders, sources
 from quire.core.request import Request
 from quire.core.step import Move
 from quire.engine.engine import Engine
 from quire.kv.host import HEAD, HostTier, Slots
 from quire.kv.layout import WHOLE, KVLayout, Layers, RecurrentLayout, Share, Split
+from quire.kv.tiers import holders, sources
 from quire.kv.transport.shared import SharedMemoryLink
 from quire.layers.delta_net import DeltaNetConfig
 from quire.layers.kimi_delta import KimiDeltaConfig
@@ -360,7 +360,7 @@ def slot_of(engine: Engine, index: int) -> int:
     """Where a block of the prompts' head lies."""
     request = Request(99, prompts(2)[1], params(0), max_tokens=1)
     engine.scheduler.kv.match(request)
-    return engine.scheduler.kv.fetches.tier.kept[request.hashes[index]]
+    return engine.scheduler.kv.external.tier.kept[request.hashes[index]]
 
 
 def host_of(engine: Engine) -> HostTier:
@@ -530,7 +530,7 @@ def test_nodes_of_a_pool_may_be_replicas(
     first, second = pool.node(**DP), pool.node(**DP)
 
     def told(node: PoolNode) -> bool:
-        published = node.engine.scheduler.kvs[0].sources.published
+        published = node.engine.tiers.published
         return node.agent._held == published.blocks and not node.agent._changed
 
     for node in (first, second):

@@ -219,7 +219,9 @@ class Pair:
         read = self.decoder.read
         self.decoder.close()
         wait_until(
-            lambda: there.idle and settled(there.scheduler.kv) and not there.scheduler.kv.sources.exports.under_way
+            lambda: (
+                there.idle and settled(there.scheduler.kv) and not there.scheduler.kv.external.sources.exports.under_way
+            )
         )
         self.prefill.close()
         return read

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from quire.config import EngineConfig
-from quire.core import holders, sources
 from quire.core.block_hash import part_name
-from quire.core.cost import Costs
 from quire.core.request import Request
 from quire.engine.engine import Engine
+from quire.kv.tiers import holders, sources
+from quire.kv.tiers.cost import Costs
 from tests.http_tools import wait_until
 from tests.oracle import save_checkpoint
 from tests.test_kv_groups import windows
@@ -127,7 +127,7 @@ def test_heads_are_loaded_and_a_flipped_bit_in_a_part_of_any_group_costs_no_toke
     request = Request(99, last, params(0), max_tokens=1)
     kv.match(request)
     group %= len(kv.groups)
-    slots = [kv.fetches.tier.slot(part_name(each, group)) for each in request.hashes]
+    slots = [kv.external.tier.slot(part_name(each, group)) for each in request.hashes]
     host.block([slot for slot in slots if slot is not None][-1])[7] ^= 4
     assert run(engine, texts, first_id=200, most=8) == expected
     assert hosted(engine)["bad"] == 1
@@ -267,7 +267,7 @@ def test_what_another_node_has_of_every_group_is_read_and_no_more_of_it_than_is_
     expected = cold_each(options, texts, 8)
     first, second = pool.node(), pool.node()
     assert first.ask(texts[0]) == expected[0]
-    published = first.engine.scheduler.kv.sources.published
+    published = first.engine.tiers.published
     assert published is not None
     wait_until(lambda: first.agent._held >= published.blocks and not first.agent._changed)
     assert second.ask(texts[1]) == expected[1]
@@ -284,7 +284,7 @@ def test_where_a_node_lacks_a_part_that_it_published_the_request_begins_where_it
     [expected] = cold_each(options, [head], 8)
     first, second = pool.node(), pool.node()
     first.ask(head)
-    published, kv = first.engine.scheduler.kv.sources.published, first.engine.scheduler.kv
+    published, kv = first.engine.tiers.published, first.engine.scheduler.kv
     assert published is not None
     wait_until(lambda: first.agent._held >= published.blocks and not first.agent._changed)
     held = {name: dict(epochs) for name, epochs in store.blocks.items()}
@@ -307,7 +307,7 @@ def test_a_store_has_the_blocks_of_every_group(
     pool.options["kv_directory"] = "mooncake://127.0.0.1:1"
     first = pool.node()
     assert first.ask(texts[0]) == expected[0]
-    published = first.engine.scheduler.kv.sources.published
+    published = first.engine.tiers.published
     assert published is not None
     wait_until(lambda: shared.values.keys() >= published.blocks)
     pool.close(first)

@@ -12,11 +12,11 @@ import pytest
 
 from quire.bench.kv_prefill import prefill_process
 from quire.config import EngineConfig
-from quire.core import fetches
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
 from quire.kv import importer, wire
+from quire.kv.tiers import connector
 from quire.kv.transport import TRANSPORTS, installed
 from quire.kv.transport.base import Link, Range
 from tests.forks import spawn_rank
@@ -90,7 +90,7 @@ def test_blocks_that_come_too_late_change_no_token(
     """
     monkeypatch.setattr(importer, "READ_SECONDS", 1.0)
     monkeypatch.setattr(wire, "SILENCE_SECONDS", 1.5)
-    monkeypatch.setattr(fetches, "WORTH", 1)  # so that every slot is used
+    monkeypatch.setattr(connector, "WORTH", 1)  # so that every slot is used
     options |= {"num_kv_blocks": 60, "host_kv_memory": "1MiB", "kv_transport": name}
     text, others = [prompt(150)], [prompt(150, first) for first in range(1, 51)]
     own = {name: value for name, value in options.items() if name != "kv_transport"}

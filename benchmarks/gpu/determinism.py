@@ -20,8 +20,8 @@ from benchmarks.replay import ReplayProposer
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
-from quire.core.tier import HOST
 from quire.engine.engine import Engine
+from quire.kv.tiers.tier import HOST
 from quire.models.random_checkpoint import model_config
 from quire.runner.proposer import Proposer
 

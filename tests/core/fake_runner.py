@@ -16,13 +16,15 @@ from quire.config import EngineConfig
 from quire.core.block_hash import BlockHasher
 from quire.core.kv_group import KVGroup, Retention, States
 from quire.core.kv_manager import KVManager
-from quire.core.orders import Forget, Prefill, Read, Write
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduler import Scheduler
-from quire.core.sources import Sources
 from quire.core.step import DRAFT, FROM_PREVIOUS, SpanResult, StepPlan, StepResult, TokenLogprobs
-from quire.core.tier import Tier
+from quire.kv.published import Published
+from quire.kv.tiers.connector import TierConnector
+from quire.kv.tiers.orders import Forget, Prefill, Read, Write
+from quire.kv.tiers.sources import Sources
+from quire.kv.tiers.tier import Tier
 
 TraceFunction = Callable[[FrameType, str, Any], Any]
 Windows = tuple[int | None, ...]
@@ -95,7 +97,7 @@ class FakeDisk:
 
     def take(self, scheduler: Scheduler) -> None:
         """What was ordered."""
-        orders = scheduler.kv.sources.orders
+        orders = scheduler.kv.external.sources.orders
         for order in [each for each in orders if not isinstance(each, Prefill)]:
             orders.remove(order)
             if isinstance(order, Forget):
@@ -111,7 +113,7 @@ class FakeDisk:
             assert name == order.hash, "a slot that is written stays as it is"
             if not self.fails:
                 self.blocks[order.hash] = tokens, check
-            scheduler.kv.sources.written(order.slot, not self.fails)
+            scheduler.kv.external.sources.written(order.slot, not self.fails)
         elif isinstance(order, Read):
             count = 0
             for slot, name in order.blocks:
@@ -119,7 +121,7 @@ class FakeDisk:
                     break
                 runner.slots[slot] = name, *self.blocks[name]
                 count += 1
-            scheduler.kv.sources.read_ended(order.number, count, 0.001 * count)
+            scheduler.kv.external.sources.read_ended(order.number, count, 0.001 * count)
 
 
 class FakeRunner:
@@ -278,6 +280,7 @@ def make_scheduler(
     num_slots: int | list[int] = 0,
     disk: FakeDisk | None = None,
     sources: Sources | None = None,
+    pair_share: float = 0.0,
     **options,
 ) -> tuple[Scheduler, FakeRunner]:
     """A scheduler and the runner that goes with it; options are `EngineConfig`'s.
@@ -299,21 +302,35 @@ def make_scheduler(
         KVGroup(count, Retention(block_size + 1, states) if window == STATE else Retention(window))
         for count, window in zip(sizes, windows, strict=True)
     ]
+    sources = sources or (make_sources(windows, num_slots, disk) if num_slots else None)
     kv = KVManager(
         groups,
         block_size,
         config.prefix_cache,
         hasher,
         needs_next_token,
-        sources or make_sources(windows, num_slots, disk),
+        None if sources is None else TierConnector(sources, keeps_pace=not config.prefills),
     )
-    return Scheduler(config, kv, max_model_len), FakeRunner(sizes, block_size, windows, drafter if drafts else None)
+    return Scheduler(config, kv, max_model_len, pair_share), FakeRunner(
+        sizes, block_size, windows, drafter if drafts else None
+    )
 
 
 def make_sources(windows: Windows = ALL, num_slots: int | list[int] = 0, disk: FakeDisk | None = None) -> Sources:
     """A host tier and what is behind it."""
     slots = [num_slots] * len(windows) if isinstance(num_slots, int) else num_slots
     return Sources(Tier(*slots), None if disk is None else disk.blocks, [1.0] * len(windows))
+
+
+def published_of(kvs: Sequence[KVManager]) -> Published:
+    """What others can read of these pools and of the tier that they share."""
+    connectors = [kv.external for kv in kvs if isinstance(kv.external, TierConnector)]
+    published = Published(connectors[0].tier if connectors else None)
+    for each in connectors:
+        each.sources.shared = True
+    for kv in kvs:
+        kv.listen(published)
+    return published
 
 
 def make_request(id: int, prompt: list[int], max_tokens: int = 4, **fields) -> Request:
@@ -367,7 +384,7 @@ def interrupted(call: Callable[[], object], lines: int) -> bool:
 
     def trace(frame: FrameType, event: str, arg: object) -> TraceFunction | None:
         nonlocal left
-        if not frame.f_globals["__name__"].startswith("quire.core."):
+        if not frame.f_globals["__name__"].startswith(("quire.core.", "quire.kv.")):
             return None
         if event == "line":
             left -= 1

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from quire.core.block_hash import part_name
-from quire.core.holders import Published
 from quire.core.invariants import check
 from quire.core.kv_manager import Handle
 from quire.core.prefix_cache import KEY_BYTES
 from quire.core.request import Event
-from quire.core.tier import HOST
 from quire.errors import RequestTooLargeError
+from quire.kv.tiers.tier import HOST
 from tests.core.fake_runner import (
     ALL,
     STATE,
@@ -27,6 +26,7 @@ from tests.core.fake_runner import (
     make_request,
     make_scheduler,
     outputs,
+    published_of,
     run_all,
 )
 from tests.core.policies import Policies
@@ -74,7 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.policies = Policies(self.scheduler, self.depth)
         self.failed: set[int] = set()  # what they waited for did not come
         self.handles: list[Handle] = []
-        self.published = Published.of([self.scheduler.kv])
+        self.published = published_of([self.scheduler.kv])
 
     @rule(
         head=st.integers(0, 40),
@@ -170,7 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1000))
     def flip(self, which):
         """Bytes of a slot of the host tier change."""
-        kept = sorted(self.scheduler.kv.fetches.tier.kept.values())
+        kept = sorted(self.scheduler.kv.external.tier.kept.values())
         if kept:
             self.runner.flip(kept[which % len(kept)])
 
@@ -279,7 +279,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         nodes = [(number, node) for number, group in enumerate(kv.groups) for node in group.cached.values()]
         full = kv.block_size * KEY_BYTES
         cached = {part_name(node.hash, number) for number, node in nodes if len(node.key) == full}
-        assert self.published.blocks == cached | kv.fetches.tier.kept.keys()
+        assert self.published.blocks == cached | kv.external.tier.kept.keys()
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
@@ -350,7 +350,7 @@ def test_what_is_evicted_while_nothing_runs_is_saved_by_a_plan_of_its_own():
     assert len(plan.saves) == 5 and not plan.spans and not plan.loads and scheduler.idle
     scheduler.commit(plan, runner.run(plan), 0.0)
     check(scheduler)
-    assert scheduler.kv.sources.num_moved(HOST, "stored") == 5 and scheduler.schedule(0.0) is None
+    assert scheduler.kv.external.sources.num_moved(HOST, "stored") == 5 and scheduler.schedule(0.0) is None
 
 
 @pytest.mark.scale

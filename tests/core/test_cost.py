@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from quire.core.cost import Costs
 from quire.core.step import Move, Span, StepPlan, StepResult
+from quire.kv.tiers.cost import Costs
 
 SIZE = 16
 

@@ -7,14 +7,14 @@ from collections import Counter
 
 import pytest
 
-from quire.core.cost import Costs
 from quire.core.invariants import check
-from quire.core.orders import Gone, Have, Prefill
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
-from quire.core.sources import PATIENCE
 from quire.core.step_state import PendingStep
-from quire.core.tier import DISK, HOST, PEER
+from quire.kv.tiers.cost import Costs
+from quire.kv.tiers.fetch import PATIENCE
+from quire.kv.tiers.orders import Gone, Have, Prefill
+from quire.kv.tiers.tier import DISK, HOST, PEER
 from tests.core.fake_runner import (
     ALL,
     STATE,
@@ -46,7 +46,7 @@ class Prefiller:
 
     def take(self, scheduler: Scheduler) -> None:
         """What was ordered."""
-        orders = scheduler.kv.sources.orders
+        orders = scheduler.kv.external.sources.orders
         for order in [each for each in orders if isinstance(each, Prefill)]:
             orders.remove(order)
             self.begin(order)
@@ -55,8 +55,8 @@ class Prefiller:
         kv = self.scheduler.kv
         hashes = [name for _, name in order.blocks]
         self.orders[order.number] = order
-        computing = kv.sources.exports.missing(hashes, [kv])
-        kv.sources.exports.begin(order.number, hashes, computing)
+        computing = kv.external.sources.exports.missing(hashes, [kv.external])
+        kv.external.sources.exports.begin(order.number, hashes, computing)
         if computing:
             self._next += 1
             self.requests[self._next] = order.number
@@ -65,13 +65,13 @@ class Prefiller:
     def step(self) -> bool:
         """A step of the engine, and what it tells; False: nothing has changed."""
         self.now += 1
-        self.news += self.scheduler.kv.sources.exports.advance([self.scheduler.kv])
+        self.news += self.scheduler.kv.external.sources.exports.advance([self.scheduler.kv.external])
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
             self.scheduler.commit(plan, self.runner.run(plan), self.now)
         over = [each for each in self.requests if each not in self.scheduler.requests]
         for request in over:
-            self.scheduler.kv.sources.exports.computed(self.requests.pop(request))
+            self.scheduler.kv.external.sources.exports.computed(self.requests.pop(request))
         check(self.scheduler)
         return plan is not None or bool(over)
 
@@ -88,31 +88,31 @@ class Prefiller:
                 assert self.runner.slots[slot][0] == name, "a slot that is told of stays as it is"
                 runner.slots[target] = self.runner.slots[slot]
             self.read[news.number] = news.first + len(news.slots)
-            scheduler.kv.sources.progressed(news.number, self.now)
-            self.scheduler.kv.sources.exports.release(news.number, self.read[news.number])
+            scheduler.kv.external.sources.progressed(news.number, self.now)
+            self.scheduler.kv.external.sources.exports.release(news.number, self.read[news.number])
         if isinstance(news, Gone) or self.read[news.number] == len(order.blocks):
             self.end(scheduler, news.number)
         return True
 
     def end(self, scheduler: Scheduler, number: int) -> None:
         del self.orders[number]
-        scheduler.kv.sources.read_ended(number, self.read[number], 0.01)
-        self.scheduler.kv.sources.exports.end(number)
+        scheduler.kv.external.sources.read_ended(number, self.read[number], 0.01)
+        self.scheduler.kv.external.sources.exports.end(number)
 
 
 def decoder(**options) -> tuple[Scheduler, FakeRunner]:
     scheduler, runner = make_scheduler(**({"num_slots": 40, "num_blocks": 60} | options))
-    scheduler.kv.sources.prefill_tokens = 12
+    scheduler.kv.external.sources.prefill_tokens = 12
     return scheduler, runner
 
 
 def test_an_impossible_number_of_blocks_that_were_read_unpins_none_twice():
     scheduler, _ = make_scheduler(num_slots=4)
-    sources, names = scheduler.kv.sources, [bytes([number]) * 32 for number in range(3)]
+    sources, names = scheduler.kv.external.sources, [bytes([number]) * 32 for number in range(3)]
     for name in names:
         sources.tier.filled(sources.tier.take(name))
     sources.exports.begin(1, names, computing=False)
-    [have] = sources.exports.advance([scheduler.kv])
+    [have] = sources.exports.advance([scheduler.kv.external])
     for count in (-1, -3, 2, 1, -2, 99):
         sources.exports.release(1, count)
         check(scheduler)
@@ -129,8 +129,12 @@ def test_a_long_prompt_is_computed_elsewhere_but_for_its_tail():
         peer.carry(scheduler, runner)
     updates = run_all(scheduler, runner)
     assert outputs(updates)[1] == expected_output(PROMPT, 3) and updates[0].cached_tokens == 20
-    assert scheduler.kv.sources.num_moved(PEER, "loaded") == 5 == peer.scheduler.kv.sources.num_moved(PEER, "stored")
-    assert not peer.scheduler.kv.sources.exports.under_way and not peer.scheduler.kv.fetches.tier.pins
+    assert (
+        scheduler.kv.external.sources.num_moved(PEER, "loaded")
+        == 5
+        == peer.scheduler.kv.external.sources.num_moved(PEER, "stored")
+    )
+    assert not peer.scheduler.kv.external.sources.exports.under_way and not peer.scheduler.kv.external.tier.pins
 
 
 def test_what_another_engine_computed_is_on_the_disk_once_it_was_used_twice():
@@ -149,23 +153,27 @@ def test_what_another_engine_computed_is_on_the_disk_once_it_was_used_twice():
             if disk.orders:
                 disk.work(scheduler, runner)
         assert len(disk.blocks) == (5 if number else 0)
-    assert scheduler.kv.sources.num_moved(PEER, "loaded") == scheduler.kv.sources.num_moved(DISK, "stored") == 5
+    assert (
+        scheduler.kv.external.sources.num_moved(PEER, "loaded")
+        == scheduler.kv.external.sources.num_moved(DISK, "stored")
+        == 5
+    )
 
 
 def test_requests_that_are_tried_in_halves_compute_their_prompts_so_no_slow_engine_holds_up_the_others():
     scheduler, runner = decoder()
-    scheduler.kv.sources.prefill_tokens = None
+    scheduler.kv.external.sources.prefill_tokens = None
     for number in (1, 2):
         scheduler.add(make_request(number, [number, *PROMPT], 3))
     assert len(scheduler.schedule(0.0).spans) == 2
-    scheduler.kv.sources.prefill_tokens = 12
+    scheduler.kv.external.sources.prefill_tokens = 12
     assert scheduler.restart(failed=True, whole=False) is None and scheduler.trials.on
     scheduler.add(make_request(3, PROMPT[:5], 3))
     updates = run_all(scheduler, runner)  # nobody computes for it elsewhere
     assert {number: outputs(updates)[number] for number in (1, 2, 3)} == {
         1: expected_output([1, *PROMPT], 3), 2: expected_output([2, *PROMPT], 3), 3: expected_output(PROMPT[:5], 3)
     }  # fmt: skip
-    assert not scheduler.kv.sources.orders and not scheduler.trials.on
+    assert not scheduler.kv.external.sources.orders and not scheduler.trials.on
     scheduler.add(make_request(4, [4, *PROMPT], 3))
     assert scheduler.schedule(0.0) is None and scheduler.expects_others, "afterwards others compute again"
 
@@ -174,17 +182,17 @@ def test_a_short_one_is_computed_here():
     scheduler, runner = decoder()
     scheduler.add(make_request(1, PROMPT[:12], 3))  # its last block holds the token that is computed anyway
     assert outputs(run_all(scheduler, runner))[1] == expected_output(PROMPT[:12], 3)
-    assert not scheduler.kv.sources.orders
+    assert not scheduler.kv.external.sources.orders
 
 
 def test_what_is_cached_here_does_not_count_as_long():
     scheduler, runner = decoder()
-    scheduler.kv.sources.prefill_tokens = None
+    scheduler.kv.external.sources.prefill_tokens = None
     scheduler.add(make_request(1, PROMPT[:14], 1))
     run_all(scheduler, runner)
-    scheduler.kv.sources.prefill_tokens = 12
+    scheduler.kv.external.sources.prefill_tokens = 12
     scheduler.add(make_request(2, PROMPT, 3))  # 11 tokens more
-    assert scheduler.schedule(0.0) is not None and not scheduler.kv.sources.orders
+    assert scheduler.schedule(0.0) is not None and not scheduler.kv.external.sources.orders
 
 
 def beside(scheduler: Scheduler, runner: FakeRunner, prompt: list[int]) -> list[int]:
@@ -205,12 +213,12 @@ def test_what_is_computed_here_takes_little_of_a_step_in_which_others_decode():
     scheduler, runner = decoder(min_chunk=3)
     assert beside(scheduler, runner, PROMPT[12:]) == [3, 3, 3, 2]
     scheduler, runner = decoder(min_chunk=3)
-    scheduler.kv.sources.costs.tokens_beside_decodes = lambda: 7
+    scheduler.kv.external.sources.costs.tokens_beside_decodes = lambda: 7
     assert beside(scheduler, runner, PROMPT[12:]) == [7, 4], "more where that takes no longer"
     scheduler, runner = decoder(min_chunk=3, enable_chunked_prefill=False)
     assert beside(scheduler, runner, PROMPT[12:]) == [11]
     scheduler, runner = decoder(min_chunk=3)
-    scheduler.kv.sources.prefill_tokens = None  # long prompts are computed here too
+    scheduler.kv.external.sources.prefill_tokens = None  # long prompts are computed here too
     assert beside(scheduler, runner, PROMPT) == [23]
     scheduler, runner = decoder(min_chunk=3, kv_role="both", prefill_url="http://a")  # others' long prompts are
     assert beside(scheduler, runner, PROMPT[12:]) == [11]
@@ -218,28 +226,28 @@ def test_what_is_computed_here_takes_little_of_a_step_in_which_others_decode():
 
 def test_the_end_of_a_long_prompt_takes_no_more_of_a_step_than_the_beginning_of_a_short_one():
     scheduler, runner = decoder(min_chunk=6, block_size=16)
-    scheduler.kv.sources.costs = Costs(pair=0.1)
+    scheduler.kv.external.sources.costs = Costs(pair=0.1)
     assert beside(scheduler, runner, PROMPT[12:]) == [6, 3, 2], "after six tokens others take 1.6 times as long"
     scheduler, runner = decoder(min_chunk=6, block_size=16)
-    scheduler.kv.sources.costs = Costs(pair=10.0)
+    scheduler.kv.external.sources.costs = Costs(pair=10.0)
     assert beside(scheduler, runner, PROMPT[12:]) == [6, 1, 1, 1, 2], (
         "and at least one token is computed, but none is left alone"
     )
     scheduler, runner = decoder(min_chunk=5, block_size=4)
-    scheduler.kv.sources.costs = Costs(pair=10.0)
+    scheduler.kv.external.sources.costs = Costs(pair=10.0)
     assert beside(scheduler, runner, PROMPT[12:]) == [5, 6], (
         "before its last block it takes as many as any, and none is left alone"
     )
     scheduler, runner = decoder(min_chunk=7, block_size=4)
-    scheduler.kv.sources.costs = Costs(pair=10.0)
+    scheduler.kv.external.sources.costs = Costs(pair=10.0)
     assert beside(scheduler, runner, PROMPT[12:]) == [7, 1, 1, 2], "a whole block is the last one, too"
 
 
 def test_what_a_prompt_gets_after_the_head_of_the_queue_comes_after_its_first_tokens_of_the_same_step():
     scheduler, runner = decoder(min_chunk=4, block_size=64, scheduling_policy="priority")
-    scheduler.kv.sources.costs = costs = Costs(pair=0.1)
+    scheduler.kv.external.sources.costs = costs = Costs(pair=0.1)
     costs.tokens_beside_decodes = lambda: 30
-    scheduler.kv.sources.prefill_tokens = 100
+    scheduler.kv.external.sources.prefill_tokens = 100
     scheduler.add(make_request(1, PROMPT[:3], 30))
     scheduler.commit(plan := scheduler.schedule(0.0), runner.run(plan), 0.0)
     scheduler.add(make_request(2, [*range(60)], 1, priority=9))
@@ -254,7 +262,7 @@ def test_what_a_prompt_gets_after_the_head_of_the_queue_comes_after_its_first_to
 
 def test_no_prompt_begins_in_a_step_that_has_the_end_of_another_one_which_takes_it_all():
     scheduler, runner = decoder(min_chunk=6, block_size=16)
-    scheduler.kv.sources.costs = Costs(pair=10.0)
+    scheduler.kv.external.sources.costs = Costs(pair=10.0)
     scheduler.add(make_request(1, PROMPT[:3], 30))
     scheduler.commit(plan := scheduler.schedule(0.0), runner.run(plan), 0.0)
     scheduler.add(make_request(2, PROMPT[12:], 1))
@@ -279,7 +287,7 @@ def test_a_prompts_last_token_takes_some_of_the_time_that_prompts_have_beside_de
 
 def test_what_is_loaded_beside_decodes_is_left_out_of_what_prompts_may_take():
     scheduler, runner = decoder(min_chunk=6)
-    fetches = scheduler.kv.fetches
+    fetches = scheduler.kv.external
     fetches.sources.costs.tokens_per_load, fetches.sources.prefill_tokens = lambda source: 3.0, 40
     scheduler.add(make_request(1, PROMPT[:3], 30))
     scheduler.commit(plan := scheduler.schedule(0.0), runner.run(plan), 0.0)
@@ -307,11 +315,11 @@ def test_as_many_long_prompts_as_may_run_at_once_do_not_keep_short_ones_waiting(
     scheduler.add(make_request(4, PROMPT[:3], 2))
     plan = scheduler.schedule(0.0)
     assert plan is not None and [span.request for span in plan.spans] == [4]
-    assert sum(isinstance(order, Prefill) for order in scheduler.kv.sources.orders) == 3
+    assert sum(isinstance(order, Prefill) for order in scheduler.kv.external.sources.orders) == 3
     updates = scheduler.commit(plan, runner.run(plan), 0.0)
-    scheduler.kv.sources.prefill_tokens = None
-    for order in list(scheduler.kv.sources.orders):
-        scheduler.kv.sources.read_ended(order.number, 0, 0.01)
+    scheduler.kv.external.sources.prefill_tokens = None
+    for order in list(scheduler.kv.external.sources.orders):
+        scheduler.kv.external.sources.read_ended(order.number, 0, 0.01)
         check(scheduler)
     made = outputs(updates + run_all(scheduler, runner))
     assert made == {n: expected_output([n, *PROMPT], 2) for n in (1, 2, 3)} | {4: expected_output(PROMPT[:3], 2)}
@@ -361,7 +369,7 @@ def test_a_prefiller_whose_request_ends_says_that_nothing_more_comes_and_the_res
     peer.scheduler.abort(1)
     while peer.step() or peer.news:
         peer.carry(scheduler, runner)
-    scheduler.kv.sources.prefill_tokens = None  # as while a peer that failed is left alone
+    scheduler.kv.external.sources.prefill_tokens = None  # as while a peer that failed is left alone
     updates = run_all(scheduler, runner)
     assert outputs(updates)[1] == expected_output(PROMPT, 2) and updates[0].cached_tokens == 12
 
@@ -370,14 +378,14 @@ def test_a_prefiller_that_says_nothing_is_waited_for_until_the_deadline_which_pr
     scheduler, _ = decoder()
     scheduler.add(make_request(1, PROMPT, 2))
     assert scheduler.schedule(0.0) is None
-    [order] = scheduler.kv.sources.orders
-    scheduler.kv.sources.progressed(order.number, 100.0)
-    scheduler.kv.sources.prefill_tokens = None
+    [order] = scheduler.kv.external.sources.orders
+    scheduler.kv.external.sources.progressed(order.number, 100.0)
+    scheduler.kv.external.sources.prefill_tokens = None
     assert scheduler.schedule(PATIENCE[PEER] + 1) is None
     assert scheduler.schedule(PATIENCE[PEER] + 101) is not None
-    assert scheduler.kv.fetches.tier.counts["quarantined"] == 5
-    scheduler.kv.sources.read_ended(order.number, 0, 1.0)
-    assert scheduler.kv.fetches.tier.counts["quarantined"] == 0
+    assert scheduler.kv.external.tier.counts["quarantined"] == 5
+    scheduler.kv.external.sources.read_ended(order.number, 0, 1.0)
+    assert scheduler.kv.external.tier.counts["quarantined"] == 0
 
 
 def test_a_tier_full_of_what_others_read_exports_nothing_more():
@@ -460,8 +468,8 @@ class Run:
             self.scheduler.abort(rnd.randrange(len(self.prompts)))
         elif what == "evict":
             rnd.choice([kv, peer.scheduler.kv]).cache.evict(rnd.randrange(len(self.windows)), rnd.randrange(1, 6))
-        elif what == "flip" and kv.fetches.tier.kept:
-            self.runner.flip(rnd.choice(sorted(kv.fetches.tier.kept.values())))
+        elif what == "flip" and kv.external.tier.kept:
+            self.runner.flip(rnd.choice(sorted(kv.external.tier.kept.values())))
         elif what == "lose":
             rnd.choice([self, peer]).scheduler.restart()
         elif what == "restart":
@@ -474,28 +482,28 @@ class Run:
         elif what == "cut" and peer.orders:
             peer.end(self.scheduler, rnd.choice(sorted(peer.orders)))
         elif what == "stall" and peer.orders:
-            kv.sources.stalled(rnd.choice(sorted(peer.orders)))
+            kv.external.sources.stalled(rnd.choice(sorted(peer.orders)))
         elif what == "stop" and peer.requests:
             peer.scheduler.abort(rnd.choice(sorted(peer.requests)))
         elif what in ("stop", "back"):
-            kv.sources.prefill_tokens = 12 if what == "back" else None
+            kv.external.sources.prefill_tokens = 12 if what == "back" else None
 
     def end(self) -> Counter[str]:
         for _ in range(5000):
             moved = [self.step(), self.peer.step(), self.peer.carry(self.scheduler, self.runner)]
-            if not any(moved) and not self.scheduler.kv.sources.orders:
+            if not any(moved) and not self.scheduler.kv.external.sources.orders:
                 break
         self.updates += self.scheduler.take_updates()
         for scheduler in (self.scheduler, self.peer.scheduler):
             assert scheduler.idle and scheduler.kv.num_available == scheduler.kv.num_usable
-            assert not scheduler.kv.fetches.tier.pins and not scheduler.kv.fetches.tier.counts["filling"]
+            assert not scheduler.kv.external.tier.pins and not scheduler.kv.external.tier.counts["filling"]
         for id, tokens in outputs(self.updates).items():
             assert tokens == expected_output(self.prompts[id], len(tokens), self.windows)
         assert sorted(update.request for update in self.updates if update.finish_reason) == sorted(self.prompts)
-        fetches = self.scheduler.kv.fetches
+        fetches = self.scheduler.kv.external
         return Counter(
             read=fetches.sources.num_moved(PEER, "loaded"),
-            exported=self.peer.scheduler.kv.sources.num_moved(PEER, "stored"),
+            exported=self.peer.scheduler.kv.external.sources.num_moved(PEER, "stored"),
             bad=fetches.sources.num_moved(HOST, "bad"),
         )
 

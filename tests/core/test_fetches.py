@@ -10,8 +10,8 @@ import pytest
 from quire.core.invariants import check
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
-from quire.core.sources import PATIENCE
-from quire.core.tier import DISK, HOST
+from quire.kv.tiers.fetch import PATIENCE
+from quire.kv.tiers.tier import DISK, HOST
 from tests.core.fake_runner import (
     ALL,
     STATE,
@@ -60,14 +60,14 @@ def test_what_leaves_the_pool_is_saved_the_first_time_and_loaded_when_it_is_want
     plan = scheduler.schedule(0.0)
     assert len(plan.saves) == 5 and not plan.loads
     scheduler.commit(plan, runner.run(plan), 0.0)
-    assert scheduler.kv.sources.num_moved(HOST, "stored") == 5
+    assert scheduler.kv.external.sources.num_moved(HOST, "stored") == 5
     assert served(scheduler, runner, [*HEAD, 9]) == 20
-    assert scheduler.kv.sources.num_moved(HOST, "loaded") == 5
+    assert scheduler.kv.external.sources.num_moved(HOST, "loaded") == 5
 
 
 def test_of_prompts_that_do_not_come_again_few_are_saved_and_all_once_some_do():
     scheduler, runner = make_scheduler(num_slots=200, num_blocks=16)
-    sources = scheduler.kv.sources
+    sources = scheduler.kv.external.sources
     prompts = [[100 + number] * 44 for number in range(20)]
     for prompt in prompts:
         served(scheduler, runner, prompt)
@@ -79,13 +79,6 @@ def test_of_prompts_that_do_not_come_again_few_are_saved_and_all_once_some_do():
     for prompt in prompts[-5:-1]:
         served(scheduler, runner, prompt)
     assert sources.num_moved(HOST, "loaded") > 20
-
-
-def test_without_a_tier_nothing_is_counted_or_remembered():
-    scheduler, runner = make_scheduler(num_blocks=8)
-    for number in range(4):
-        served(scheduler, runner, [100 + number] * 20)
-    assert not scheduler.kv.fetches._returns._left and not scheduler.kv.fetches.has_moves
 
 
 def test_conversations_that_the_pool_cannot_hold_come_back_from_the_tier():
@@ -113,7 +106,9 @@ def test_a_plan_may_load_and_compute_nothing_and_one_fetch_serves_all_who_want_i
     scheduler.commit(plan, runner.run(plan), 0.0)
     updates = run_all(scheduler, runner)
     assert outputs(updates) == {id: expected_output([*HEAD, id], 2) for id in (101, 102)}
-    assert {update.cached_tokens for update in updates} == {20} and scheduler.kv.sources.num_moved(HOST, "loaded") == 5
+    assert {update.cached_tokens for update in updates} == {20} and scheduler.kv.external.sources.num_moved(
+        HOST, "loaded"
+    ) == 5
 
 
 def test_beside_requests_that_decode_a_step_loads_few_blocks_and_the_rest_follows():
@@ -143,7 +138,7 @@ def test_beside_requests_that_decode_a_step_loads_few_blocks_and_the_rest_follow
 @pytest.mark.parametrize(("seconds", "expected"), [(0.0402, 10), (0.001, 2), (4.0, 1000)])
 def test_how_many_follows_from_what_a_step_takes_and_from_what_the_last_ones_loaded(seconds: float, expected: int):
     scheduler, runner = make_scheduler(num_slots=40, num_blocks=90)
-    fetches = scheduler.kv.fetches
+    fetches = scheduler.kv.external
     fetches.sources.costs.moved("host", 10, 0.01)
     scheduler.add(make_request(100, [7], 30))
     found = []
@@ -160,17 +155,17 @@ def test_how_many_follows_from_what_a_step_takes_and_from_what_the_last_ones_loa
 
 def test_a_block_with_other_bytes_is_withdrawn_and_computed_and_counted():
     scheduler, runner = used_thrice()
-    names = scheduler.kv.match(make_request(99, HEAD)).tip and list(scheduler.kv.fetches.tier.kept)
+    names = scheduler.kv.match(make_request(99, HEAD)).tip and list(scheduler.kv.external.tier.kept)
     assert names == []
     scheduler.kv.cache.clear()
     served(scheduler, runner, [1, 2, 3])
-    tier = scheduler.kv.fetches.tier
+    tier = scheduler.kv.external.tier
     request = make_request(98, HEAD)
     scheduler.kv.match(request)
     third = tier.kept[request.hashes[2]]
     runner.flip(third)
     assert served(scheduler, runner, [*HEAD, 9]) == 8
-    fetches = scheduler.kv.fetches
+    fetches = scheduler.kv.external
     assert (fetches.sources.num_moved(HOST, "loaded"), fetches.sources.num_moved(HOST, "bad")) == (2, 1)
     assert [each in tier for each in request.hashes[:3]] == [True, True, False] and tier.counts["quarantined"] == 0
 
@@ -185,8 +180,8 @@ def test_a_request_that_ends_while_its_blocks_are_loaded_touches_no_fetch():
     check(scheduler)
     scheduler.commit(plan, runner.run(plan), 0.0)
     check(scheduler)
-    assert scheduler.kv.sources.num_moved(HOST, "loaded") == 5 and scheduler.idle
-    assert served(scheduler, runner, [*HEAD, 8]) == 20 and scheduler.kv.sources.num_moved(HOST, "loaded") == 5
+    assert scheduler.kv.external.sources.num_moved(HOST, "loaded") == 5 and scheduler.idle
+    assert served(scheduler, runner, [*HEAD, 8]) == 20 and scheduler.kv.external.sources.num_moved(HOST, "loaded") == 5
 
 
 @pytest.mark.parametrize("what", ["loads", "saves"])
@@ -202,7 +197,7 @@ def test_moves_of_steps_that_are_given_up_leave_no_trace(what):
     assert plan.loads if what == "loads" else plan.saves
     scheduler.restart(failed=True)
     check(scheduler)
-    assert not scheduler.kv.fetches.under_way and not scheduler.kv.fetches.saves_under_way
+    assert not scheduler.kv.external.under_way and not scheduler.kv.external.saves_under_way
     prompt = [*HEAD, 9] if what == "loads" else [1, 2, 3]
     assert outputs(run_all(scheduler, runner))[101] == expected_output(prompt, 2)
     assert served(scheduler, runner, [*HEAD, 8]) == (20 if what == "loads" else 0)
@@ -215,7 +210,7 @@ def test_who_gives_way_comes_back_from_the_tier():
         scheduler.add(make_request(id, prompt, 36))
     updates = run_all(scheduler, runner)
     assert outputs(updates) == {id: expected_output(prompt, 36) for id, prompt in prompts.items()}
-    assert scheduler.num_preemptions and scheduler.kv.sources.num_moved(HOST, "loaded")
+    assert scheduler.num_preemptions and scheduler.kv.external.sources.num_moved(HOST, "loaded")
     check(scheduler)
 
 
@@ -244,9 +239,9 @@ def test_each_fetch_keeps_room_for_its_own_request_and_for_nothing_else():
     for head in (1, 2, 3):
         scheduler.add(make_request(400 + head, [*([head] * 20), *([9] * 10)], 2))  # 8 blocks, of which 5 are loaded
     plan = scheduler.schedule(0.0)
-    assert len(plan.loads) == 15 and scheduler.kv.fetches.promised == [9]
+    assert len(plan.loads) == 15 and scheduler.kv.external.promised == [9]
     scheduler.commit(plan, runner.run(plan), 0.0)
-    assert scheduler.kv.fetches.promised == [0]
+    assert scheduler.kv.external.promised == [0]
     assert len(outputs(run_all(scheduler, runner))) == 3
 
 
@@ -272,7 +267,7 @@ def stored(num_slots: int = 12) -> tuple[Scheduler, FakeRunner, FakeDisk]:
     disk.take(scheduler)
     while disk.orders:
         disk.work(scheduler, runner)
-    assert scheduler.kv.sources.num_moved(DISK, "stored") == 5 == len(disk.blocks)
+    assert scheduler.kv.external.sources.num_moved(DISK, "stored") == 5 == len(disk.blocks)
     scheduler.kv.reset()  # as after a restart
     return scheduler, runner, disk
 
@@ -289,8 +284,12 @@ def test_what_was_used_twice_is_on_the_disk_before_it_is_evicted_and_read_when_i
     updates = run_all(scheduler, runner)
     assert outputs(updates) == {id: expected_output([*HEAD, id], 2) for id in (101, 102)}
     assert {update.cached_tokens for update in updates} == {20}
-    assert scheduler.kv.sources.num_moved(DISK, "loaded") == 5 == scheduler.kv.sources.num_moved(HOST, "loaded")
-    assert not scheduler.kv.sources.orders, "what is on the disk is not written again"
+    assert (
+        scheduler.kv.external.sources.num_moved(DISK, "loaded")
+        == 5
+        == scheduler.kv.external.sources.num_moved(HOST, "loaded")
+    )
+    assert not scheduler.kv.external.sources.orders, "what is on the disk is not written again"
 
 
 def test_what_is_computed_again_after_it_has_left_every_tier_goes_to_the_disk_and_what_came_once_does_not():
@@ -318,12 +317,12 @@ def test_nobody_waits_for_the_disk_after_its_deadline_and_what_comes_late_change
     disk.take(scheduler)
     plan = scheduler.schedule(PATIENCE[DISK] + 1)
     assert plan is not None and plan.num_tokens == 22
-    assert scheduler.kv.fetches.tier.counts["quarantined"] == 5
+    assert scheduler.kv.external.tier.counts["quarantined"] == 5
     updates = scheduler.commit(plan, runner.run(plan), 22.0)
     check(scheduler)
     disk.work(scheduler, runner)
-    assert scheduler.kv.fetches.tier.counts["quarantined"] == 0
-    scheduler.kv.sources.read_ended(77, 3, 0.1)  # of which nobody knows
+    assert scheduler.kv.external.tier.counts["quarantined"] == 0
+    scheduler.kv.external.sources.read_ended(77, 3, 0.1)  # of which nobody knows
     check(scheduler)
     updates += run_all(scheduler, runner)
     assert outputs(updates)[101] == expected_output([*HEAD, 1], 2)
@@ -341,13 +340,13 @@ def test_a_block_that_is_bad_on_the_disk_is_forgotten_there_and_computed():
     updates = run_all(scheduler, runner)
     assert outputs(updates)[101] == expected_output([*HEAD, 1], 2) and updates[0].cached_tokens == 8
     disk.take(scheduler)
-    assert name not in disk.blocks and scheduler.kv.sources.num_moved(HOST, "bad") == 1
+    assert name not in disk.blocks and scheduler.kv.external.sources.num_moved(HOST, "bad") == 1
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_slot_that_a_given_up_step_may_still_fill_is_nobodys_until_a_later_step_has_run(whole: bool):
     scheduler, runner = used_thrice(num_slots=5)
-    tier = scheduler.kv.fetches.tier
+    tier = scheduler.kv.external.tier
     scheduler.kv.cache.clear()
     scheduler.add(make_request(100, [1, 2, 3], 1))
     assert len(scheduler.schedule(0.0).saves) == 5
@@ -442,8 +441,8 @@ class Run:
             kv.cache.evict(rnd.randrange(len(self.windows)), rnd.randrange(1, 6))
         elif what == "clear":
             kv.cache.clear()
-        elif what == "flip" and kv.fetches.tier.kept:
-            self.runner.flip(rnd.choice(sorted(kv.fetches.tier.kept.values())))
+        elif what == "flip" and kv.external.tier.kept:
+            self.runner.flip(rnd.choice(sorted(kv.external.tier.kept.values())))
         elif what == "lose":
             self.flying.clear()
             self.scheduler.restart(failed=rnd.random() < 0.3)
@@ -490,7 +489,7 @@ class Run:
         for id, tokens in outputs(self.updates).items():
             assert tokens == expected_output(self.prompts[id], len(tokens), self.windows)
         assert sorted(update.request for update in self.updates if update.finish_reason) == sorted(self.prompts)
-        moved = kv.sources.num_moved
+        moved = kv.external.sources.num_moved
         self.counts.update(saved=moved(HOST, "stored"), loaded=moved(HOST, "loaded"), bad=moved(HOST, "bad"))
         self.counts.update(stored=moved(DISK, "stored"), read=moved(DISK, "loaded"))
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from quire.core.block_hash import part_name
-from quire.core.chain import Chain
 from quire.core.invariants import check
-from quire.core.tier import DISK, HOST
+from quire.core.prefix import Prefix
+from quire.kv.tiers.tier import DISK, HOST
 from tests.core.fake_runner import (
     STATE,
     FakeDisk,
@@ -37,7 +37,7 @@ class Served:
     def __post_init__(self) -> None:
         defaults = {"num_blocks": 60, "num_slots": 40, "prefix_cache": "hash"}
         self.scheduler, self.runner = make_scheduler(windows=self.windows, **(defaults | self.options))
-        self.kv, self.fetches, self.next = self.scheduler.kv, self.scheduler.kv.fetches, 0
+        self.kv, self.fetches, self.next = self.scheduler.kv, self.scheduler.kv.external, 0
 
     def serve(self, prompt: list[int], max_tokens: int = 2) -> int:
         """Rightly; how many of its tokens were cached."""
@@ -170,7 +170,7 @@ def test_a_chain_reaches_as_far_as_every_group_has_what_it_sees() -> None:
     request = make_request(0, HEAD)
     served.kv.match(request)
     full, seen = ([part_name(each, number) for each in request.hashes] for number in (0, 1))
-    chain = Chain(served.kv.cache, request.hashes, 0, 10)
+    chain = Prefix(served.kv.cache, request, 0, 10)
     for there, end in [
         ([], 0),
         (full, 0),

@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 
 from quire.core.block_hash import part_name
-from quire.core.chain import Chain
-from quire.core.holders import (
+from quire.core.invariants import check
+from quire.core.kv_group import KVGroup
+from quire.core.prefix import Prefix
+from quire.core.prefix_cache import PrefixCache
+from quire.core.step import Span, StepPlan, StepResult
+from quire.kv.tiers.fetch import PATIENCE, SlotFetch
+from quire.kv.tiers.holders import (
     FRESH_SECONDS,
     KEPT_SECONDS,
     LOOKUP_SECONDS,
@@ -19,23 +24,29 @@ from quire.core.holders import (
     REPLICAS,
     Holders,
     Lookup,
-    Published,
 )
-from quire.core.invariants import check
-from quire.core.kv_group import KVGroup
-from quire.core.orders import Ban, Gone, Have, Lacks, Locate, Pull
-from quire.core.prefix_cache import Node, PrefixCache
-from quire.core.sources import PATIENCE, SlotFetch, Sources
-from quire.core.step import Span, StepPlan, StepResult
-from quire.core.tier import REMOTE, Tier
-from tests.core.fake_runner import ALL, STATE, Windows, expected_output, make_request, make_scheduler, outputs
+from quire.kv.tiers.orders import Ban, Gone, Have, Lacks, Locate, Pull
+from quire.kv.tiers.sources import Sources
+from quire.kv.tiers.tier import REMOTE, Tier
+from tests.core.fake_runner import (
+    ALL,
+    STATE,
+    Windows,
+    expected_output,
+    make_request,
+    make_scheduler,
+    outputs,
+    published_of,
+)
 
 CHAIN = [bytes([number]) * 4 for number in range(6)]
 
 
-def chain_of(hashes: list[bytes]) -> Chain:
+def chain_of(hashes: list[bytes]) -> Prefix:
     """Of which nothing is in the pool."""
-    return Chain(PrefixCache([KVGroup(2)], 16), hashes, 0, len(hashes))
+    request = make_request(0, [1])
+    request.hashes = hashes
+    return Prefix(PrefixCache([KVGroup(2)], 16), request, 0, len(hashes))
 
 
 def ask(holders: Holders, hashes: list[bytes], now: float) -> Lookup | None:
@@ -120,7 +131,7 @@ def test_who_lacks_a_block_or_is_banned_is_not_asked():
 
 def test_of_nodes_that_have_left_nothing_is_kept():
     scheduler, _ = make_scheduler(num_slots=4)
-    fetches = scheduler.kv.fetches
+    fetches = scheduler.kv.external
     known = fetches.sources.holders = told([["a", "b"]])
     for source in ("host", "a", "b"):
         fetches.sources.costs.moved(source, 1, 1.0)
@@ -139,7 +150,7 @@ def test_nodes_that_have_left_hold_nothing():
 
 
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("quire.core.holders.MOST_KNOWN", 3)
+    monkeypatch.setattr("quire.kv.tiers.holders.MOST_KNOWN", 3)
     known = told([["a"]] * 6)
     assert [bool(known.of(each, 0.0)) for each in CHAIN] == [False] * 3 + [True] * 3 and MOST_KNOWN > 1000
 
@@ -147,11 +158,11 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch):
 def test_what_two_others_hold_is_not_saved_in_one_more_tier():
     for others in range(REPLICAS + 1):
         scheduler, _ = make_scheduler(num_slots=4)
-        fetches = scheduler.kv.fetches
+        fetches = scheduler.kv.external
         fetches.sources.holders = told([["a", "b"][:others]])
-        node = Node(None, b"", 1, CHAIN[0], "")
-        node.uses = [5]
-        fetches.evicted(node, 0, 1)
+        for _ in range(5):
+            fetches.used(CHAIN[0], 0, 1)
+        fetches.evicted(CHAIN[0], 0, 1)
         assert fetches.has_moves == (others < REPLICAS)
 
 
@@ -216,9 +227,9 @@ class PoolNode:
             prefix_cache=rnd.choice(["radix", "hash"]),
             max_num_seqs=rnd.choice([2, 6]),
         )
-        fetches = self.scheduler.kv.fetches
+        fetches = self.scheduler.kv.external
         self.holders = fetches.sources.holders = Holders()
-        self.published = fetches.sources.published = Published(fetches.tier)
+        self.published = published_of([self.scheduler.kv])
         self.holders.ready = True
         self.lookups: deque[Locate] = deque()
         self.pulls: dict[int, Pull] = {}
@@ -252,8 +263,8 @@ class PoolRun:
         if plan:
             node.updates += node.scheduler.commit(plan, node.runner.run(plan), self.now)
         kv = node.scheduler.kv
-        assert kv.sources.exports is not None
-        self.news += [(node, each) for each in kv.sources.exports.advance([kv])]
+        assert kv.external.sources.exports is not None
+        self.news += [(node, each) for each in kv.external.sources.exports.advance([kv.external])]
         self.tell(node)
         check(node.scheduler)
         return plan is not None
@@ -265,10 +276,10 @@ class PoolRun:
             self.directory.setdefault(name, set()).add(node.name)
         for name in went if self.rnd.random() < 0.9 else ():
             self.directory.get(name, set()).discard(node.name)
-        tier, cache = node.scheduler.kv.fetches.tier, node.scheduler.kv.cache
+        tier, cache = node.scheduler.kv.external.tier, node.scheduler.kv.cache
         cached = {part_name(n.hash, i) for n in cache._by_hash.values() for i, block in enumerate(n.blocks) if block}
         assert node.published.blocks == {*tier.kept, *cached}, "all that it has, and nothing else"
-        orders = node.scheduler.kv.sources.orders
+        orders = node.scheduler.kv.external.sources.orders
         for order in orders:
             if isinstance(order, Locate):
                 node.lookups.append(order)
@@ -284,7 +295,7 @@ class PoolRun:
         orders.clear()
 
     def ask(self, node: PoolNode, order: Pull) -> None:
-        holder = self.nodes[order.node].scheduler.kv.sources.exports
+        holder = self.nodes[order.node].scheduler.kv.external.sources.exports
         assert holder is not None and order.node != node.name
         self.next += 1
         self.exports[self.next] = node, order.number
@@ -304,7 +315,7 @@ class PoolRun:
             rows.append(holders)
         if self.rnd.random() < 0.05:
             rows = None
-        node.scheduler.kv.sources.located(order.number, rows, self.now)
+        node.scheduler.kv.external.sources.located(order.number, rows, self.now)
         return True
 
     def carry(self) -> bool:
@@ -316,13 +327,13 @@ class PoolRun:
         order = node.pulls.get(number)
         if order is None:
             return True
-        assert holder.scheduler.kv.sources.exports is not None
+        assert holder.scheduler.kv.external.sources.exports is not None
         if isinstance(news, Have):
             for slot, (target, name) in zip(news.slots, order.blocks[news.first :], strict=False):
                 assert holder.runner.slots[slot][0] == name, "a slot that is told of stays as it is"
                 node.runner.slots[target] = holder.runner.slots[slot]
             node.read[number] = news.first + len(news.slots)
-            holder.scheduler.kv.sources.exports.release(news.number, node.read[number])
+            holder.scheduler.kv.external.sources.exports.release(news.number, node.read[number])
         if isinstance(news, Gone) or node.read[number] == len(order.blocks):
             self.end_pull(node, number, isinstance(news, Gone))
         return True
@@ -330,15 +341,15 @@ class PoolRun:
     def end_pull(self, node: PoolNode, number: int, gone: bool) -> None:
         order = node.pulls.pop(number)
         [export] = [each for each, asked in self.exports.items() if asked == (node, number)]
-        exports = self.nodes[order.node].scheduler.kv.sources.exports
+        exports = self.nodes[order.node].scheduler.kv.external.sources.exports
         assert exports is not None
         exports.end(export)
-        node.scheduler.kv.sources.read_ended(number, node.read[number], 0.001, gone)
+        node.scheduler.kv.external.sources.read_ended(number, node.read[number], 0.001, gone)
 
     def event(self) -> None:
         rnd = self.rnd
         node = self.nodes[rnd.choice("abc")]
-        fetches = node.scheduler.kv.fetches
+        fetches = node.scheduler.kv.external
         whats = ["add", "step", "locate", "carry", "abort", "clear", "flip", "lost", "late", "restart", "forget"]
         [what] = rnd.choices(whats, [15, 60, 20, 20, 3, 3, 3, 1, 0.5, 1, 1])
         if what == "add" and len(node.prompts) < 15:
@@ -374,7 +385,7 @@ class PoolRun:
                 break
         for node in self.nodes.values():
             node.updates += node.scheduler.take_updates()
-            fetches = node.scheduler.kv.fetches
+            fetches = node.scheduler.kv.external
             assert node.scheduler.idle and not node.holders.lookups and not fetches.sources.reads
             assert not fetches.tier.pins and not fetches.tier.counts["quarantined"]
             for id, tokens in outputs(node.updates).items():

@@ -6,12 +6,20 @@ import pytest
 
 from quire.core.block_hash import part_name
 from quire.core.block_pool import NULL_BLOCK
-from quire.core.holders import Published
 from quire.core.invariants import check
 from quire.core.kv_group import Retention
 from quire.core.kv_manager import Handle
 from quire.errors import RequestTooLargeError
-from tests.core.fake_runner import expected_output, make_request, make_scheduler, matched, outputs, run_all, run_prompts
+from tests.core.fake_runner import (
+    expected_output,
+    make_request,
+    make_scheduler,
+    matched,
+    outputs,
+    published_of,
+    run_all,
+    run_prompts,
+)
 from tests.core.policies import Policies
 
 WINDOWS = (None, 9)
@@ -195,7 +203,7 @@ def test_nodes_that_stand_for_nothing_stay_while_something_follows_them():
 
 def test_what_is_published_of_a_block_comes_and_goes_part_by_part():
     scheduler, runner = make_scheduler(windows=WINDOWS)
-    published = Published.of([scheduler.kv])
+    published = published_of([scheduler.kv])
     scheduler.add(make_request(0, PROMPT[:12], max_tokens=1))
     run_all(scheduler, runner)
     names = [[part_name(node.hash, group) for group in (0, 1)] for node in path(scheduler)]

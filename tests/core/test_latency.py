@@ -9,12 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from quire.core.cost import Costs
 from quire.core.latency import LatencyTarget
 from quire.core.scheduler import Scheduler
-from quire.core.sources import Sources
 from quire.core.step import SpanResult, StepPlan, StepResult
-from quire.core.tier import Tier
 from tests.core.fake_runner import FakeRunner, make_request, make_scheduler
 
 TARGET = 0.2
@@ -71,12 +68,10 @@ class Engine:
 
     def __init__(self, machine: Machine, seed: int = 0, target: float | None = TARGET, depth: int = 0) -> None:
         self.machine, self.luck, self.depth = machine, random.Random(seed), depth
-        sources = Sources(Tier())
-        sources.costs = Costs(machine.counted)
         self.scheduler: Scheduler = make_scheduler(
             9000,
             16,
-            sources=sources,
+            pair_share=machine.counted,
             max_model_len=100_000,
             max_num_seqs=64,
             max_num_batched_tokens=2048,
@@ -253,9 +248,7 @@ def test_a_target_that_cannot_be_met_leaves_the_least_and_no_prompt_starves() ->
 def with_work(work: float) -> tuple[Scheduler, FakeRunner]:
     """A scheduler with a decoding request, whose next steps have so much work for prompts. The prompt `range(8)` is
     cached; a token after it is work of 9.5, and three tokens of another prompt of 7.5. One token is always computed."""
-    sources = Sources(Tier())
-    sources.costs = Costs(0.5)
-    scheduler, runner = make_scheduler(sources=sources, min_chunk=1, target_itl_ms=1000)
+    scheduler, runner = make_scheduler(pair_share=0.5, min_chunk=1, target_itl_ms=1000)
     for id, (prompt, max_tokens) in enumerate((([*range(8)], 1), ([40, 41], 30))):
         scheduler.add(make_request(id, prompt, max_tokens))
         scheduler.commit(plan := scheduler.schedule(0.0), runner.run(plan), 0.0)

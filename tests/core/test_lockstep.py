@@ -7,12 +7,11 @@ import random
 import pytest
 
 from quire.core import invariants
-from quire.core.holders import Published
 from quire.core.lockstep import DECODING, Lockstep, LockstepPlan, joined
-from quire.core.sources import PATIENCE
 from quire.core.step import StepResult
-from quire.core.tier import DISK, HOST
 from quire.errors import RequestError
+from quire.kv.tiers.fetch import PATIENCE
+from quire.kv.tiers.tier import DISK, HOST
 from tests.core.fake_runner import (
     ALL,
     STATE,
@@ -24,6 +23,7 @@ from tests.core.fake_runner import (
     make_request,
     make_scheduler,
     make_sources,
+    published_of,
 )
 
 Replicas = tuple[Lockstep, list[FakeRunner]]
@@ -187,13 +187,13 @@ def test_what_one_replica_gave_to_the_host_tier_another_one_loads() -> None:
         run_step(both, runners)
     first.cache.clear()
     run_step(both, runners)
-    assert first.sources.num_moved(HOST, "stored") == 10 and not second.fetches.tier.pins
+    assert first.external.sources.num_moved(HOST, "stored") == 10 and not second.external.tier.pins
     both.schedulers[1].add(make_request(9, list(range(40)), 2))
     updates = []
     while both.requests:
         plan = both.schedule(0.0)
         updates += both.commit(plan, run_plan(plan, runners), 0.0)
-    assert second.sources.num_moved(HOST, "loaded") == 9 and updates[0].cached_tokens == 36
+    assert second.external.sources.num_moved(HOST, "loaded") == 9 and updates[0].cached_tokens == 36
     assert [token for update in updates for token in update.tokens] == expected_output(list(range(40)), 2)
 
 
@@ -217,7 +217,7 @@ def test_what_one_replica_reads_from_the_disk_another_one_waits_for_and_has_too(
         plan = both.schedule(1.0)
         updates += both.commit(plan, run_plan(plan, runners), 1.0)
     assert {update.request: update.cached_tokens for update in updates} == {8: 40 - 4, 9: 40 - 4}
-    sources = both.kvs[0].sources
+    sources = both.kvs[0].external.sources
     assert (sources.num_moved(DISK, "loaded"), sources.num_moved(HOST, "loaded")) == (9, 18), "from there, by each"
     for number in (8, 9):
         found = [token for update in updates if update.request == number for token in update.tokens]
@@ -239,9 +239,9 @@ def test_a_disk_that_does_not_answer_is_waited_for_by_no_replica() -> None:
     assert plan is not None and len(plan.spans) == 2
     both.commit(plan, run_plan(plan, runners), 0.0)
     invariants.check(both)
-    assert both.kvs[0].sources.tier.counts["quarantined"] == 9
+    assert both.kvs[0].external.sources.tier.counts["quarantined"] == 9
     work(disk, both, runners)
-    assert both.kvs[1].sources.tier.counts["quarantined"] == 0
+    assert both.kvs[1].external.sources.tier.counts["quarantined"] == 0
 
 
 def test_other_engines_read_what_any_replica_has() -> None:
@@ -251,17 +251,17 @@ def test_other_engines_read_what_any_replica_has() -> None:
     both.kvs[1].cache.evict(0, 3)  # tails
     wanted = make_request(2, list(range(40)))
     both.kvs[0].match(wanted)
-    exports = both.kvs[0].sources.exports
-    assert exports is not None and exports.missing(wanted.hashes, both.kvs)
+    exports, pools = both.kvs[0].external.sources.exports, both.kvs[0].external.sources.pools
+    assert exports is not None and exports.missing(wanted.hashes, pools)
     names = wanted.hashes[:7]
-    assert not exports.missing(names, both.kvs) and exports.missing(names, both.kvs[:1])
+    assert not exports.missing(names, pools) and exports.missing(names, pools[:1])
     exports.begin(1, names, False)
-    assert exports.advance(both.kvs) == [] and run_step(both, runners) is not None
-    [have] = exports.advance(both.kvs)
+    assert exports.advance(pools) == [] and run_step(both, runners) is not None
+    [have] = exports.advance(pools)
     assert [runners[0].slots[slot][0] for slot in have.slots] == names
     invariants.check(both)
     exports.release(1, 7)
-    assert not both.kvs[0].sources.tier.pins
+    assert not both.kvs[0].external.sources.tier.pins
 
 
 def work(disk: FakeDisk, both: Lockstep, runners: list[FakeRunner]) -> None:
@@ -282,11 +282,11 @@ def read_from_the_disk(seed: int, windows: Windows) -> int:
     """Blocks, in a schedule in which anything happens."""
     rnd, disk = random.Random(seed), FakeDisk()
     both, runners = with_one_tier(windows, disk, 12, num_blocks=22, max_num_seqs=4)
-    tier = both.kvs[0].fetches.tier
+    tier = both.kvs[0].external.tier
     heads = [[rnd.randrange(40) for _ in range(24)] for _ in range(3)]
     prompts = [[*rnd.choice(heads), *(rnd.randrange(40) for _ in range(rnd.randrange(1, 12)))] for _ in range(30)]
     ended: dict[int, list[int]] = {}
-    published, told, seen = Published.of(both.kvs), set[bytes](), set[bytes]()
+    published, told, seen = published_of(both.kvs), set[bytes](), set[bytes]()
     for step in range(2000):
         if rnd.random() < 0.3:  # somebody looks what there is
             came, went = published.changes([kv.cache for kv in both.kvs])
@@ -315,7 +315,7 @@ def read_from_the_disk(seed: int, windows: Windows) -> int:
             ended[update.request] += update.tokens
         invariants.check(both)
     work(disk, both, runners)
-    assert both.idle and not tier.pins and both.kvs[0].sources.num_moved(HOST, "loaded")
+    assert both.idle and not tier.pins and both.kvs[0].external.sources.num_moved(HOST, "loaded")
     for number, tokens in ended.items():
         assert tokens and tokens == expected_output(prompts[number], len(tokens), windows)
-    return both.kvs[0].sources.num_moved(DISK, "loaded")
+    return both.kvs[0].external.sources.num_moved(DISK, "loaded")

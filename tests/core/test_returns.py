@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quire.core.returns import REMEMBERED, Returns
+from quire.kv.tiers.returns import REMEMBERED, Returns
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])

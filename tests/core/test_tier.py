@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quire.core.tier import Tier
+from quire.kv.tiers.tier import Tier
 
 
 def named(number: int) -> bytes:

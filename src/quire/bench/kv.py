@@ -14,13 +14,13 @@ from pathlib import Path
 import msgspec
 
 from quire.bench.cells import greedy
-from quire.core.cost import Costs
-from quire.core.fetches import WORTH
 from quire.core.scheduler import Scheduler
-from quire.core.tier import DISK, HOST, PEER, Tier
 from quire.engine.engine import Engine
 from quire.errors import BenchmarkError
 from quire.kv.importer import Prefiller
+from quire.kv.tiers.connector import WORTH
+from quire.kv.tiers.cost import Costs
+from quire.kv.tiers.tier import DISK, HOST, PEER, Tier
 from quire.kv.transport.base import Transport
 from quire.llm import LLM
 
@@ -90,7 +90,9 @@ class PrefixTimer:
         if not isinstance(llm._engine.scheduler, Scheduler):
             raise BenchmarkError("replicas have no tiers")
         self._llm, self._engine, self._scheduler = llm, llm._engine, llm._engine.scheduler
-        self._sources = self._scheduler.kv.sources
+        if (sources := self._engine.tiers.sources) is None:
+            raise BenchmarkError("this engine has no host tier; give it host_kv_memory")
+        self._sources = sources
         self._sources.costs = Always()
         self._block_size = llm.config.block_size
         self._links = by_transport(self._engine, transports) if transports else {}
@@ -178,7 +180,7 @@ class PrefixTimer:
         """Wait until all transfers have ended."""
         while not self._engine.idle or self._sources.writes or self._sources.reads:
             if self._engine.idle:
-                self._engine.tiers.exchange(self._scheduler, 0.01)
+                self._engine.tiers.exchange(0.01)
             else:
                 self._engine.step()
 

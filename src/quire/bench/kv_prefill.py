@@ -119,7 +119,7 @@ def main() -> None:
 def serve(engine: Engine) -> None:
     """Take in messages from other engines, and run a step; if there is none to run, wait for messages."""
     tiers = engine.tiers
-    tiers.exchange(engine.scheduler, WAIT_SECONDS if engine.idle else 0.0)
+    tiers.exchange(WAIT_SECONDS if engine.idle else 0.0)
     engine.exchange()
     for number, want in tiers.to_compute:
         engine.add(Request(number, want.tokens, SamplingParams(seed=0).resolved(), max_tokens=0, scope=want.scope))

@@ -65,7 +65,6 @@ from quire.core.lockstep import Lockstep
 from quire.core.prefix_cache import KEY_BYTES, Node
 from quire.core.request import Request, Status
 from quire.core.scheduler import Scheduler
-from quire.core.sources import Sources
 
 
 class InvariantError(AssertionError):
@@ -78,8 +77,9 @@ def check(scheduler: Scheduler | Lockstep) -> None:
     Raises:
         InvariantError: with the rule and the values.
     """
-    for sources in dict.fromkeys(kv.sources for kv in scheduler.kvs):
-        _check_tier(sources, [kv for kv in scheduler.kvs if kv.sources is sources])
+    for kv in scheduler.kvs:
+        for message in () if kv.external is None else kv.external.wrong():
+            raise InvariantError(message)
     for each in scheduler.schedulers if isinstance(scheduler, Lockstep) else [scheduler]:
         _check_scheduler(each)
 
@@ -149,25 +149,6 @@ def _check_tree(kv: KVManager) -> None:
             stack.append(child)
     cached = sum(len(group.cached) for group in kv.groups)
     _must(seen == cached, f"the tree has {seen} blocks and the groups know of {cached}")
-
-
-def _check_tier(sources: Sources, kvs: list[KVManager]) -> None:
-    """One slot. Replicas that share a tier are checked together."""
-    tier, fetches = sources.tier, [kv.fetches for kv in kvs]
-    counts, reads = tier.counts, sources.reads.values()
-    _must(sum(counts.values()) == tier.num_slots, f"{counts} are not {tier.num_slots} slots")
-    waiting = [read for read in reads if not read.late]
-    filling = [move.slot for each in fetches for move in each.saves_under_way]
-    filling += [slot for read in waiting for slot in read.filling]
-    _must(len(set(filling)) == len(filling) == counts["filling"], f"slots {filling} are saved into, {counts}")
-    read = Counter(move.slot for each in fetches for fetch in each.under_way for move in fetch.moves)
-    read.update([*sources.writes, *(sources.exports.pinned if sources.exports else ())])
-    read.update(slot for each in waiting for slot in each.pinned)
-    late = {slot for each in reads if each.late for slot in each.filling}
-    _must(counts["quarantined"] >= len(late), f"slots {late} may still be written, {counts}")
-    _must(read == Counter(tier.pins), f"slots {dict(read)} are read, and pinned are {tier.pins}")
-    kept = set(tier.kept.values())
-    _must(set(tier.idle_slots) == kept - set(read), f"slots {tier.idle_slots} may give way of {kept}, read are {read}")
 
 
 def _check_part(group: KVGroup, block: int, above: int | None, node: Node) -> None:

@@ -5,20 +5,16 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from quire.core.block_hash import BlockHasher, common_blocks
+from quire.core.block_hash import BlockHasher, common_blocks, part_name
 from quire.core.block_pool import NULL_BLOCK
-from quire.core.chain import Chain, Part
-from quire.core.fetches import Fetch, Fetches
-from quire.core.holders import Lookup
+from quire.core.external import External, Found, Loadable
 from quire.core.kv_group import KVGroup
-from quire.core.prefix_cache import CACHES, Match
+from quire.core.prefix import Prefix
+from quire.core.prefix_cache import CACHES, Match, Node
 from quire.core.request import Request
-from quire.core.sources import LEAST_FETCH, SlotFetch, Sources
 from quire.core.step import Move, StepPlan, StepResult
-from quire.core.tier import HOST, Tier
 from quire.errors import RequestTooLargeError
 
 
@@ -37,6 +33,16 @@ class Handle(NamedTuple):
 STEP = "step"
 
 
+class Listener(Protocol):
+    """Follows which full blocks are in the prefix cache, by their names (`block_hash.part_name`)."""
+
+    def touch(self, name: bytes) -> None:
+        """A block has come or gone."""
+
+    def reset(self) -> None:
+        """All that there were may have gone."""
+
+
 class KVManager:
     """Block tables of the requests, over the pools of all KV groups and one prefix cache.
 
@@ -49,11 +55,10 @@ class KVManager:
         hasher: gives blocks their identity.
         needs_next_token: a token's KV depends on the next token too (as in a drafting head), so the last token of a
             cached prefix is computed again.
-        sources: the host tier and what is below it, which other pools may share; None if there is no tier.
+        external: the connector to KV that is elsewhere; None if there is none.
 
     Attributes:
-        sources: see above.
-        fetches: what moves between the pool and the tier.
+        external: see above.
         num_held: number of blocks held by handles, by the kind of handle.
     """
 
@@ -64,19 +69,17 @@ class KVManager:
         prefix_cache: str,
         hasher: BlockHasher,
         needs_next_token: bool = False,
-        sources: Sources | None = None,
+        external: External | None = None,
     ) -> None:
         self.needs_next_token = needs_next_token
         self.block_size = block_size
         self.hasher = hasher
         self._prefix_cache = prefix_cache
         self.groups = groups
-        self.sources = sources or Sources(Tier(), sizes=[1.0] * len(groups))
-        self.fetches = Fetches(self.sources, self.num_usable, block_size)
+        self.external = external
+        self._listener: Listener | None = None
         self._windowed = [number for number, group in enumerate(groups) if not group.keeps_all]
-        self._counted = [
-            number for number, group in enumerate(groups) if group.keeps_all and self.sources.tier.num_slots
-        ]
+        self._whole = [number for number, group in enumerate(groups) if group.keeps_all]
         self._recurrent = [number for number, group in enumerate(groups) if group.retention.states is not None]
         self.reset()
 
@@ -84,12 +87,21 @@ class KVManager:
         """Make every block free and the cache empty, whatever the bookkeeping said before."""
         for group in self.groups:
             group.reset()
-        self.fetches.reset()
-        told = self.fetches.evicted, self.sources.touched
-        self.cache = CACHES[self._prefix_cache](self.groups, self.block_size, *told)
+        evicted = None if self.external is None else self.external.evicted
+        self.cache = CACHES[self._prefix_cache](self.groups, self.block_size, evicted)
+        if self.external is not None:
+            self.external.reset(self.cache)
+        if self._listener is not None:
+            self._listener.reset()
+            self.cache.changed = self._listener.touch
+        self._loads: list[Loadable] = []  # in the next plan or in plans in flight
         self.num_held: Counter[str] = Counter()
         self._held: dict[Handle, list[tuple[int, int, int]]] = {}  # (group, block, generation)
         self._latest: tuple[str, array[int], list[bytes]] = ("", array("q"), [])  # last hashed: scope, keys, hashes
+
+    def listen(self, listener: Listener) -> None:
+        """Have a listener told from now on what comes into the prefix cache and what goes."""
+        self._listener, self.cache.changed = listener, listener.touch
 
     @property
     def num_usable(self) -> int:
@@ -206,7 +218,7 @@ class KVManager:
         A preempted request is readmitted only when all its tokens fit and one free block remains for each running
         request; otherwise it would soon be preempted again.
         """
-        promised, peaks = self.fetches.promised, self.peak_blocks(len(request.tokens), max_chunk)
+        promised, peaks = self.promised, self.peak_blocks(len(request.tokens), max_chunk)
         missing = self.blocks_for(num_tokens) - match.num_blocks
         partial = match.partial is not None  # it is copied to a new block, in which the step may not end
         kept = [group.retention.states for group in self.groups]
@@ -254,11 +266,11 @@ class KVManager:
             request.num_computed += match.partial_tokens
         request.num_committed = request.num_computed
         request.num_sent = request.num_fetches = 0
-        places = range(match.num_blocks - 1, -1, -1) if self.fetches.tier.num_slots else ()
-        for place, node in zip(places, match.nodes(), strict=False):
-            for number, passed in enumerate(request.num_passed):
-                if place >= passed:
-                    self.fetches.used(node, number)
+        if self.external is not None:
+            for place, node in zip(range(match.num_blocks - 1, -1, -1), match.nodes(), strict=True):
+                for number, passed in enumerate(request.num_passed):
+                    if place >= passed:
+                        self.external.used(part_name(node.hash, number), number, node.blocks[number])
 
     def copied(self, request: Request, step: int) -> None:
         """The request's copies are part of step `step`; their sources stay locked until it has committed."""
@@ -284,8 +296,8 @@ class KVManager:
             tip = request.tip = self.cache.insert(tip, key, kept, request.hashes[index])
             if tip.blocks != blocks:
                 self._adopt(request, index, tip.blocks)
-            for number in self._counted:
-                self.fetches.computed(tip, number)
+            if self.external is not None:
+                self._tell_published(self.external, tip, self._whole)
         return request.hashes[first:full]
 
     def _adopt(self, request: Request, index: int, blocks: Sequence[int]) -> None:
@@ -321,138 +333,86 @@ class KVManager:
             parent = request.hashes[-1] if have else self.hasher.root(request.scope)
             request.hashes += self.hasher.chain(parent, request.block_keys(have, count, self.block_size))
 
-    # -- host tier -----------------------------------------------------------------------------------------
+    # -- elsewhere -----------------------------------------------------------------------------------------
 
-    def bring(
-        self,
-        request: Request,
-        first: int,
-        last: int,
-        needed: Sequence[int],
-        step: int,
-        now: float,
-        most: float | None,
-    ) -> Fetch | SlotFetch | Lookup | None:
-        """Begin to fetch a waiting request's blocks, to the host tier or from there into the pool (see `_fetch`). If it
-        is not known who has them, the directory is asked first.
-
-        Returns None if that is not worth it, or if the pool has no room for all that the request needs to begin, since
-        the loaded blocks would soon be evicted.
-
-        Args:
-            now: the scheduler's time.
-            most: how many blocks the step may load for it; see `Fetches.most_loads`.
-        """
-        fetch: Fetch | SlotFetch | Lookup | None
-        if not self.fetches.tier.num_slots or self.lacks(needed):
+    def find(self, request: Request, first: int, last: int, decoding: bool) -> Found | None:
+        """What a connector has of a waiting request's blocks `first` to `last - 1`, if that is worth it."""
+        if self.external is None:
             return None
-        chain, sources = Chain(self.cache, request.hashes, first, last, int(self.needs_next_token)), self.sources
-        fetch = sources.begin_read(chain, now)
-        fetch = fetch or sources.begin_pull(chain, now)
-        fetch = fetch or sources.begin_prefill(request, chain, now)
-        fetch = fetch or self._fetch(request, chain, needed, step, most)
-        if fetch is not None and not isinstance(fetch, Lookup) and fetch.request is None:
-            fetch.request = request
-            request.num_fetches += 1
-        return fetch
+        return self.external.lookup(Prefix(self.cache, request, first, last, int(self.needs_next_token)), decoding)
 
-    def _fetch(
-        self, request: Request, chain: Chain, needed: Sequence[int], step: int, most: float | None
-    ) -> Fetch | None:
-        """Begin to load a waiting request's blocks, as far as the tier has them, in step `step`.
-
-        Returns None if that is not worth it, or if the pool has no room.
+    def load(self, found: Loadable, needed: Sequence[int], step: int) -> bool:
+        """Have step `step` load what was found; False if the pool has no room for all that its request needs to begin,
+        since the loaded blocks would soon be evicted.
 
         Args:
-            needed: blocks of each group that it needs to begin, including those of the fetch, and those promised to
+            needed: blocks of each group that it needs to begin, including those that are loaded, and those promised to
                 others.
-            most: see `_loadable`.
         """
-        tier, first = self.fetches.tier, chain.first
-        end = chain.reach(tier.__contains__)
-        parts, reached, brings = self._loadable(chain, end, most)
-        if not parts:
-            return None
-        handle, found = Handle(STEP, step), list(chain.found(end))
-        for _, number, block in found:
+        prefix, handle, here = found.prefix, Handle(STEP, step), list(found.prefix.found(found.end))
+        for _, number, block in here:
             self.groups[number].retain(block)
-        there = Counter(number for place, number, _ in found if place >= first)
+        there = Counter(number for place, number, _ in here if place >= prefix.first)
         lacking = [own - there[number] for number, own in enumerate(needed)]
-        if self.lacks(lacking):
-            for _, number, block in found:
+        if self.external is None or self.lacks(lacking):
+            for _, number, block in here:
                 self.groups[number].release(block)
-            return None
-        slots = [tier.kept[part.name] for part in parts]
-        for slot in slots:
-            tier.pin(slot)
-        moves = [
-            Move(self._take(part.group), slot, part.name, part.group) for part, slot in zip(parts, slots, strict=True)
-        ]
-        for number, block in [*((move.group, move.block) for move in reversed(moves)), *(each[1:] for each in found)]:
+            return False
+        self.external.load(found, self._take)
+        for number, block in [*((m.group, m.block) for m in reversed(found.moves)), *(each[1:] for each in here)]:
             self._hand_over(number, block, handle)
-        moved, others = Counter(part.group for part in parts), self.fetches.promised
-        fetch = Fetch(
-            parent=self.cache.find(request.hashes[first - 1]) if first else None,
-            scope=request.scope,
-            hashes=request.hashes[first:reached],
-            keys=request.block_keys(first, reached, self.block_size),
-            moves=moves,
-            places=[part.place - first for part in parts],
-            size=self.sources.size(parts),
-            brings=brings,
-            promised=[max(0, own - moved[number] - others[number]) for number, own in enumerate(lacking)],
-        )
-        self.fetches.begin(fetch)
-        return fetch
+        moved, others = Counter(part.group for part in found.parts), self.promised
+        found.promised = [max(0, own - moved[number] - others[number]) for number, own in enumerate(lacking)]
+        self._loads.append(found)
+        return True
 
-    def _loadable(self, chain: Chain, end: int, most: float | None) -> tuple[list[Part], int, int]:
-        """What one fetch may load of a chain's first `end` blocks: parts, the block after the last one, and how many
-        blocks further a request can begin then. No parts if loading is not worth it.
+    @property
+    def promised(self) -> list[int]:
+        """Blocks of each group that must stay available for requests whose blocks are being loaded."""
+        return [sum(counts) for counts in zip([0] * len(self.groups), *(f.promised for f in self._loads), strict=True)]
 
-        At most a quarter of the pool, and at most `most` blocks, are loaded at once; the rest is left to another fetch.
-        """
-        wanted = chain.missing(end)
-        parts = self._at_once(wanted)
-        if not self.sources.worth(HOST, parts, chain, end if len(parts) == len(wanted) else _after(parts)):
-            return [], chain.first, 0
-        if most is not None and self.sources.size(parts) - most >= LEAST_FETCH:  # a smaller rest would be computed
-            sizes = accumulate(self.fetches.sizes[part.group] for part in parts)
-            parts = parts[: max(1, sum(size <= most for size in sizes))]
-        if len(parts) == len(wanted):
-            return parts, end, end - chain.first
-        reached = _after(parts)  # a request can begin there only if no other group's parts are needed
-        return parts, reached, reached - chain.first if len(self.groups) == 1 and not self._windowed else 0
+    @property
+    def has_moves(self) -> bool:
+        """Whether the next plan has saves or loads."""
+        return self.external is not None and self.external.has_moves
 
-    def save(self, name: bytes) -> bool:
-        """Have a block saved, by its name; False: it is not here, or in the tier, or there is no slot for it."""
-        found = self.cache.part(name)
-        return found is not None and self.fetches.save(*found, found[0].blocks[found[1]])
+    def planned(self, number: int) -> tuple[list[Move], list[Move]]:
+        """Take the saves and loads for plan `number`."""
+        return ([], []) if self.external is None else self.external.planned(number)
 
-    def _at_once(self, parts: list[Part]) -> list[Part]:
-        """The parts that one fetch may load: of a group that keeps all positions, at most a quarter of its pool."""
-        taken: Counter[int] = Counter()
-        for index, part in enumerate(parts):
-            group = self.groups[part.group]
-            if group.keeps_all and taken[part.group] == group.num_usable // 4:
-                return parts[:index]
-            taken[part.group] += 1
-        return parts
+    def loaded(self, plan: StepPlan, result: StepResult) -> list[Loadable]:
+        """A plan has committed: publish what it loaded in the prefix cache. Returns what was loaded."""
+        if self.external is None:
+            return []
+        loads = self.external.committed(plan, result)
+        for found in loads:
+            self._loads.remove(found)
+            self._insert(found, self.external)
+        return loads
 
-    def loaded(self, plan: StepPlan, result: StepResult) -> list[Fetch]:
-        """A plan has committed: publish what it loaded in the prefix cache. Returns the fetches that have ended."""
-        fetches = self.fetches.committed(plan, result)
-        for fetch in fetches:
-            tip = fetch.parent
-            for block_hash, key, moves in fetch.parts():
-                tip = tip or self.cache.root(fetch.scope, self.hasher.root(fetch.scope))
-                blocks = {move.group: move.block for move in moves}
-                tip = self.cache.insert(
-                    tip, key, [blocks.get(number, NULL_BLOCK) for number in range(len(self.groups))], block_hash
-                )
-                for move in moves:
-                    if move.hash not in fetch.new:
-                        self.fetches.computed(tip, move.group)
-        return fetches
+    def _insert(self, found: Loadable, external: External) -> None:
+        """Publish blocks that were loaded, up to the last one with a part that was."""
+        prefix, first = found.prefix, found.prefix.first
+        moves: dict[int, list[Move]] = {}
+        for part, move in zip(found.parts, found.moves, strict=True):
+            if part.place < first + found.num_published:
+                moves.setdefault(part.place, []).append(move)
+        end, scope = max(moves, default=first - 1) + 1, prefix.request.scope
+        tip = self.cache.find(prefix.hashes[first - 1]) if first else None
+        keys = prefix.request.block_keys(first, end, self.block_size)
+        for place, key in enumerate(keys, start=first):
+            tip = tip or self.cache.root(scope, self.hasher.root(scope))
+            blocks = {move.group: move.block for move in moves.get(place, ())}
+            row = [blocks.get(number, NULL_BLOCK) for number in range(len(self.groups))]
+            tip = self.cache.insert(tip, key, row, prefix.hashes[place])
+            for move in moves.get(place, ()):
+                external.published(move.hash, move.group, move.block)
+
+    def given_up(self) -> None:
+        """No plan in flight will commit; what they were to load is not loaded."""
+        if self.external is not None:
+            self.external.given_up()
+            self._loads.clear()
 
     # -- tables --------------------------------------------------------------------------------------------
 
@@ -501,16 +461,19 @@ class KVManager:
             self._give_back(request, number, [block for block in reversed(table) if block != NULL_BLOCK])
 
     def _mark_end(self, request: Request) -> None:
-        """Mark what a request sees behind its last cached block in groups that keep only part of it, for the tier."""
-        if request.tip is None or not self._windowed or not self.fetches.tier.num_slots:
+        """Tell the connector what a request sees behind its last cached block in groups that keep only part of it."""
+        if request.tip is None or not self._windowed or self.external is None:
             return
         match = Match(request.tip, request.num_published)
         first_seen = self.first_seen(match)
         first = min(first_seen[number] for number in self._windowed)
         for place, node in zip(range(match.num_blocks - 1, first - 1, -1), match.nodes(), strict=False):
-            for number in self._windowed:
-                if place >= first_seen[number]:
-                    self.fetches.computed(node, number)
+            self._tell_published(self.external, node, [n for n in self._windowed if place >= first_seen[n]])
+
+    def _tell_published(self, external: External, node: Node, groups: Iterable[int]) -> None:
+        for number in groups:
+            if node.blocks[number] != NULL_BLOCK:
+                external.published(part_name(node.hash, number), number, node.blocks[number])
 
     def blocks_of_these_alone(self, requests: Sequence[Request]) -> list[int]:
         """Number of blocks of each group that only these requests hold: those freed by preempting all of them."""
@@ -595,8 +558,3 @@ class KVManager:
             table[index] = NULL_BLOCK
         request.num_passed[number] = max(passed, request.num_passed[number])
         self._give_back(request, number, blocks)
-
-
-def _after(parts: Sequence[Part]) -> int:
-    """The block after the last one of these parts."""
-    return 1 + max((part.place for part in parts), default=-1)

@@ -41,10 +41,9 @@ class Node:
             it has children.
         children: by key. `order` has the same keys sorted, so that a key's neighbours are found by bisection.
         attached: False once the node is no longer in the tree.
-        uses: how often each part was computed or taken from the cache, as far as tiers need to know (`Fetches`).
     """
 
-    __slots__ = ("attached", "blocks", "children", "hash", "key", "order", "parent", "scope", "uses")
+    __slots__ = ("attached", "blocks", "children", "hash", "key", "order", "parent", "scope")
 
     def __init__(self, parent: Node | None, key: bytes, num_parts: int, hash: bytes, scope: str) -> None:
         self.parent = parent
@@ -55,7 +54,6 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.order: list[bytes] = []
         self.attached = True
-        self.uses = [0] * num_parts
 
 
 @dataclass(slots=True)
@@ -91,8 +89,10 @@ class PrefixCache:
 
     Args:
         groups: the KV groups.
-        evicted: called with each evicted block, its node and its group.
-        changed: told the names (`part_name`) of full blocks that have come, and of those that have gone.
+        evicted: called with the name (`part_name`), group and id of each full block that is evicted.
+
+    Attributes:
+        changed: called with the names of full blocks that have come, and of those that have gone.
     """
 
     caching = True
@@ -102,11 +102,11 @@ class PrefixCache:
         self,
         groups: Sequence[KVGroup],
         block_size: int,
-        evicted: Callable[[Node, int, int], None] = lambda node, group, block: None,
-        changed: Callable[[bytes], None] = lambda name: None,
+        evicted: Callable[[bytes, int, int], None] | None = None,
     ) -> None:
         self.groups = groups
-        self._evicted, self._changed = evicted, changed
+        self._evicted = evicted
+        self.changed: Callable[[bytes], None] | None = None
         self.block_size = block_size
         self.block_bytes = block_size * KEY_BYTES
         self._by_hash: dict[bytes, Node] = {}  # nodes of full blocks
@@ -206,8 +206,8 @@ class PrefixCache:
             if node.blocks[number] == NULL_BLOCK != block:
                 node.blocks[number] = block
                 group.cached[block] = node
-                if node.hash:
-                    self._changed(part_name(node.hash, number))
+                if node.hash and self.changed is not None:
+                    self.changed(part_name(node.hash, number))
 
     # -- evicting -----------------------------------------------------------------------------------------
 
@@ -255,17 +255,18 @@ class PrefixCache:
             del self.roots[node.scope]
         for number in range(len(node.blocks)):
             self._empty(node, number)
-        if self._by_hash.pop(node.hash, None) is not None:
-            self._changed(node.hash)
+        if self._by_hash.pop(node.hash, None) is not None and self.changed is not None:
+            self.changed(node.hash)
 
     def _empty(self, node: Node, number: int) -> None:
         """Remove one part of a node, if it has it."""
         block, node.blocks[number] = node.blocks[number], NULL_BLOCK
         if block != NULL_BLOCK:
-            self._evicted(node, number, block)
+            if node.hash and self._evicted is not None:
+                self._evicted(part_name(node.hash, number), number, block)
             self.groups[number].uncache(block)
-            if node.hash:
-                self._changed(part_name(node.hash, number))
+            if node.hash and self.changed is not None:
+                self.changed(part_name(node.hash, number))
 
 
 class NoCache(PrefixCache):

@@ -15,14 +15,12 @@ from operator import attrgetter
 
 from quire.config import EngineConfig
 from quire.core.draft_length import DraftLengths
-from quire.core.fetches import MOST_FETCHES, Fetch
-from quire.core.holders import Lookup
+from quire.core.external import Loadable
 from quire.core.kv_manager import STEP, KVManager
 from quire.core.latency import LatencyTarget
 from quire.core.prefix_cache import Match
 from quire.core.prefix_leaders import BLOCK, ELSEWHERE, Leader, PrefixLeaders
 from quire.core.request import Event, Request, RequestUpdate, Status
-from quire.core.sources import SlotFetch
 from quire.core.spans import next_span, unverified
 from quire.core.stages import dealt_out, share_of_prompts
 from quire.core.step import Span, SpanResult, StepPlan, StepResult
@@ -40,9 +38,10 @@ class Scheduler:
         config: limits and policy.
         kv: block tables and prefix cache.
         max_model_len: longest context; without chunked prefill, the largest chunk.
+        pair_share: see `Model.pair_share`.
     """
 
-    def __init__(self, config: EngineConfig, kv: KVManager, max_model_len: int) -> None:
+    def __init__(self, config: EngineConfig, kv: KVManager, max_model_len: int, pair_share: float = 0.0) -> None:
         self.config = config
         self.kv = kv
         self.requests: dict[int, Request] = {}
@@ -52,7 +51,6 @@ class Scheduler:
         self.lacking: Callable[[Request], Event | None] = lambda request: None
         self.num_preemptions = self.num_cached_tokens = 0  # the latter at first admissions
         self._waiting, self._leaders = WaitingQueue(), PrefixLeaders()
-        kv.sources.followers.append(self)
         self._ended: list[int] = []  # ended requests that the runner does not know of yet
         self._drop_drafting: list[int] = []  # requests that the runner should no longer follow
         self._updates: list[RequestUpdate] = []  # not taken yet
@@ -62,7 +60,7 @@ class Scheduler:
         limit = config.long_prefill_token_threshold or max_model_len
         self._max_chunk = min(limit, config.max_num_batched_tokens)
         target = config.target_itl_ms
-        self._latency = LatencyTarget(target / 1000, kv.sources.costs.pair) if target else None
+        self._latency = LatencyTarget(target / 1000, pair_share) if target else None
         self._ended_at = 0.0  # when the last step did, on the runner's clock
         self._speculation = spec = config.speculation
         own = spec if spec is not None and spec.adaptive else None
@@ -100,12 +98,6 @@ class Scheduler:
             else:
                 self.fail(request.id, error, now)
 
-    def read_over(self, fetch: SlotFetch, seconds: float, moving: float) -> None:
-        """A read into the host tier has ended after `seconds`; see `Sources`, `FetchStats`."""
-        if fetch.request is not None and self.requests.get(fetch.request.id) is fetch.request:
-            self._note(fetch, seconds, moving)
-        self.abandon(fetch)
-
     def _line_up(self, request: Request) -> None:
         if request.awaits is not None or self.trials.admits(request):
             self._waiting.push(request)
@@ -135,7 +127,9 @@ class Scheduler:
 
     def next_step(self, now: float) -> StepPlan | None:
         """The part of `schedule` after waiting requests have been put in line."""
-        self.kv.sources.expire(now)
+        if self.kv.external is not None:
+            for found in self.kv.external.poll(now):
+                self._abandon(found)
         step = PendingStep(now, self.config.max_num_batched_tokens)
         self._choose_decodes(step)
         self._limit_prefill(step)
@@ -146,7 +140,7 @@ class Scheduler:
             self._choose_prefills(step, None)  # preemption may have left room
         if self._speculation is not None:
             self._choose_drafts(step, self._speculation.num_speculative_tokens)
-        return self._plan(step) if step.chosen or self.kv.fetches.has_moves else None
+        return self._plan(step) if step.chosen or self.kv.has_moves else None
 
     def empty_step(self) -> StepPlan:
         """A step that computes nothing, for a replica with nothing to do in lockstep."""
@@ -159,11 +153,10 @@ class Scheduler:
             raise RuntimeError(f"step {flight.number} must commit next, not plan {plan.number} / {result.number}")
         for request, _ in flight.requests:
             request.num_in_flight -= 1
-        for fetch in self.kv.loaded(plan, result):
-            for event in self._leaders.published(fetch.hashes[: fetch.num_published]):
+        for found in self.kv.loaded(plan, result):
+            for event in self._leaders.published(found.hashes[: found.num_published]):
                 self.arrived(event)
-            self._note(fetch, result.loading)
-            self.abandon(fetch)
+            self._abandon(found)
         self.kv.step_committed(plan.number)
         for span, outcome, (request, preemptions) in zip(plan.spans, result.spans, flight.requests, strict=True):
             if request.status is not Status.FINISHED:
@@ -200,7 +193,7 @@ class Scheduler:
         if whole:
             for request in self.running:
                 self.kv.free(request)
-            self.kv.fetches.given_up()
+            self.kv.given_up()
             for flight in self.in_flight:
                 self.kv.step_committed(flight.number)
         else:
@@ -241,8 +234,9 @@ class Scheduler:
     @property
     def expects_others(self) -> bool:
         """Whether events or releases of blocks are expected from elsewhere, which is why nothing may be able to run."""
-        awaiting, held = self._waiting.num_awaiting, self.kv.num_held
-        return awaiting.total() > awaiting[BLOCK] or held.total() > held[STEP] or self.kv.sources.waits
+        awaiting, held, external = self._waiting.num_awaiting, self.kv.num_held, self.kv.external
+        waits = external is not None and external.waits
+        return awaiting.total() > awaiting[BLOCK] or held.total() > held[STEP] or waits
 
     @property
     def has_updates(self) -> bool:
@@ -276,14 +270,13 @@ class Scheduler:
                 step.num_decodes += 1
 
     def _limit_prefill(self, step: PendingStep) -> None:
-        """Limit a step's prompt tokens: by the latency target; to leave decodes most of the time, if other engines
-        compute the long prompts; and in a pipeline, to an even share."""
-        sources, costs = self.kv.sources, self.kv.sources.costs
+        """Limit a step's prompt tokens: by the latency target; by a connector's pace; and in a pipeline, to an even
+        share."""
         if self._latency and step.num_decodes:
-            step.pace(self._latency, self.config.min_chunk)
-        elsewhere = sources.prefill_tokens is not None and not self.config.prefills
-        if self._chunked and step.num_decodes and elsewhere:
-            step.slow(costs, max(self.config.min_chunk, costs.tokens_beside_decodes()))
+            step.aim(self._latency, self.config.min_chunk)
+        external = self.kv.external if self._chunked and step.num_decodes else None
+        if external is not None and (pace := external.pace(self.config.min_chunk)) is not None:
+            step.keep_pace(pace)
         if (stages := self.config.pipeline_parallel_size) > 1 and self._chunked:
             step.withhold(share_of_prompts(self.requests.values(), stages, step.budget))
 
@@ -393,7 +386,7 @@ class Scheduler:
 
     def _awaited(self, request: Request, match: Match, step: PendingStep) -> Event | None:
         """The event that a request should wait for: it is `lacking` something, another one computes its next blocks, or
-        a fetch loads them."""
+        they can be had from elsewhere."""
         if not request.known_to_runner and (lacked := self.lacking(request)) is not None:
             return lacked
         if request.computes_all:
@@ -403,29 +396,18 @@ class Scheduler:
         cached = (match.num_blocks * size + match.partial_tokens + self.kv.needs_next_token) // size
         last = (tokens - 1) // size
         event = self._leaders.awaited(request, cached, last)
-        # While requests are tried in halves all others wait for them, so they wait for no source, which may be slow.
-        if event is None and not (self.trials.on or self._is_full) and request.num_fetches < MOST_FETCHES:
-            needed = self.kv.blocks_to_start(request, match, tokens, self._max_chunk, len(self.running))
-            most = self.kv.fetches.most_loads(step.num_decodes > 0, step.spare)
-            fetch = self.kv.bring(request, cached, last, needed, self._next_number, step.now, most)
-            if isinstance(fetch, Lookup):
-                return fetch.event
-            if isinstance(fetch, Fetch):
-                step.load(fetch.size, fetch.source)
-            if fetch is not None:
-                if fetch.request is request:  # else it was begun for one of another replica
-                    request.stats.fetching(fetch.source, fetch.brings * size, step.now)
-                self._leaders.claim(fetch)
-                return Event(fetch.kind, fetch.hashes[-1])
-        return event
+        # While requests are tried in halves all others wait for them, so they wait for nothing that may be slow.
+        if event is not None or self.kv.external is None or self.trials.on or self._is_full:
+            return event
+        needed = self.kv.blocks_to_start(request, match, tokens, self._max_chunk, len(self.running))
+        if self.kv.lacks(needed) or (found := self.kv.find(request, cached, last, step.num_decodes > 0)) is None:
+            return None
+        if isinstance(found, Loadable) and not self.kv.load(found, needed, self._next_number):
+            return None
+        self._leaders.claim(found)
+        return found.ready
 
-    def _note(self, fetch: Fetch | SlotFetch, seconds: float, moving: float = 0.0) -> None:
-        """A fetch has ended: record it in the statistics of its request."""
-        if fetch.request is not None:
-            fetch.request.stats.fetched(fetch.came() * self.kv.block_size, seconds, moving, fetch.engine)
-            fetch.request.num_fetches -= fetch.complete
-
-    def abandon(self, leader: Leader) -> None:
+    def _abandon(self, leader: Leader) -> None:
         """A request computes no further blocks: those that wait for one of them continue without it."""
         for event in self._leaders.abandoned(leader):
             self.arrived(event)
@@ -495,7 +477,7 @@ class Scheduler:
         """Free a request's blocks and requeue it; it will be recomputed, with the same tokens."""
         step.withdraw(victim)
         self.running.remove(victim)
-        self.abandon(victim)
+        self._abandon(victim)
         self.kv.free(victim)
         victim.high_water = max(victim.high_water, victim.num_computed)
         victim.num_computed = victim.num_committed = 0
@@ -507,7 +489,7 @@ class Scheduler:
 
     def _plan(self, step: PendingStep) -> StepPlan:
         plan = StepPlan(self._next_number, [], ended=self._ended, drop_drafting=self._drop_drafting)
-        plan.saves, plan.loads = self.kv.fetches.planned(plan.number)
+        plan.saves, plan.loads = self.kv.planned(plan.number)
         flight = StepInFlight(plan.number, step.tuned)
         self._next_number += 1
         self._ended, self._drop_drafting = [], []
@@ -588,7 +570,7 @@ class Scheduler:
         """End a request and free its blocks. Blocks of steps in flight are kept until they commit."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
-            self.abandon(request)
+            self._abandon(request)
             self.kv.free(request, keep_partial=keep_partial)
             request.status = Status.FINISHED
         else:

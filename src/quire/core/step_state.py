@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from quire.core.cost import Costs
+from quire.core.external import Pace
 from quire.core.latency import LatencyTarget
 from quire.core.request import Request
 
@@ -24,8 +24,7 @@ class PendingStep:
     Attributes:
         now: when it is scheduled, on the caller's clock.
         budget: tokens that may still be chosen. withheld: the part of it that prompts may not use.
-        spare: the time that prompts and loads may still take, counted in tokens at a prompt's beginning.
-        costs: estimates for that; None if their time is not limited.
+        pace: limits the time that prompts may take; None if that is not limited.
         work: what prompts may still have of the latency target's work; `least` tokens they may have in any case.
         target: None if there is none, or nothing decodes.
         lookup: prompt tokens that may still be looked up in the prefix cache.
@@ -36,8 +35,7 @@ class PendingStep:
     now: float
     budget: int
     withheld: int = 0
-    spare: float = math.inf
-    costs: Costs | None = None
+    pace: Pace | None = None
     work: float = math.inf
     least: int = 0
     target: LatencyTarget | None = None
@@ -50,8 +48,8 @@ class PendingStep:
 
     def choose(self, request: Request, count: int) -> None:
         chosen = self.chosen.get(request, 0)
-        if self.costs is not None:
-            self.spare -= self.costs.in_tokens(count, request.num_computed + chosen)
+        if self.pace is not None:
+            self.pace.take(count, request.num_computed + chosen)
         if self.target is not None:
             self.work -= self.target.work(count, request.num_computed + chosen)
             self.least -= count
@@ -65,31 +63,26 @@ class PendingStep:
     def room(self, context: int, *, last: bool = False) -> int:
         """Tokens that a prompt may take after this many earlier ones.
 
-        If the time of prompts is limited to `spare`, tokens are counted as if at the prompt's beginning, except in its
+        If there is a `pace`, tokens are counted as if at the prompt's beginning, except in its
         `last` block, so that even a long prompt that is computed here makes progress.
         """
         room = self.budget
         if self.target is not None:
             room = min(room, max(self.least, self.target.tokens(max(0.0, self.work), context)))
-        if self.costs is not None:
-            room = min(room, self.costs.most_tokens(self.spare, context if last else 0))
+        if self.pace is not None:
+            room = min(room, self.pace.room(context if last else 0))
         return room
 
-    def pace(self, target: LatencyTarget, least: int) -> None:
+    def aim(self, target: LatencyTarget, least: int) -> None:
         """Limit the work of prompts so that the step meets a latency target; `least` tokens are allowed in any case."""
         self.target, self.work, self.least = target, target.room(self.num_decodes), least
 
-    def slow(self, costs: Costs, spare: float) -> None:
-        """Limit the time that prompts and loads may take, of which prompts' last tokens chosen so far have some."""
-        self.costs, self.spare = costs, spare
+    def keep_pace(self, pace: Pace) -> None:
+        """Limit the time that prompts may take, of which prompts' last tokens chosen so far have some."""
+        self.pace = pace
         for request, count in self.chosen.items():
             if request.num_computed < request.num_prompt:
-                self.spare -= costs.in_tokens(count, request.num_computed)
-
-    def load(self, blocks: float, source: str) -> None:
-        """Account for blocks that the step loads."""
-        if self.costs is not None:
-            self.spare -= blocks * self.costs.tokens_per_load(source)
+                pace.take(count, request.num_computed)
 
     def partial_ahead(self, request: Request) -> int:
         """How many remaining partial prefills come before a request in order."""

@@ -18,15 +18,12 @@ import torch
 from quire.config import EngineConfig
 from quire.core import invariants
 from quire.core.block_hash import BlockHasher
-from quire.core.cost import Costs
 from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import Handle, KVManager
 from quire.core.lockstep import Lockstep
 from quire.core.request import Event, Request, RequestUpdate
 from quire.core.scheduler import Scheduler
-from quire.core.sources import Sources
 from quire.core.step import StepPlan, StepResult
-from quire.core.tier import Tier
 from quire.devices import count_gpus, find_device
 from quire.engine import fingerprint
 from quire.engine.compiling import Compiling
@@ -45,6 +42,7 @@ from quire.errors import (
 )
 from quire.kv.host import HostTier
 from quire.kv.layout import KVLayout, layout_id
+from quire.kv.tiers.cost import Costs
 from quire.models.checkpoint import Checkpoint, resolve
 from quire.models.hub import tokenizer_folder
 from quire.models.registry import check_ranks
@@ -222,9 +220,8 @@ class Engine:
             block_size=config.block_size,
             kv_block_bytes=KVLayout.of(self.kv_cache[0], self.model).block_bytes,
         )
-        schedulers = [
-            Scheduler(config, kv, self.max_model_len) for kv in self._kv_managers(hash_key, started.runner.host)
-        ]
+        managers = self._kv_managers(hash_key, started.runner.host)
+        schedulers = [Scheduler(config, kv, self.max_model_len, self.model.pair_share) for kv in managers]
         for each in schedulers:
             each.lacking = self._compiling.lacking
         self.scheduler: Scheduler | Lockstep = schedulers[0] if replicas == 1 else Lockstep(schedulers)
@@ -301,20 +298,14 @@ class Engine:
         hasher = BlockHasher(hash_key, "|".join(f"{name}={value}" for name, value in identity.items()))
         ahead = speculation is not None and speculation.needs_next_token
         kept = retentions(config, self.model, speculation)
-        self.tiers.open(host, identity)
-        sources = Sources(
-            Tier(*(each.count for each in host.groups) if host else ()),
-            self.tiers.disk.index if self.tiers.disk else None,
-            [each.block_bytes / host.groups[0].block_bytes for each in host.groups] if host else [1.0] * len(kept),
-        )
         read = self._stats.kv_block_bytes / config.block_size / self.model.weight_bytes
-        sources.costs = Costs(self.model.pair_share, read)
-        self.tiers.attach(sources)
+        self.tiers.open(host, identity, Costs(self.model.pair_share, read))
         managers = []
         for _ in range(config.data_parallel_size):
             groups = [KVGroup(cache.num_blocks, each) for cache, each in zip(self.kv_cache, kept, strict=True)]
             pool = groups, config.block_size, config.prefix_cache
-            managers.append(KVManager(*pool, hasher, ahead, sources=sources))
+            managers.append(KVManager(*pool, hasher, ahead, self.tiers.connector()))
+        self.tiers.attach(managers)
         return managers
 
     @property
@@ -324,9 +315,9 @@ class Engine:
             scheduler = self.scheduler
             self._stats.cached_tokens, self._stats.preemptions = scheduler.num_cached_tokens, scheduler.num_preemptions
             self._stats.running, self._stats.waiting = len(scheduler.running), scheduler.num_waiting
-            self._stats.kv_tiers = self.tiers.counts(scheduler.kvs)
-            self._stats.kv_tier_bytes = self.tiers.sizes(scheduler.kvs, self._stats.kv_block_bytes)
-            self._stats.kv_slots = self.tiers.slots(scheduler.kvs)
+            self._stats.kv_tiers = self.tiers.counts()
+            self._stats.kv_tier_bytes = self.tiers.sizes(self._stats.kv_block_bytes)
+            self._stats.kv_slots = self.tiers.slots()
             self._stats.kv_transfer_unmet = {str(why): count for why, count in self.tiers.unmet.items()}
         return self._stats
 
@@ -334,7 +325,7 @@ class Engine:
     def idle(self) -> bool:
         """Whether nothing is waiting, running, being moved, or left to report."""
         scheduler = self.scheduler
-        moving = any(kv.fetches.has_moves for kv in scheduler.kvs)
+        moving = any(kv.has_moves for kv in scheduler.kvs)
         return scheduler.idle and not moving and not self._in_flight and not self._updates and not scheduler.has_updates
 
     def add(self, request: Request) -> None:
@@ -391,14 +382,12 @@ class Engine:
 
     def exchange(self) -> None:
         """Exchange messages with other engines, even if no step runs; see `KVTiers`."""
-        self.tiers.exchange(self.scheduler)
-        self.tiers.tell(self.scheduler, self._stats.steps)
+        self.tiers.exchange()
+        self.tiers.tell(self._stats.steps)
 
     def prefilled(self, numbers: Sequence[int]) -> None:
         """Requests that computed prompts for other engines have ended; see `KVTiers.to_compute`."""
-        if (exports := self.scheduler.kvs[0].sources.exports) is not None:
-            for number in numbers:
-                exports.computed(number)
+        self.tiers.prefilled(numbers)
 
     def take_updates(self) -> list[RequestUpdate]:
         """Updates from `abort` since the last step."""
@@ -425,10 +414,10 @@ class Engine:
         # 1. Decide what the next step computes.
         begin = time.monotonic()
         self.awaits_tiers = False
-        self.tiers.exchange(self.scheduler)
+        self.tiers.exchange()
         self._compiling.take_ended(self.scheduler)
         plan = self.scheduler.schedule(begin)
-        self.tiers.tell(self.scheduler, self._stats.steps)
+        self.tiers.tell(self._stats.steps)
         # 2. Launch it. If nothing can run, others must bring what requests wait for, or there is a bug.
         if plan:
             scheduled = time.monotonic()
@@ -444,7 +433,7 @@ class Engine:
         elif not self._in_flight and self.grammars.compiling:
             self._compiling.take_ended(self.scheduler, GRAMMAR_SECONDS)
         elif not self._in_flight and not self.scheduler.idle and not self._compiling.rested(self.scheduler):
-            self.awaits_tiers = self.tiers.waits(self.scheduler, self.wait_seconds)
+            self.awaits_tiers = self.tiers.waits(self.wait_seconds)
             self.blocked = not self.awaits_tiers and self.scheduler.expects_others
             if not self.awaits_tiers and not self.blocked:
                 self._end_stalled()
@@ -463,7 +452,7 @@ class Engine:
             self._in_flight.clear()
             self.executor.close()
             self.grammars.close()
-            self.tiers.tell(self.scheduler, self._stats.steps)
+            self.tiers.tell(self._stats.steps)
             self.tiers.close()
             if self._timeline:
                 self._timeline.close()
@@ -483,7 +472,7 @@ class Engine:
         self._updates += updates
         self._committing = []
         stats.count(plan, result, updates)
-        self.tiers.tell(scheduler, stats.steps)
+        self.tiers.tell(stats.steps)
         for observer in self._observers:
             observer.committed(plan, result, updates)
         if self._timeline and self._ranks:
@@ -512,7 +501,7 @@ class Engine:
         ended, self._committing = self._committing, []
         self._in_flight.clear()
         if not whole:
-            self.tiers.reset(self.scheduler)
+            self.tiers.reset()
         culprit = self.scheduler.restart(failed=failed is not None, whole=whole)
         if failed is not None:
             self._log_failure(failed, culprit)

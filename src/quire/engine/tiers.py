@@ -17,14 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from blake3 import blake3
 
 from quire.config import EngineConfig
-from quire.core.holders import Holders, Published
 from quire.core.kv_manager import KVManager
-from quire.core.lockstep import Lockstep
-from quire.core.orders import Ban, Forget, Gone, Lacks, Locate, Prefill, Pull, Read, Write
 from quire.core.request import Request
-from quire.core.scheduler import Scheduler
-from quire.core.sources import Sources
-from quire.core.tier import DISK, HOST, PEER, REMOTE
 from quire.errors import ConfigError
 from quire.kv.disk import DiskTier, DiskTierError, open_folder
 from quire.kv.host import HostTier
@@ -41,6 +35,13 @@ from quire.kv.mailbox import (
     Servers,
     Wanted,
 )
+from quire.kv.published import Published
+from quire.kv.tiers.connector import TierConnector
+from quire.kv.tiers.cost import Costs
+from quire.kv.tiers.holders import Holders
+from quire.kv.tiers.orders import Ban, Forget, Gone, Lacks, Locate, Prefill, Pull, Read, Write
+from quire.kv.tiers.sources import Sources
+from quire.kv.tiers.tier import DISK, HOST, PEER, REMOTE, Tier
 from quire.log import sanitize
 from quire.runner.memory_plan import format_size
 
@@ -92,7 +93,9 @@ class KVTiers:
 
     Attributes:
         key: the key with which blocks are named and verified.
-        host, disk: the tiers, or None.
+        host, disk: the tiers, or None. sources: the index of both, and what comes from elsewhere; None without a host
+            tier.
+        published: what others can read here; None if nobody wants to know.
         mailbox: messages from the threads; None if there are none.
         exporter: None if other engines cannot read here. importer: None if no other engine computes prompts.
         agent: None without a directory. nodes: None if no blocks are read from other nodes.
@@ -107,6 +110,8 @@ class KVTiers:
     def __init__(self, config: EngineConfig, hash_key: bytes | None) -> None:
         self.host: HostTier | None = None
         self.disk: DiskTier | None = None
+        self.sources: Sources | None = None
+        self.published: Published | None = None
         self.exporter: Exporter | None = None
         self.importer: Importer | None = None
         self.agent: DirectoryAgent | StoreAgent | None = None
@@ -124,7 +129,6 @@ class KVTiers:
         self._cluster_key = _cluster_key(config)
         self._transports = contextlib.ExitStack()
         self._folder: tuple[Path, bytes, int] | None = None
-        self._published: Published | None = None
         self._kvs: Sequence[KVManager] = ()
         self._on_gone: Callable[[Iterable[bytes]], None] = lambda blocks: None
         if config.disk_kv_path is not None:
@@ -137,11 +141,12 @@ class KVTiers:
             own = blake3(self._cluster_key, derive_key_context="quire 2026 names of a cluster's KV blocks").digest()
         self.key = hash_key or own or secrets.token_bytes(32)
 
-    def open(self, host: HostTier | None, identity: dict[str, str]) -> None:
+    def open(self, host: HostTier | None, identity: dict[str, str], costs: Costs) -> None:
         """Read the folder's index, and connect to the other engines.
 
         Args:
             identity: everything that a block's bytes depend on.
+            costs: estimates whether loading blocks pays.
 
         Raises:
             ConfigError: a transport or a port is not available, or `kv_events_config` is not valid.
@@ -157,6 +162,15 @@ class KVTiers:
             self._open_disk(host, *self._folder[:2])
         if self._cluster_key is not None and self._config.kv_role is not None and self.mailbox is not None:
             self._open_roles(host, self._cluster_key, self.mailbox, identity)
+        first = host.groups[0].block_bytes
+        self.sources = Sources(
+            Tier(*(each.count for each in host.groups)),
+            self.disk.index if self.disk else None,
+            [each.block_bytes / first for each in host.groups],
+        )
+        self.sources.costs = costs
+        self.sources.holders = Holders() if self.agent is not None and self.nodes else None
+        self.sources.shared = self.agent is not None and self.exporter is not None
 
     def _open_roles(self, host: HostTier, key: bytes, mailbox: Mailbox, identity: dict[str, str]) -> None:
         from quire.kv import wire
@@ -221,21 +235,30 @@ class KVTiers:
         self.agent, self.nodes = self.store, self.store if config.decodes else None
         self.notes.append(f"KV blocks are shared by {url}" + (f": {self.store.problem}" if self.store.problem else ""))
 
-    def attach(self, sources: Sources) -> None:
-        """Attach the records of what other nodes have, and of what they can read here, to the scheduler's."""
-        if self.agent is not None:
-            sources.holders = Holders() if self.nodes else None
-            sources.published = Published(sources.tier) if self.exporter else None
-        if self.events is not None:
-            sources.published = sources.published or Published(sources.tier)
+    def connector(self) -> TierConnector | None:
+        """A new pool's connector to the tiers; None if there are none."""
+        return None if self.sources is None else TierConnector(self.sources, keeps_pace=not self._config.prefills)
 
-    def follow(self, scheduler: Scheduler | Lockstep, gone: Callable[[Iterable[bytes]], None]) -> None:
+    def attach(self, kvs: Sequence[KVManager]) -> None:
+        """Attach these pools: others are told what they have."""
+        self._kvs = kvs
+        if self.events is not None or (self.sources is not None and self.sources.shared):
+            self._listen()
+
+    def _listen(self) -> None:
+        if self.published is None:
+            self.published = Published(None if self.sources is None else self.sources.tier)
+            for kv in self._kvs:
+                kv.listen(self.published)
+
+    def follow(self, gone: Callable[[Iterable[bytes]], None]) -> None:
         """Call `gone` with blocks of which no part is in a pool or in a tier any more."""
-        self._published, self._kvs, self._on_gone = Published.of(scheduler.kvs), scheduler.kvs, gone
+        self._listen()
+        self._on_gone = gone
 
     def holds(self, block_hash: bytes) -> bool:
         """Whether something of a block is in the pool or in the host tier, as far as `follow` knows."""
-        return (self._published is not None and block_hash in self._published.blocks) or self._cached(block_hash)
+        return (self.published is not None and block_hash in self.published.blocks) or self._cached(block_hash)
 
     def _cached(self, block_hash: bytes) -> bool:
         """Whether a block has a place in a prefix cache: windows may have passed it, but not all after it."""
@@ -277,28 +300,27 @@ class KVTiers:
         self.notes.append(f"disk_kv_path: {error}; there is no disk tier")
         logger.warning("%s", self.notes[-1])
 
-    def exchange(self, scheduler: Scheduler | Lockstep, wait_seconds: float = 0.0) -> None:
-        """Pass messages from the threads on to the scheduler; waits up to this many seconds for the first one."""
-        if self.mailbox is None:
+    def exchange(self, wait_seconds: float = 0.0) -> None:
+        """Take in messages from the threads; waits up to this many seconds for the first one."""
+        sources = self.sources
+        if self.mailbox is None or sources is None:
             return
-        sources = scheduler.kvs[0].sources
         if self.importer is not None:
             sources.prefill_tokens = self._config.prefill_min_tokens if self.importer.ready else None
         if sources.holders is not None and self.agent is not None:
             sources.holders.ready = self.agent.ready
         for news in self.mailbox.take(wait_seconds):
-            self._take_in(sources, scheduler.kvs, news)
+            self._take_in(sources, news)
 
-    def tell(self, scheduler: Scheduler | Lockstep, num_steps: int) -> None:
-        """Pass on the scheduler's orders, and what it has for other engines.
+    def tell(self, num_steps: int) -> None:
+        """Pass on the connectors' orders, and what they have for other engines.
 
         Args:
             num_steps: number of steps that the engine has computed.
         """
-        kvs = scheduler.kvs
-        sources = kvs[0].sources
-        if published := sources.published:
-            touched, caches = published.touched, [kv.cache for kv in kvs]
+        sources = self.sources
+        if published := self.published:
+            touched, caches = published.touched, [kv.cache for kv in self._kvs]
             came, went = published.changes(caches)
             if self.events is not None and touched:
                 self.events.tell(touched, published.blocks, caches)
@@ -306,13 +328,13 @@ class KVTiers:
                 self._on_gone(gone)
             if self.agent is not None and self.exporter is not None and (came or went):
                 self.agent.changed(came, went)
-        if self.mailbox is None:
+        if self.mailbox is None or sources is None:
             return
         if sources.orders:
             self._order(sources)
         if self.exporter is not None and (exports := sources.exports):
             self.exporter.steps = num_steps
-            for told in exports.advance(kvs):
+            for told in exports.advance(sources.pools):
                 to = self.store if self.store is not None and told.number >= STORE_NUMBERS else self.exporter
                 to.announce(told)
 
@@ -355,7 +377,7 @@ class KVTiers:
                     agent.order(Lacks(node, [block_hash]))
         sources.orders.clear()
 
-    def _take_in(self, sources: Sources, kvs: Sequence[KVManager], news: object) -> None:
+    def _take_in(self, sources: Sources, news: object) -> None:
         exports = sources.exports
         match news:
             case Ended("read" | "gone" as kind, number, count, seconds, moving, engine):
@@ -377,7 +399,7 @@ class KVTiers:
             case Wanted(number, want) if self.exporter and want.tokens and sources.asked_for(want.hashes):
                 self.exporter.announce(Gone(number))  # else each might wait for the other
             case Wanted(number, want) if exports:
-                computing = bool(want.tokens) and exports.missing(want.hashes, kvs)
+                computing = bool(want.tokens) and exports.missing(want.hashes, sources.pools)
                 exports.begin(number, want.hashes, computing)
                 if computing:
                     self.to_compute.append(PrefillRequest(number, want))
@@ -387,13 +409,13 @@ class KVTiers:
                 exports.end(number)
                 self.dropped.append(number)
 
-    def counts(self, kvs: Sequence[KVManager]) -> dict[str, dict[str, int]]:
+    def counts(self) -> dict[str, dict[str, int]]:
         """For each tier, the numbers of blocks `stored` there, `loaded` from there, and `bad`; for other engines, of
         blocks read by them, read from them, and announced by them when no longer wanted; for other nodes, of blocks
         read from them, that no node had, that a node did not have although the directory said so, and bad ones.
         """
-        sources = kvs[0].sources
-        if not sources.tier.num_slots:
+        sources = self.sources
+        if sources is None:
             return {}
         events: dict[str, tuple[str, ...]] = {HOST: ("stored", "loaded", "bad")}
         if sources.disk is not None:
@@ -409,28 +431,35 @@ class KVTiers:
             counts[REMOTE] |= {"missed": found.missed, "stale": found.stale, "bad": found.bad}
         return counts
 
-    def slots(self, kvs: Sequence[KVManager]) -> dict[str, int]:
+    def slots(self) -> dict[str, int]:
         """Of the host tier, by their state."""
-        tier = kvs[0].sources.tier
-        return tier.counts if tier.num_slots else {}
+        return {} if self.sources is None else self.sources.tier.counts
 
-    def sizes(self, kvs: Sequence[KVManager], block_bytes: int) -> dict[str, dict[str, int]]:
+    def sizes(self, block_bytes: int) -> dict[str, dict[str, int]]:
         """Bytes `stored` in each tier and `loaded` from it; see `counts`."""
-        size = kvs[0].sources.size_moved
+        if self.sources is None:
+            return {}
+        size = self.sources.size_moved
         return {
             tier: {event: round(size(tier, event) * block_bytes) for event in ("stored", "loaded") if event in counts}
-            for tier, counts in self.counts(kvs).items()
+            for tier, counts in self.counts().items()
         }
 
-    def waits(self, scheduler: Scheduler | Lockstep, wait_seconds: float) -> bool:
+    def waits(self, wait_seconds: float) -> bool:
         """Whether requests wait for the tiers; if so, waits a little for news."""
-        if not scheduler.kvs[0].sources.waits:
+        if self.sources is None or not self.sources.waits:
             return False
         if wait_seconds:
-            self.exchange(scheduler, wait_seconds=wait_seconds)
+            self.exchange(wait_seconds)
         return True
 
-    def reset(self, scheduler: Scheduler | Lockstep) -> None:
+    def prefilled(self, numbers: Sequence[int]) -> None:
+        """Requests that computed prompts for other engines have ended; see `to_compute`."""
+        if self.sources is not None and (exports := self.sources.exports) is not None:
+            for number in numbers:
+                exports.computed(number)
+
+    def reset(self) -> None:
         """The scheduler's bookkeeping is rebuilt: nothing may be written into slots that it does not know of."""
         if self.disk is not None:
             self.disk.drain()
@@ -438,8 +467,8 @@ class KVTiers:
             if readers is not None:
                 readers.drain()
         for news in self.mailbox.take() if self.mailbox is not None else ():
-            if isinstance(news, Nodes | Servers):  # sent only when they change, so they must not be lost
-                self._take_in(scheduler.kvs[0].sources, scheduler.kvs, news)
+            if isinstance(news, Nodes | Servers) and self.sources is not None:
+                self._take_in(self.sources, news)  # sent only when they change, so they must not be lost
         if self.exporter is not None:
             self.exporter.all_gone()
         if self.store is not None:

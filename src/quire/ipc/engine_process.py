@@ -23,7 +23,6 @@ import zmq
 
 from quire import child, log
 from quire.config import EngineConfig
-from quire.core.fetches import MOST_FETCHES
 from quire.core.request import Request, RequestUpdate
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import StepPlan, StepResult
@@ -31,6 +30,7 @@ from quire.errors import INVALID, QuireError, RankLostError, RequestError
 from quire.fleet.cached_prompts import CachedPrompts
 from quire.ipc import wire
 from quire.ipc.board import NUM_IN_STEP, NUM_OPEN, PATIENCE, PULSE, START_SECONDS, Board
+from quire.kv.tiers.connector import MOST_FETCHES
 from quire.models.hub import resolve, tokenizer_folder
 from quire.text.tokenizer_trial import TokenizerTrial
 
@@ -112,7 +112,7 @@ class EngineProcess:
         self._stopping = False
         self.engine = self._load()
         self._prompts = CachedPrompts(f"{start.boot}.{os.getpid()}")
-        self.engine.tiers.follow(self.engine.scheduler, self._prompts.gone)
+        self.engine.tiers.follow(self._prompts.gone)
         self._patience = Patience(self.engine.model, self.engine.device.asynchronous)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # never drop: the queue is bounded by the requests' outputs

@@ -13,10 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
-from quire.core.orders import Lacks, Locate
 from quire.errors import ConfigError, QuireError
 from quire.kv.directory.base import DirectoryError, Node
 from quire.kv.mailbox import Located, Mailbox
+from quire.kv.tiers.orders import Lacks, Locate
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from typing import Any
 import msgspec
 import zmq
 
-from quire.core.orders import Gone, Have
 from quire.curve import Address, Curve, Doorkeeper
 from quire.errors import ConfigError
 from quire.kv import wire
 from quire.kv.host import HostTier
 from quire.kv.mailbox import Dropped, Mailbox, Released, Wanted
+from quire.kv.tiers.orders import Gone, Have
 from quire.kv.transport.base import Transport
 
 logger = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from quire.core.orders import Pull
 from quire.errors import ConfigError, QuireError
 from quire.kv import wire
 from quire.kv.directory.base import Node
 from quire.kv.importer import LOOK_SECONDS, REST_SECONDS, Prefiller, Reading
 from quire.kv.mailbox import Ended, Mailbox
 from quire.kv.readers import Readers
+from quire.kv.tiers.orders import Pull
 
 logger = logging.getLogger(__name__)
 

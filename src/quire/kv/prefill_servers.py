@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from quire.core.orders import Prefill
 from quire.kv import wire
 from quire.kv.importer import Prefiller
 from quire.kv.mailbox import Ended, Mailbox, Servers
 from quire.kv.readers import Readers
+from quire.kv.tiers.orders import Prefill
 from quire.names import DNS_SECONDS, addresses, is_server, name_of, servers
 
 logger = logging.getLogger(__name__)

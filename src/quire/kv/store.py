@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Protocol
 
-from quire.core.orders import Gone, Have, Lacks, Locate, Pull
 from quire.kv import wire
 from quire.kv.agent import Agent, Changed
 from quire.kv.directory.base import Node
 from quire.kv.host import CHECK_BYTES, HostTier
 from quire.kv.mailbox import STORE_NUMBERS, Dropped, Ended, Located, Mailbox, Nodes, Released, Wanted
+from quire.kv.tiers.orders import Gone, Have, Lacks, Locate, Pull
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterable
 from itertools import islice
 
-from quire.core.orders import Lacks, Locate
 from quire.errors import QuireError
 from quire.kv.agent import Agent, Changed
 from quire.kv.directory.base import Directory, Node
 from quire.kv.mailbox import Located, Mailbox, Nodes
+from quire.kv.tiers.orders import Lacks, Locate
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Which blocks other nodes have, according to a directory, and which blocks this node has for them.
+"""Which blocks other nodes have, according to a directory.
 
 The directory is asked outside the steps, and its answers are hints: they expire after a while, and if a node turns out
 not to have a block, another one is asked, or the block is computed.
@@ -9,16 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from quire.core.chain import Chain, Part
-from quire.core.prefix_cache import PrefixCache
-from quire.core.prefix_leaders import BLOCK
-from quire.core.request import Event
-from quire.core.tier import Tier
-
-if TYPE_CHECKING:
-    from quire.core.kv_manager import KVManager
+from quire.core.external import Found
+from quire.core.prefix import Part, Prefix
+from quire.kv.tiers.tier import Tier
 
 FRESH_SECONDS = 2.0
 """Answers younger than this are not asked for again."""
@@ -36,9 +30,9 @@ REPLICAS = 2
 """A block that this many other nodes have is not saved in this node's tier, too."""
 
 
-@dataclass(slots=True)
-class Lookup:
-    """A question to the directory.
+@dataclass(eq=False)
+class Lookup(Found):
+    """A question to the directory, for whose answer requests wait as they would for a fetch.
 
     Attributes:
         names: of the blocks' parts (`block_hash.part_name`). needed: for each, whether later ones are useless without.
@@ -50,11 +44,6 @@ class Lookup:
     needed: list[bool]
     deadline: float
     late: bool = False
-
-    @property
-    def event(self) -> Event:
-        """The event that requests wait for, as they would for a fetch."""
-        return Event(BLOCK, self.number)
 
 
 class Holders:
@@ -96,7 +85,8 @@ class Holders:
         if now - self._known.get(names[0], (-KEPT_SECONDS, ()))[0] < FRESH_SECONDS:
             return None
         self._next += 1
-        lookup = self.lookups[self._next] = Lookup(self._next, names, needed, now + LOOKUP_SECONDS)
+        own = b"lookup %d" % self._next
+        lookup = self.lookups[self._next] = Lookup([own], self._next, names, needed, now + LOOKUP_SECONDS)
         return lookup
 
     def answered(self, number: int, holders: Sequence[Collection[str]] | None, now: float) -> Lookup | None:
@@ -136,9 +126,9 @@ class Holders:
         return len(self._there(self._known.get(block_hash, (0.0, ()))[1]))
 
     def best(
-        self, chain: Chain, wanted: Sequence[Part], tier: Tier, cost: Callable[[str], float | None], now: float
+        self, prefix: Prefix, wanted: Sequence[Part], tier: Tier, cost: Callable[[str], float | None], now: float
     ) -> tuple[str, int]:
-        """The node with whose blocks, and those in the tier, a request could begin farthest along its chain, and after
+        """The node with whose blocks, and those in the tier, a request could begin farthest along its prompt, and after
         how many blocks; of several, the fastest.
 
         Args:
@@ -148,11 +138,11 @@ class Holders:
         known = {part.name: self.of(part.name, now) for part in wanted}
 
         def end(node: str) -> int:
-            return chain.reach(lambda name: name in tier or node in known.get(name, ()))
+            return prefix.reach(lambda name: name in tier or node in known.get(name, ()))
 
         ends = {node: end(node) for nodes in known.values() for node in nodes}
         if not ends:
-            return "", chain.first
+            return "", prefix.first
         node = max(ends, key=lambda each: (ends[each], -(cost(each) or 0.0)))
         return node, ends[node]
 
@@ -184,49 +174,3 @@ class Holders:
         self._known.move_to_end(block_hash)
         if len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
-
-
-class Published:
-    """The blocks that others can read from this node, by the names of their parts: those in its prefix caches and in
-    its host tier.
-
-    Changes are determined on request, by looking at the blocks that were touched since the last time.
-
-    Attributes:
-        blocks: those that there were the last time. touched: those that may have come or gone since.
-    """
-
-    def __init__(self, tier: Tier) -> None:
-        self.blocks: set[bytes] = set()
-        self._tier, self.touched = tier, set[bytes]()
-        tier.changed = self.touch
-
-    @classmethod
-    def of(cls, kvs: Sequence[KVManager]) -> Published:
-        """Make one for an engine whose pools share a tier, as those of data-parallel attention do."""
-        sources = kvs[0].sources
-        sources.published = sources.published or cls(sources.tier)
-        return sources.published
-
-    def touch(self, name: bytes) -> None:
-        """A block may have been added or removed."""
-        self.touched.add(name)
-
-    def reset(self) -> None:
-        """Any block may have been added or removed."""
-        self.touched |= self.blocks
-
-    def changes(self, caches: Sequence[PrefixCache]) -> tuple[list[bytes], list[bytes]]:
-        """The blocks added since the last call, and those that are not there any more, published or not.
-
-        Args:
-            caches: the node's prefix caches, one for each data-parallel replica.
-        """
-        if not self.touched:
-            return [], []
-        touched, self.touched = self.touched, set()
-        there = {each for each in touched if each in self._tier or any(cache.part(each) for cache in caches)}
-        came, went = there - self.blocks, touched - there
-        self.blocks -= went
-        self.blocks |= came
-        return list(came), list(went)

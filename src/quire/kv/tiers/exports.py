@@ -7,16 +7,22 @@ request computes them. So a chain can be read while its prompt is still being co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from quire.core.orders import Gone, Have
-from quire.core.tier import PEER
+from quire.core.prefix_cache import PrefixCache
+from quire.kv.tiers.orders import Gone, Have
+from quire.kv.tiers.tier import PEER, Tier
 
-if TYPE_CHECKING:
-    from quire.core.kv_manager import KVManager
-    from quire.core.sources import Sources
+
+class Pool(Protocol):
+    """The connector of a pool that shares the tier."""
+
+    cache: PrefixCache
+
+    def export(self, name: bytes) -> bool:
+        """Have a block saved, by its name; False: it is not here, or in the tier, or there is no slot for it."""
 
 
 @dataclass(slots=True)
@@ -45,11 +51,12 @@ class Exports:
     """All exports in progress. Their blocks may be in the pools of several replicas, which share the tier.
 
     Args:
-        sources: has the tier.
+        tier: shared by all pools.
+        count: called with the slots of blocks "stored" for a `PEER`.
     """
 
-    def __init__(self, sources: Sources) -> None:
-        self._sources, self._tier = sources, sources.tier
+    def __init__(self, tier: Tier, count: Callable[[str, str, Sequence[int]], None]) -> None:
+        self._tier, self._count = tier, count
         self.reset()
 
     def reset(self) -> None:
@@ -61,9 +68,9 @@ class Exports:
         """Slots that others may be reading, once per export; for invariant checks."""
         return [slot for export in self.under_way.values() for slot in export.slots[export.released :]]
 
-    def missing(self, hashes: Sequence[bytes], kvs: Sequence[KVManager]) -> bool:
+    def missing(self, hashes: Sequence[bytes], pools: Sequence[Pool]) -> bool:
         """Whether some of a chain's blocks would have to be computed."""
-        return any(each not in self._tier and all(kv.cache.part(each) is None for kv in kvs) for each in hashes)
+        return any(each not in self._tier and all(pool.cache.part(each) is None for pool in pools) for each in hashes)
 
     def begin(self, number: int, hashes: Sequence[bytes], computing: bool) -> None:
         """Begin an export: another engine wants these blocks."""
@@ -85,7 +92,7 @@ class Exports:
         if export := self.under_way.pop(number, None):
             self._unpin(export, export.told)
 
-    def advance(self, kvs: Sequence[KVManager]) -> list[Have | Gone]:
+    def advance(self, pools: Sequence[Pool]) -> list[Have | Gone]:
         """Announce what has become available since the last call; the next plan saves blocks that only a pool has."""
         news: list[Have | Gone] = []
         for number, export in list(self.under_way.items()):
@@ -97,18 +104,18 @@ class Exports:
                 self._tier.pin(slot)
                 export.slots.append(slot)
             if export.told > first:
-                self._sources.count(PEER, "stored", export.slots[first:])
+                self._count(PEER, "stored", export.slots[first:])
                 news.append(Have(number, first, tuple(export.slots[first:])))
-            if export.told < len(export.hashes) and not self._coming(export, kvs):
+            if export.told < len(export.hashes) and not self._coming(export, pools):
                 news.append(Gone(number))
                 export.hashes = export.hashes[: export.told]
                 self._end_if_read(number, export)
         return news
 
-    def _coming(self, export: Export, kvs: Sequence[KVManager]) -> bool:
+    def _coming(self, export: Export, pools: Sequence[Pool]) -> bool:
         """Whether the next block is still to come; saves blocks that are in a pool."""
         for block_hash in export.hashes[export.told :]:
-            if not self._tier.is_filling(block_hash) and not any(kv.save(block_hash) for kv in kvs):
+            if not self._tier.is_filling(block_hash) and not any(pool.export(block_hash) for pool in pools):
                 break
         return export.computing or self._tier.is_filling(export.hashes[export.told])
 

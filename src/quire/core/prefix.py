@@ -1,9 +1,10 @@
-"""The blocks that a waiting request needs in order to begin further along its prompt: all that the next token sees.
+"""A waiting request's prefix: the blocks that it needs in order to begin further along its prompt, which are all that
+the next token sees.
 
 In a group that keeps all positions, that is every block up to there; with a window, the blocks that cover it; for
 recurrent layers, the state of the last block (see `kv_group`). So, depending on which of a prompt's blocks are in the
-pool and in tiers, a request can begin at some positions and not at others, just as a match in the prefix cache can end
-only at some.
+pool, and which can be had from elsewhere (`external`), a request can begin at some positions and not at others, just as
+a match in the prefix cache can end only at some.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from quire.core.block_hash import part_name
 from quire.core.block_pool import NULL_BLOCK
 from quire.core.prefix_cache import PrefixCache
+from quire.core.request import Request
 
 
 class Part(NamedTuple):
@@ -29,18 +31,21 @@ class Part(NamedTuple):
     name: bytes
 
 
-class Chain:
+class Prefix:
     """A waiting request's blocks `first` to `last - 1`.
 
     Args:
         cache: the prefix cache, in which the first `first` blocks were found.
-        hashes: of all its full blocks.
+        request: whose full blocks are hashed.
         back: how many of the last tokens of a match will be computed again.
+
+    Attributes:
+        hashes: of all its full blocks.
     """
 
-    def __init__(self, cache: PrefixCache, hashes: list[bytes], first: int, last: int, back: int = 0) -> None:
-        self.cache, self.hashes, self._back = cache, hashes, back
-        self.first, self.last = first, min(last, len(hashes))  # without a cache there are no hashes
+    def __init__(self, cache: PrefixCache, request: Request, first: int, last: int, back: int = 0) -> None:
+        self.cache, self.request, self.hashes, self._back = cache, request, request.hashes, back
+        self.first, self.last = first, min(last, len(self.hashes))  # without a cache there are no hashes
         self._numbers = sorted(range(len(cache.groups)), key=lambda number: not cache.groups[number].keeps_all)
 
     def reach(self, there: Callable[[bytes], bool]) -> int:

@@ -4,8 +4,8 @@ Writing to the disk, and reading from any of these into slots of the tier, happe
 out the `orders`. Requests wait for a read as they do for a fetch, until a deadline; a slot that is late stays in
 quarantine until it is known that nothing is written there any more.
 
-There is one `Sources` per tier: data-parallel replicas (`core/lockstep.py`), which have their own pools, share both. If
-one of them has begun to read a block, others wait for that read, too.
+There is one `Sources` per tier: data-parallel replicas (`core/lockstep.py`), each of which has its own pool and
+connector, share both. If one of them has begun to read a block, others wait for that read, too.
 """
 
 from __future__ import annotations
@@ -13,102 +13,31 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire.core.chain import Chain, Part
-from quire.core.cost import Costs
-from quire.core.exports import Exports
-from quire.core.holders import Holders, Lookup, Published
-from quire.core.orders import Ban, Forget, Lacks, Locate, Order, Prefill, Pull, Read, Write
-from quire.core.prefix_leaders import BLOCK, ELSEWHERE, Leader
-from quire.core.request import Event, Request
+from quire.core.external import Found
+from quire.core.prefix import Part, Prefix
 from quire.core.step import Move
-from quire.core.tier import DISK, HOST, PEER, REMOTE, Tier
+from quire.kv.tiers.cost import Costs
+from quire.kv.tiers.exports import Exports
+from quire.kv.tiers.exports import Pool as ExportingPool
+from quire.kv.tiers.fetch import SlotFetch, ended_for
+from quire.kv.tiers.holders import Holders, Lookup
+from quire.kv.tiers.orders import Ban, Forget, Lacks, Locate, Order, Prefill, Pull, Read, Write
+from quire.kv.tiers.tier import DISK, HOST, PEER, REMOTE, Tier
 
 LEAST_FETCH = 2
 """Least number of blocks worth fetching; fewer are computed."""
 
-PATIENCE = {DISK: 20.0, PEER: 120.0, REMOTE: 5.0}
-"""Seconds without progress after which requests no longer wait. For blocks from another node, `COMPUTED_TIMES` the time
-to compute them, but at least `LEAST_PATIENCE`: this bounds the cost of choosing a node that turns out to be slow.
-"""
-
 COMPUTED_TIMES, LEAST_PATIENCE = 2.0, 0.05
+"""How long requests wait for blocks from another node: this many times the seconds to compute them, but at least so
+long. That bounds the cost of choosing a node that turns out to be slow."""
 
 
-@dataclass(eq=False)
-class SlotFetch:
-    """Blocks of one chain being read into the host tier; see `Fetch`.
+class Pool(ExportingPool, Protocol):
+    """The connector of a pool that shares the tier."""
 
-    Attributes:
-        source: `DISK`, `PEER` or `REMOTE`.
-        hashes: of the chain, including blocks that are in the tier already.
-        filling: slots being filled. wanted: names of their blocks. sizes: of these, in blocks of the first group.
-        pinned: slots of blocks that are in the tier already.
-        brings: number of blocks of which at least one part is read.
-        begin: when it began.
-        num_filled: number of slots that have been filled, the first ones.
-        patience: seconds without progress that requests wait. deadline: when they stop waiting.
-        late: the deadline has passed.
-        request: the request that it was begun for.
-        node: the node that has the blocks. Only for `REMOTE`.
-        engine: the engine that provided them, for display.
-    """
-
-    order, num_published = (-math.inf, 0, 0), 0
-
-    source: str
-    hashes: list[bytes]
-    filling: list[int]
-    wanted: list[bytes]
-    sizes: list[float]
-    pinned: list[int]
-    brings: int
-    begin: float
-    num_filled: int = 0
-    patience: float = field(init=False)
-    deadline: float = field(init=False)
-    late: bool = False
-    request: Request | None = None
-    node: str = ""
-    engine: str = ""
-
-    def __post_init__(self) -> None:
-        self.patience = PATIENCE[self.source]
-        self.deadline = self.begin + self.patience
-
-    @property
-    def kind(self) -> str:
-        """Kind of the events that requests wait for."""
-        return ELSEWHERE if self.source == PEER else BLOCK
-
-    @property
-    def complete(self) -> bool:
-        """Whether all slots have been filled."""
-        return self.num_filled == len(self.filling)
-
-    def came(self) -> int:
-        """Number of blocks that have arrived."""
-        return self.brings * self.num_filled // len(self.filling)
-
-    def wait_for(self, seconds: float) -> None:
-        """Limit how long requests wait for it."""
-        self.patience = min(self.patience, seconds)
-        self.deadline = self.begin + self.patience
-
-
-class Follower(Protocol):
-    """A scheduler whose requests may wait for reads."""
-
-    def arrived(self, event: Event) -> None:
-        """An event has happened."""
-
-    def read_over(self, fetch: SlotFetch, seconds: float, moving: float) -> None:
-        """A read has ended after `seconds`, in `moving` of which bytes were transferred."""
-
-    def abandon(self, leader: Leader) -> None:
-        """A provider will bring no further blocks."""
+    over: list[Found]
 
 
 class Sources:
@@ -128,18 +57,18 @@ class Sources:
         costs: estimates of the time to compute, and to load from each source.
         exports: what other engines read from the tier; None if there is no tier.
         holders: what other nodes have; None if nothing is read from them.
-        published: what others can read here; None if nothing.
-        followers: the schedulers to notify.
+        shared: other nodes know which blocks are here, and can read them.
+        pools: the connectors that share them.
     """
 
     def __init__(self, tier: Tier, disk: Container[bytes] | None = None, sizes: Sequence[float] = (1.0,)) -> None:
         self.tier, self.disk, self.sizes, self.costs = tier, disk, sizes, Costs()
         self.moved: Counter[tuple[str, str, int]] = Counter()
-        self.exports = Exports(self) if tier.num_slots else None
+        self.exports = Exports(tier, self.count) if tier.num_slots else None
         self.holders: Holders | None = None
-        self.published: Published | None = None
         self.prefill_tokens: int | None = None
-        self.followers: list[Follower] = []
+        self.shared = False
+        self.pools: list[Pool] = []
         self._next_read = 0
         self.reset()
 
@@ -151,14 +80,9 @@ class Sources:
         self.writes: set[int] = set()  # slots
         # By slot, until its first load: the node that the block came from, or "" if a prefill engine computed it.
         self._origins: dict[int, str] = {}
-        for each in (self.exports, self.holders, self.published):
+        for each in (self.exports, self.holders):
             if each is not None:
                 each.reset()
-
-    def touched(self, name: bytes) -> None:
-        """A block has entered or left a prefix cache."""
-        if self.published is not None:
-            self.published.touch(name)
 
     @property
     def waits(self) -> bool:
@@ -169,14 +93,14 @@ class Sources:
         """The size of blocks of any groups, in blocks of the first one."""
         return sum(self.sizes[part.group] for part in parts)
 
-    def worth(self, source: str, parts: Sequence[Part], chain: Chain, end: int, first: int | None = None) -> bool:
+    def worth(self, source: str, parts: Sequence[Part], prefix: Prefix, end: int, first: int | None = None) -> bool:
         """Whether it is better to load the parts that a request needs to begin after `end` blocks than to compute them.
 
         Args:
-            first: where it could begin without them; None for the chain's `first`.
+            first: where it could begin without them; None for the prefix's `first`.
         """
-        size, first = chain.cache.block_size, chain.first if first is None else first
-        if not parts or end - chain.first < LEAST_FETCH:
+        size, first = prefix.cache.block_size, prefix.first if first is None else first
+        if not parts or end - prefix.first < LEAST_FETCH:
             return False
         return self.costs.prefers_load(source, self.size(parts), (end - first) * size, first * size)
 
@@ -235,33 +159,34 @@ class Sources:
         self.tier.unpin(slot)
         self.count(DISK, "stored", [slot] if stored else ())
 
-    def begin_read(self, chain: Chain, now: float) -> SlotFetch | None:
-        """Order a chain's next blocks to be read, as far as disk and tier have them; None if there are none to read."""
+    def begin_read(self, prefix: Prefix, now: float) -> SlotFetch | None:
+        """Order a prefix's next blocks to be read, as far as disk and tier have them; None if there are none."""
         disk, tier = self.disk, self.tier
         if disk is None or any(fetch.late and fetch.source == DISK for fetch in self.reads.values()):
             return None  # nothing more is asked of a disk that is late
-        end = chain.reach(lambda name: name in tier or name in disk)
-        parts = chain.missing(end)
+        end = prefix.reach(lambda name: name in tier or name in disk)
+        parts = prefix.missing(end)
         missing = [part for part in parts if part.name not in tier]
-        if not missing or not self.worth(DISK, missing, chain, end, chain.reach(tier.__contains__)):
+        if not missing or not self.worth(DISK, missing, prefix, end, prefix.reach(tier.__contains__)):
             return None
-        fetch, blocks = self._begin_read(DISK, chain, parts, now)
+        fetch, blocks = self._begin_read(DISK, prefix, parts, now)
         if blocks:
             self.orders.append(Read(self._next_read, blocks))
         return fetch
 
-    def begin_prefill(self, request: Request, chain: Chain, now: float) -> SlotFetch | None:
+    def begin_prefill(self, prefix: Prefix, now: float) -> SlotFetch | None:
         """Order a request's blocks to be computed by another engine; None if that is not worth it."""
-        size, asked = chain.cache.block_size, request.params.kv_transfer_params or {}
+        request = prefix.request
+        size, asked = prefix.cache.block_size, request.params.kv_transfer_params or {}
         if self.prefill_tokens is None or asked.get("do_remote_decode"):
             return None
-        num_tokens = size * (chain.last - chain.reach(self.tier.__contains__))
+        num_tokens = size * (prefix.last - prefix.reach(self.tier.__contains__))
         if num_tokens < (1 if asked.get("do_remote_prefill") else self.prefill_tokens):
             return None
-        end = min(chain.last, chain.first + self.tier.room(0))
-        fetch, blocks = self._begin_read(PEER, chain, chain.missing(end), now)
+        end = min(prefix.last, prefix.first + self.tier.room(0))
+        fetch, blocks = self._begin_read(PEER, prefix, prefix.missing(end), now)
         if fetch is not None and blocks:
-            tokens = request.tokens[: (chain.first + len(fetch.hashes)) * size + 1]
+            tokens = request.tokens[: (prefix.first + len(fetch.hashes)) * size + 1]
             priority, owner = request.params.priority, request.owner
             named = asked.get("remote_engine_id", ""), asked.get("remote_host", "")
             self.orders.append(Prefill(self._next_read, blocks, tokens, priority, owner, request.scope, *named))
@@ -274,31 +199,31 @@ class Sources:
 
     # -- other nodes -----------------------------------------------------------------------------------------
 
-    def begin_pull(self, chain: Chain, now: float) -> SlotFetch | Lookup | None:
-        """Order a chain's next blocks to be read from the node that has most of them, or ask who has them; None if
+    def begin_pull(self, prefix: Prefix, now: float) -> SlotFetch | Lookup | None:
+        """Order a prefix's next blocks to be read from the node that has most of them, or ask who has them; None if
         neither is worth it."""
         tier, holders = self.tier, self.holders
-        if holders is None or chain.last - chain.first < LEAST_FETCH:
+        if holders is None or prefix.last - prefix.first < LEAST_FETCH:
             return None
-        first = chain.reach(tier.__contains__)
-        missing = [part for part in chain.missing(chain.last) if part.name not in tier]
+        first = prefix.reach(tier.__contains__)
+        missing = [part for part in prefix.missing(prefix.last) if part.name not in tier]
         if not missing:
             return None
         if holders.nodes is not None and not any(
-            self.worth(each, missing, chain, chain.last, first) for each in holders.nodes
+            self.worth(each, missing, prefix, prefix.last, first) for each in holders.nodes
         ):
             return None  # no nodes, or computing all of it is faster than reading it
-        wanted = [part for part in chain.parts(first) if part.name not in tier]
-        if lookup := holders.ask([part.name for part in wanted], [chain.needs(part) for part in wanted], now):
+        wanted = [part for part in prefix.parts(first) if part.name not in tier]
+        if lookup := holders.ask([part.name for part in wanted], [prefix.needs(part) for part in wanted], now):
             self.orders.append(Locate(lookup.number, lookup.names, lookup.needed))
             return lookup
-        node, end = holders.best(chain, wanted, tier, lambda each: self.costs.load_seconds(each, 1), now)
-        missing = [part for part in chain.missing(end) if part.name not in tier]
-        if end <= first or not self.worth(node, missing, chain, end, first):
+        node, end = holders.best(prefix, wanted, tier, lambda each: self.costs.load_seconds(each, 1), now)
+        missing = [part for part in prefix.missing(end) if part.name not in tier]
+        if end <= first or not self.worth(node, missing, prefix, end, first):
             return None
-        fetch, blocks = self._begin_read(REMOTE, chain, chain.missing(end), now)
+        fetch, blocks = self._begin_read(REMOTE, prefix, prefix.missing(end), now)
         if fetch is not None and blocks:
-            size = chain.cache.block_size
+            size = prefix.cache.block_size
             if compute := self.costs.compute_seconds((end - first) * size, first * size):
                 fetch.wait_for(max(LEAST_PATIENCE, COMPUTED_TIMES * compute))
             fetch.node = node
@@ -308,11 +233,12 @@ class Sources:
     def located(self, number: int, holders: Sequence[Collection[str]] | None, now: float) -> None:
         """The directory has answered who has some blocks, or does not answer; see `Holders.answered`."""
         if self.holders is not None and (lookup := self.holders.answered(number, holders, now)) is not None:
-            self._arrived(lookup.event)
+            self._over(lookup)
 
-    def _arrived(self, event: Event) -> None:
-        for each in self.followers:
-            each.arrived(event)
+    def _over(self, found: Found) -> None:
+        """What requests may wait for has ended."""
+        for each in self.pools:
+            each.over.append(found)
 
     def keep_nodes(self, nodes: frozenset[str]) -> None:
         """Take note of the other nodes that exist now."""
@@ -333,7 +259,7 @@ class Sources:
     # -- reads -------------------------------------------------------------------------------------------------
 
     def _begin_read(
-        self, source: str, chain: Chain, parts: Sequence[Part], now: float
+        self, source: str, prefix: Prefix, parts: Sequence[Part], now: float
     ) -> tuple[SlotFetch | None, tuple[tuple[int, bytes], ...]]:
         """Pin blocks that are in the tier, so that they are not evicted, and take slots for the others if possible.
 
@@ -344,7 +270,7 @@ class Sources:
         pinned = [slot for part in parts if (slot := self.tier.slot(part.name)) is not None]
         for slot in pinned:
             self.tier.pin(slot)
-        reached, others = chain.first, None
+        reached, others = prefix.first, None
         for part in parts:
             if self.tier.slot(part.name) is None:
                 if (slot := self.tier.take(part.name, part.group)) is None:
@@ -354,10 +280,10 @@ class Sources:
                 blocks.append((slot, part.name))
                 taken.append(part)
             reached = max(reached, part.place + 1)
-        hashes, sizes = chain.hashes[chain.first : reached], [self.sizes[part.group] for part in taken]
+        hashes, sizes = prefix.hashes[prefix.first : reached], [self.sizes[part.group] for part in taken]
         brings = len({part.place for part in taken})
         slots, names = [slot for slot, _ in blocks], [name for _, name in blocks]
-        fetch = SlotFetch(source, hashes, slots, names, sizes, pinned, brings, now)
+        fetch = SlotFetch(hashes, source, slots, names, sizes, pinned, brings, prefix.cache.block_size, now)
         if not blocks:
             self._release(fetch)
             return others, ()
@@ -413,8 +339,8 @@ class Sources:
         else:
             self.costs.moved(fetch.source, sum(fetch.sizes[: max(count, 1)]), seconds)
         self._release(fetch)
-        for each in self.followers:
-            each.read_over(fetch, seconds, moving)
+        ended_for(fetch, seconds, moving)
+        self._over(fetch)
 
     def expire(self, now: float) -> None:
         """End the wait for reads whose deadline has passed; their slots are in quarantine until they end."""
@@ -426,10 +352,9 @@ class Sources:
                 self.holders.lacks(fetch.node, fetch.wanted)
                 self.costs.moved(fetch.node, sum(fetch.sizes), now - fetch.begin)  # a lower bound
             self._release(fetch)
-            for each in self.followers:
-                each.abandon(fetch)
+            self._over(fetch)
         for lookup in [] if self.holders is None else self.holders.expired(now):
-            self._arrived(lookup.event)
+            self._over(lookup)
 
     def _release(self, fetch: SlotFetch) -> None:
         for slot in reversed(fetch.pinned):

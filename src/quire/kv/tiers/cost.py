@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container
+from dataclasses import dataclass
 
 from quire.core.step import StepPlan, StepResult
-from quire.core.tier import HOST
+from quire.kv.tiers.tier import HOST
 
 _FORGET = 0.9
 """Factor by which an observation's weight decays with each newer one."""
@@ -150,6 +152,35 @@ class Costs:
         save = seconds / blocks
         load = self.load_seconds(HOST, 1)
         return odds * (tokens * self._xy / self._xx - (save if load is None else load)) > save
+
+
+@dataclass
+class Spare:
+    """The time that prompts and loads may take of a step with decodes (`external.Pace`).
+
+    Attributes:
+        tokens: what is left of it, counted in tokens at a prompt's beginning.
+    """
+
+    costs: Costs
+    tokens: float
+
+    def take(self, count: int, context: int) -> None:
+        """See `Pace`."""
+        self.tokens -= self.costs.in_tokens(count, context)
+
+    def room(self, context: int) -> int:
+        """See `Pace`."""
+        return self.costs.most_tokens(self.tokens, context)
+
+    def load(self, blocks: float, source: str) -> None:
+        """The step loads these blocks."""
+        self.tokens -= blocks * self.costs.tokens_per_load(source)
+
+    def blocks(self, source: str) -> float:
+        """How many blocks it may still load; infinite if the time of one is not known yet."""
+        each = self.costs.tokens_per_load(source)
+        return int(self.tokens / each) if each else math.inf
 
 
 def _later(before: float, value: float) -> float:
