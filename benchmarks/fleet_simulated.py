@@ -8,7 +8,7 @@ time. Each computes prompts one after the other at RATE tokens a second, keeps t
 holds a request until its output is done. With --cores, servers share that many, and those that compute are slower while
 more of them do. Lengths are the trace's own; times are divided by --speedup, of which several
 are tried. With the pool, a server fetches what another one has at FETCH tokens a second, where that takes less than
-computing it (`core/cost.py`: 0.8 of it). The router of the simulation knows what it has sent, and hears of evictions.
+computing it (`kv/tiers/cost.py`: 0.8 of it). The simulation's router knows what it has sent and hears of evictions.
 """
 
 from __future__ import annotations

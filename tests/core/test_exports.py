@@ -11,7 +11,7 @@ from quire.core.invariants import check
 from quire.core.request import Status
 from quire.core.scheduler import Scheduler
 from quire.core.step_state import PendingStep
-from quire.kv.tiers.cost import Costs
+from quire.kv.tiers.cost import Costs, Spare
 from quire.kv.tiers.fetch import PATIENCE
 from quire.kv.tiers.orders import Gone, Have, Prefill
 from quire.kv.tiers.tier import DISK, HOST, PEER
@@ -281,7 +281,7 @@ def test_a_prompts_last_token_takes_some_of_the_time_that_prompts_have_beside_de
     step = PendingStep(0.0, 100)
     step.choose(last, 1)
     step.choose(decode, 1)
-    step.slow(Costs(pair=1.0), 30.0 + len(PROMPT))
+    step.keep_pace(Spare(Costs(pair=1.0), 30.0 + len(PROMPT)))
     assert step.room(0) == 30, "it sees all those before it, which count as much as itself; a decode counts nothing"
 
 

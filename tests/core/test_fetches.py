@@ -239,9 +239,9 @@ def test_each_fetch_keeps_room_for_its_own_request_and_for_nothing_else():
     for head in (1, 2, 3):
         scheduler.add(make_request(400 + head, [*([head] * 20), *([9] * 10)], 2))  # 8 blocks, of which 5 are loaded
     plan = scheduler.schedule(0.0)
-    assert len(plan.loads) == 15 and scheduler.kv.external.promised == [9]
+    assert len(plan.loads) == 15 and scheduler.kv.promised == [9]
     scheduler.commit(plan, runner.run(plan), 0.0)
-    assert scheduler.kv.external.promised == [0]
+    assert scheduler.kv.promised == [0]
     assert len(outputs(run_all(scheduler, runner))) == 3
 
 

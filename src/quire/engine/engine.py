@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from quire.core.step import StepPlan, StepResult
 from quire.devices import count_gpus, find_device
 from quire.engine import fingerprint
 from quire.engine.compiling import Compiling
+from quire.engine.elsewhere import WAIT_SECONDS, Elsewhere
 from quire.engine.executor import Executor, InlineExecutor, PendingResult, ThreadExecutor
 from quire.engine.expert_balancer import ExpertBalancer
 from quire.engine.loading import for_whole_prompts, left_out, load, open_grammars, sampling_defaults, with_method
@@ -34,15 +35,12 @@ from quire.engine.machine import MESSAGE_BYTES, check_gpus
 from quire.engine.notes import notes_of
 from quire.engine.ranks import PipelineExecutor, RankExecutor, Ranks
 from quire.engine.stats import EngineStats
-from quire.engine.tiers import WAIT_SECONDS, KVTiers
 from quire.errors import (
     ConfigError,
     EngineClosedError,
     StepFailedError,
 )
-from quire.kv.host import HostTier
 from quire.kv.layout import KVLayout, layout_id
-from quire.kv.tiers.cost import Costs
 from quire.models.checkpoint import Checkpoint, resolve
 from quire.models.hub import tokenizer_folder
 from quire.models.registry import check_ranks
@@ -57,6 +55,9 @@ from quire.runner.pipeline_runner import PipelineRunner
 from quire.runner.proposer import Proposer
 from quire.runner.start import OnLoad, Started, measure, planned, start_runner
 from quire.system import require_linux, system_notes
+
+if TYPE_CHECKING:
+    from quire.kv.host import HostTier
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class Engine:
         self.device = open_device(config.device)
         self._ranks = self._start_ranks(report, open_checkpoint, proposer) if config.num_ranks > 1 else None
         self.threads = self._ranks.threads if self._ranks else config.threads or usable_threads()
-        self.tiers = KVTiers(config, hash_key)
+        self.tiers = _elsewhere(config, hash_key)
         try:
             started = self._start(report, open_checkpoint, proposer, self.tiers.key, neighbours)
         except BaseException:
@@ -299,7 +300,7 @@ class Engine:
         ahead = speculation is not None and speculation.needs_next_token
         kept = retentions(config, self.model, speculation)
         read = self._stats.kv_block_bytes / config.block_size / self.model.weight_bytes
-        self.tiers.open(host, identity, Costs(self.model.pair_share, read))
+        self.tiers.open(host, identity, self.model.pair_share, read)
         managers = []
         for _ in range(config.data_parallel_size):
             groups = [KVGroup(cache.num_blocks, each) for cache, each in zip(self.kv_cache, kept, strict=True)]
@@ -540,6 +541,15 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("this engine was closed; create a new one")
+
+
+def _elsewhere(config: EngineConfig, hash_key: bytes | None) -> Elsewhere:
+    """What there is besides the pool; nothing of it is imported if there is nothing."""
+    if not config.host_kv_bytes:
+        return Elsewhere(config, hash_key)
+    from quire.engine.tiers import KVTiers
+
+    return KVTiers(config, hash_key)
 
 
 def _for_here(config: EngineConfig) -> EngineConfig:

@@ -1,5 +1,5 @@
-"""The tiers below the pool, on the engine's side: carries out the scheduler's orders to the disk and to other engines,
-and reports the results to it.
+"""The tiers below the pool, on the engine's side: carries out the connectors' orders to the disk and to other engines,
+and reports the results to them.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
 from quire.config import EngineConfig
 from quire.core.kv_manager import KVManager
-from quire.core.request import Request
+from quire.engine.elsewhere import Elsewhere, PrefillRequest
 from quire.errors import ConfigError
 from quire.kv.disk import DiskTier, DiskTierError, open_folder
 from quire.kv.host import HostTier
@@ -35,40 +35,22 @@ from quire.kv.mailbox import (
     Servers,
     Wanted,
 )
-from quire.kv.published import Published
 from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.cost import Costs
 from quire.kv.tiers.holders import Holders
 from quire.kv.tiers.orders import Ban, Forget, Gone, Lacks, Locate, Prefill, Pull, Read, Write
 from quire.kv.tiers.sources import Sources
 from quire.kv.tiers.tier import DISK, HOST, PEER, REMOTE, Tier
-from quire.log import sanitize
 from quire.runner.memory_plan import format_size
 
 if TYPE_CHECKING:  # imported only if there are other engines
-    from quire.engine.kv_events import KVEvents
-    from quire.kv import wire
     from quire.kv.directory.agent import DirectoryAgent
-    from quire.kv.exporter import Exporter
     from quire.kv.nodes import NodeReaders
-    from quire.kv.prefill_servers import Importer, Unmet
+    from quire.kv.prefill_servers import Unmet
     from quire.kv.store import StoreAgent
     from quire.kv.transport.base import Transport
 
 logger = logging.getLogger(__name__)
-
-WAIT_SECONDS = 0.01
-"""How long to wait for the tiers when nothing else can be done."""
-
-SAY_SECONDS = 60.0
-"""Least seconds between two warnings about engines that cannot be asked."""
-
-_UNMET: dict[Unmet, str] = {
-    "role": "this engine asks no other one and computes it: start it with --role decode and that one's --prefill-url",
-    "not allowed": "that is none of --prefill-url and is not contacted, so another one computes it, or this engine: "
-    "add its server there, or dns+http://NAME:PORT for all addresses of a name",
-    "unreachable": "that cannot be reached now, so another one computes it, or this engine",
-}
 
 STORE = "mooncake://"
 """Prefix of a `kv_directory` that is a store's URL."""
@@ -77,14 +59,7 @@ CLUSTER_KEY = "quire/cluster-key"
 """Default path of the cluster key in the user's configuration folder."""
 
 
-class PrefillRequest(NamedTuple):
-    """A prompt to compute for another engine; call `KVTiers.prefilled` with its number when it has ended."""
-
-    number: int
-    want: wire.Want
-
-
-class KVTiers:
+class KVTiers(Elsewhere):
     """The tiers below the pool. If a folder cannot be used, that is logged and the engine serves without a disk tier.
 
     Args:
@@ -92,45 +67,20 @@ class KVTiers:
         hash_key: key of the blocks' hashes; None for the cluster's, the folder's, or a random one.
 
     Attributes:
-        key: the key with which blocks are named and verified.
-        host, disk: the tiers, or None. sources: the index of both, and what comes from elsewhere; None without a host
-            tier.
-        published: what others can read here; None if nobody wants to know.
-        mailbox: messages from the threads; None if there are none.
-        exporter: None if other engines cannot read here. importer: None if no other engine computes prompts.
         agent: None without a directory. nodes: None if no blocks are read from other nodes.
         store: agent and nodes in one, if a store has the blocks themselves; otherwise None.
-        events: tells routers of other systems what is cached; None if they are not told.
-        to_compute, dropped: prompts to compute for other engines, and those no longer needed; taken by whoever drives
-            the engine.
-        notes: messages for the user.
-        unmet: number of requests that named an engine that was not asked, by the reason.
     """
 
     def __init__(self, config: EngineConfig, hash_key: bytes | None) -> None:
-        self.host: HostTier | None = None
-        self.disk: DiskTier | None = None
-        self.sources: Sources | None = None
-        self.published: Published | None = None
-        self.exporter: Exporter | None = None
-        self.importer: Importer | None = None
+        super().__init__(config, hash_key)
         self.agent: DirectoryAgent | StoreAgent | None = None
         self.nodes: NodeReaders | StoreAgent | None = None
         self.store: StoreAgent | None = None
-        self.events: KVEvents | None = None
         elsewhere = config.disk_kv_path is not None or config.kv_role is not None
         self.mailbox = Mailbox() if elsewhere else None
-        self.to_compute: list[PrefillRequest] = []
-        self.dropped: list[int] = []
-        self.notes: list[str] = []
-        self.unmet: dict[Unmet, int] = {}
-        self._say_again: dict[Unmet, float] = {}  # when the next warning may come
-        self._config = config
         self._cluster_key = _cluster_key(config)
         self._transports = contextlib.ExitStack()
         self._folder: tuple[Path, bytes, int] | None = None
-        self._kvs: Sequence[KVManager] = ()
-        self._on_gone: Callable[[Iterable[bytes]], None] = lambda blocks: None
         if config.disk_kv_path is not None:
             try:
                 self._folder = open_folder(config.disk_kv_path)
@@ -139,23 +89,12 @@ class KVTiers:
         own = None if self._folder is None else self._folder[1]
         if self._cluster_key is not None:
             own = blake3(self._cluster_key, derive_key_context="quire 2026 names of a cluster's KV blocks").digest()
-        self.key = hash_key or own or secrets.token_bytes(32)
+        self.key = hash_key or own or self.key
 
-    def open(self, host: HostTier | None, identity: dict[str, str], costs: Costs) -> None:
-        """Read the folder's index, and connect to the other engines.
-
-        Args:
-            identity: everything that a block's bytes depend on.
-            costs: estimates whether loading blocks pays.
-
-        Raises:
-            ConfigError: a transport or a port is not available, or `kv_events_config` is not valid.
-        """
+    def open(self, host: HostTier | None, identity: dict[str, str], pair_share: float, read: float) -> None:
+        """Read the folder's index, and connect to the other engines; see `Elsewhere`."""
+        super().open(host, identity, pair_share, read)
         self.host = host
-        if self._config.kv_events_config is not None:
-            from quire.engine.kv_events import publisher  # not above: few want it, and it imports ZeroMQ
-
-            self.events = publisher(self._config.kv_events_config)
         if host is None:
             return
         if self._folder is not None:
@@ -168,7 +107,7 @@ class KVTiers:
             self.disk.index if self.disk else None,
             [each.block_bytes / first for each in host.groups],
         )
-        self.sources.costs = costs
+        self.sources.costs = Costs(pair_share, read)
         self.sources.holders = Holders() if self.agent is not None and self.nodes else None
         self.sources.shared = self.agent is not None and self.exporter is not None
 
@@ -240,29 +179,10 @@ class KVTiers:
         return None if self.sources is None else TierConnector(self.sources, keeps_pace=not self._config.prefills)
 
     def attach(self, kvs: Sequence[KVManager]) -> None:
-        """Attach these pools: others are told what they have."""
-        self._kvs = kvs
-        if self.events is not None or (self.sources is not None and self.sources.shared):
+        """See `Elsewhere`."""
+        super().attach(kvs)
+        if self.sources is not None and self.sources.shared:
             self._listen()
-
-    def _listen(self) -> None:
-        if self.published is None:
-            self.published = Published(None if self.sources is None else self.sources.tier)
-            for kv in self._kvs:
-                kv.listen(self.published)
-
-    def follow(self, gone: Callable[[Iterable[bytes]], None]) -> None:
-        """Call `gone` with blocks of which no part is in a pool or in a tier any more."""
-        self._listen()
-        self._on_gone = gone
-
-    def holds(self, block_hash: bytes) -> bool:
-        """Whether something of a block is in the pool or in the host tier, as far as `follow` knows."""
-        return (self.published is not None and block_hash in self.published.blocks) or self._cached(block_hash)
-
-    def _cached(self, block_hash: bytes) -> bool:
-        """Whether a block has a place in a prefix cache: windows may have passed it, but not all after it."""
-        return any(kv.cache.find(block_hash) is not None for kv in self._kvs)
 
     def _opened(self, host: HostTier, key: bytes) -> list[Transport]:
         """Open the transports to other engines, fastest first."""
@@ -301,7 +221,7 @@ class KVTiers:
         logger.warning("%s", self.notes[-1])
 
     def exchange(self, wait_seconds: float = 0.0) -> None:
-        """Take in messages from the threads; waits up to this many seconds for the first one."""
+        """See `Elsewhere`."""
         sources = self.sources
         if self.mailbox is None or sources is None:
             return
@@ -313,21 +233,9 @@ class KVTiers:
             self._take_in(sources, news)
 
     def tell(self, num_steps: int) -> None:
-        """Pass on the connectors' orders, and what they have for other engines.
-
-        Args:
-            num_steps: number of steps that the engine has computed.
-        """
+        """Tell others what has changed, and pass on the connectors' orders, and what they have for other engines."""
+        super().tell(num_steps)
         sources = self.sources
-        if published := self.published:
-            touched, caches = published.touched, [kv.cache for kv in self._kvs]
-            came, went = published.changes(caches)
-            if self.events is not None and touched:
-                self.events.tell(touched, published.blocks, caches)
-            if gone := [each for each in went if not self._cached(each)]:
-                self._on_gone(gone)
-            if self.agent is not None and self.exporter is not None and (came or went):
-                self.agent.changed(came, went)
         if self.mailbox is None or sources is None:
             return
         if sources.orders:
@@ -338,22 +246,12 @@ class KVTiers:
                 to = self.store if self.store is not None and told.number >= STORE_NUMBERS else self.exporter
                 to.announce(told)
 
-    def check_asked(self, request: Request) -> None:
-        """Count and say so if a request's prompt cannot come from the engine that its `kv_transfer_params` name: it is
-        computed here then, or by another engine."""
-        asked = request.params.kv_transfer_params or {}
-        if not asked.get("do_remote_prefill"):
-            return
-        engine, host = asked.get("remote_engine_id", ""), asked.get("remote_host", "")
-        why: Unmet | None = self.importer.unmet(engine, host) if self.importer else "role"
-        if why is None:
-            return
-        self.unmet[why] = self.unmet.get(why, 0) + 1
-        if (now := time.monotonic()) < self._say_again.get(why, 0.0):
-            return
-        self._say_again[why] = now + SAY_SECONDS
-        named = " at ".join(sanitize(each) for each in (engine, host) if each) or "another engine"
-        logger.warning("kv_transfer_params ask for a prompt from %s, and %s", named, _UNMET[why])
+    def _changed(self, came: list[bytes], went: list[bytes]) -> None:
+        if self.agent is not None and self.exporter is not None:
+            self.agent.changed(came, went)
+
+    def _unmet(self, engine: str, host: str) -> Unmet | None:
+        return self.importer.unmet(engine, host) if self.importer else "role"
 
     def _order(self, sources: Sources) -> None:
         disk, importer, agent, nodes = self.disk, self.importer, self.agent, self.nodes
@@ -432,11 +330,11 @@ class KVTiers:
         return counts
 
     def slots(self) -> dict[str, int]:
-        """Of the host tier, by their state."""
+        """See `Elsewhere`."""
         return {} if self.sources is None else self.sources.tier.counts
 
     def sizes(self, block_bytes: int) -> dict[str, dict[str, int]]:
-        """Bytes `stored` in each tier and `loaded` from it; see `counts`."""
+        """See `Elsewhere`."""
         if self.sources is None:
             return {}
         size = self.sources.size_moved
@@ -446,7 +344,7 @@ class KVTiers:
         }
 
     def waits(self, wait_seconds: float) -> bool:
-        """Whether requests wait for the tiers; if so, waits a little for news."""
+        """See `Elsewhere`."""
         if self.sources is None or not self.sources.waits:
             return False
         if wait_seconds:
@@ -454,13 +352,13 @@ class KVTiers:
         return True
 
     def prefilled(self, numbers: Sequence[int]) -> None:
-        """Requests that computed prompts for other engines have ended; see `to_compute`."""
+        """See `Elsewhere`."""
         if self.sources is not None and (exports := self.sources.exports) is not None:
             for number in numbers:
                 exports.computed(number)
 
     def reset(self) -> None:
-        """The scheduler's bookkeeping is rebuilt: nothing may be written into slots that it does not know of."""
+        """See `Elsewhere`."""
         if self.disk is not None:
             self.disk.drain()
         for readers in (self.importer, self.nodes):
@@ -476,7 +374,8 @@ class KVTiers:
 
     def close(self) -> None:
         """Finish all writes, release the folder, and disconnect from other engines."""
-        for each in (self.agent, self.importer, self.nodes, self.exporter, self.disk, self.events):
+        super().close()
+        for each in (self.agent, self.importer, self.nodes, self.exporter, self.disk):
             if each is not None:
                 each.close()
         self._transports.close()
@@ -485,7 +384,7 @@ class KVTiers:
         if self.mailbox is not None:
             self.mailbox.close()
         self.host = self.disk = self._folder = self.importer = self.exporter = self.agent = self.nodes = None
-        self.store = self.events = None
+        self.store = None
 
 
 def cluster_name(key: bytes) -> str:

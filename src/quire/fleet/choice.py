@@ -26,7 +26,7 @@ RUNNING_TOKENS = 64
 """A decoding request takes its share of every step, which counts like this many queued prompt tokens."""
 
 FETCH_BELOW = 0.8
-"""A fetch must take less than this share of the time that it saves, as in `core/cost.py`."""
+"""A fetch must take less than this share of the time that it saves, as in `kv/tiers/cost.py`."""
 
 NEAR = 1.25
 """Costs up to this many times the lowest one count as equal, since rates are estimates."""

@@ -1,6 +1,6 @@
 """The prefill side: tells other engines which of the blocks they want are in this engine's host tier.
 
-`core/exports.py` decides what is computed, saved and pinned; this is the thread that speaks the protocol of
+`kv/tiers/exports.py` decides what is computed, saved and pinned; this is the thread that speaks the protocol of
 `kv/wire.py`.
 """
 

@@ -1,6 +1,6 @@
 """The host tier's memory: blocks evicted from the pool, which are copied back and verified when they are needed.
 
-`core/tier.py` decides which block is in which slot. All ranks of a machine share the memory, and each copies its share
+`tiers/tier.py` decides which block is in which slot. All ranks of a machine share the memory, and each copies its share
 of a block (`layout.py`).
 """
 

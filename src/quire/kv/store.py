@@ -2,7 +2,7 @@
 
 To the rest of the engine it is one more node, which has everything that was put there: blocks are looked up, read into
 slots and verified as another node's are. Putting a new block works like an export to another engine
-(`core/exports.py`): it is saved to a slot, pinned, copied from there, and released. The store itself decides which
+(`kv/tiers/exports.py`): it is saved to a slot, pinned, copied from there, and released. The store itself decides which
 blocks it keeps, in how many copies and for how long. One thread communicates with it, so no step waits.
 """
 

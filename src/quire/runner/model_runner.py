@@ -26,7 +26,6 @@ from torch import Tensor
 
 from quire.core.pooling import PoolingParams
 from quire.core.step import Span, SpanResult, StepPlan, StepResult, TokenLogprobs
-from quire.kv.host import HostTier
 from quire.models.model import Model
 from quire.ops import KVCache
 from quire.runner.device import Device, Mark, is_lost, is_out_of_memory
@@ -44,6 +43,7 @@ from quire.runner.scores import Scored
 
 if TYPE_CHECKING:
     from quire.grammar.grammars import Grammars
+    from quire.kv.host import HostTier
 
 logger = logging.getLogger(__name__)
 

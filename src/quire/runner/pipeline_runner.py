@@ -27,7 +27,6 @@ from torch import Tensor
 
 from quire.core.step import Span, StepPlan
 from quire.errors import RankLostError
-from quire.kv.host import HostTier
 from quire.models.model import AuxHiddenStates, Model, stage_of
 from quire.ops import KVCache, RaggedBatch
 from quire.runner.device import Mark
@@ -38,6 +37,7 @@ from quire.runner.proposer import Drafts, Speculation
 
 if TYPE_CHECKING:
     from quire.grammar.grammars import Grammars
+    from quire.kv.host import HostTier
 
 
 class PipelinedStep(LaunchedStep):

@@ -13,9 +13,7 @@ from quire.config import EngineConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span, StepPlan
 from quire.errors import ConfigError, MemoryPlanError
-from quire.kv.host import HostTier, Slots, slot_bytes
 from quire.kv.layout import Share
-from quire.kv.prefault import Prefaulter
 from quire.models.model import Model
 from quire.ops import KVCache
 from quire.runner.device import Device
@@ -37,6 +35,7 @@ from quire.runner.proposer import Speculation
 
 if TYPE_CHECKING:
     from quire.grammar.grammars import Grammars
+    from quire.kv.host import HostTier
     from quire.speculate.config import SpeculativeConfig
 
 OnLoad = Callable[[str, float], None]
@@ -188,6 +187,9 @@ def _host_tier(
     """
     if not config.host_kv_bytes:
         return None
+    from quire.kv.host import HostTier, Slots, slot_bytes
+    from quire.kv.prefault import Prefaulter
+
     shares = [Share.of(cache, model, number) for number, cache in enumerate(kv)]
     sizes = [slot_bytes(share.layout.block_bytes) for share in shares]
     counts = _slot_counts(config.host_kv_bytes, sizes, [group.num_usable for group in plan.groups])
