@@ -85,6 +85,8 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "prefill_url": ("http://a:8000,b:29600", "http://a:8000,b:29600"),
     "prefill_min_tokens": ("64", 64),
     "kv_directory": ("redis://a:6379/0", "redis://a:6379/0"),
+    "kv_connector": ("mine", "mine"),
+    "kv_connector_extra_config": ('{"blocks": 64}', {"blocks": 64}),
     "kv_events_config": ('{"topic": "kv"}', {"topic": "kv"}),
     "kv_transport": ("socket", "socket"),
     "kv_host": ("0.0.0.0", "0.0.0.0"),

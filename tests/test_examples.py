@@ -28,6 +28,7 @@ HERE = {
     "schema": r"temperature 2: \{'name': '(Ada|Grace)', 'born': 1\d\d\d, ",
     "tool": r"temperature\(\{'city': '(Oslo|Rome)', 'unit': '[CF]'\}\) is \d+(\.\d)? [CF]\nand then it says: '",
     "load_or_compute": r"loaded: .* 1488 were there\n",
+    "kv_connector": r"first time: 0 of 2048 .*\nsecond time: 1920 of 2048",
     "chunked_prefill": r"2048 tokens a step: 1 steps .*\nat most 64 tokens a step: 24 steps",
 }
 """Those that run in this process, and what they print."""
@@ -44,7 +45,8 @@ HELPERS = {"servers"}
 
 
 @pytest.mark.quick(
-    "batch", "streams", "chat", "by_hand", "prefix_cache", "experts", "latent_attention", "score", "tool"
+    *("batch", "streams", "chat", "by_hand", "prefix_cache", "experts", "latent_attention", "score", "tool"),
+    "kv_connector",
 )
 @pytest.mark.parametrize("name", HERE)
 def test_an_example_shows_what_it_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:

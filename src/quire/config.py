@@ -226,6 +226,12 @@ class EngineConfig:
         None,
         "where engines that share KV publish which blocks they have, e.g. redis://HOST:6379/0; needs kv_role",
     )
+    kv_connector: str | None = option(
+        None,
+        "what keeps KV elsewhere, by the name of an installed connector (entry point of quire.kv_connectors), or "
+        "MODULE:CLASS; instead of host_kv_memory and kv_role",
+    )
+    kv_connector_extra_config: Mapping[str, Any] | None = option(None, "the connector's own options, as JSON")
     kv_events_config: Mapping[str, Any] | None = option(
         None,
         "events of cached blocks over ZeroMQ, as vLLM has them, for routers that follow engines by these, e.g. "
@@ -413,6 +419,7 @@ class EngineConfig:
                 f"disk_kv_memory={self.disk_kv_memory} limits a folder, but there is none; set disk_kv_path too"
             )
         self._check_role()
+        self._check_connector()
         if not self.host_kv_bytes:
             if self.disk_kv_path is not None:
                 raise ConfigError(
@@ -433,6 +440,22 @@ class EngineConfig:
             raise ConfigError(
                 f"{self._tier_option} needs the prefix cache, through which blocks are loaded, but prefix_cache=off; "
                 "leave one of them out"
+            )
+
+    def _check_connector(self) -> None:
+        if self.kv_connector is None:
+            if self.kv_connector_extra_config is not None:
+                raise ConfigError("kv_connector_extra_config is for a connector, but there is none; set kv_connector")
+            return
+        beside = {
+            self._tier_option: bool(self.host_kv_bytes),
+            f"{self.num_ranks} ranks": self.num_ranks > 1,
+            "prefix_cache=off": self.prefix_cache == "off",
+        }
+        if found := [name for name, there in beside.items() if there]:
+            raise ConfigError(
+                f"kv_connector={self.kv_connector} with {found[0]} is not supported: a connector is for one rank, with "
+                "a prefix cache and no other tier; leave one of them out"
             )
 
     def _check_role(self) -> None:

@@ -114,7 +114,9 @@ VLLM_OPTIONS: dict[str, VllmOption] = {
     "enable_sleep_mode": _off("an engine cannot release its memory and resume"),
     "hf_overrides": _only(Mapping[str, Any], {}, why="a checkpoint is used as it is; change its config.json"),
     "kv_transfer_config": _only(
-        Mapping[str, Any], {}, why="for disaggregated prefill set kv_role, prefill_url and kv_transport"
+        Mapping[str, Any],
+        {},
+        why="for disaggregated prefill set kv_role and prefill_url; see also kv_connector",
     ),
     "limit_mm_per_prompt": _only(Mapping[str, Any], {}, why="only text models are supported"),
     "load_format": _only(str, "auto", "safetensors", why="checkpoints are read from safetensors files"),

@@ -15,7 +15,9 @@ from quire.core.invariants import check
 from quire.core.kv_manager import Handle
 from quire.core.prefix_cache import KEY_BYTES
 from quire.core.request import Event
+from quire.core.scheduler import Scheduler
 from quire.errors import RequestTooLargeError
+from quire.kv.tiers.connector import TierConnector
 from quire.kv.tiers.tier import HOST
 from tests.core.fake_runner import (
     ALL,
@@ -35,6 +37,11 @@ MIXED = [(9,), (None, 9), (None, 9), (None, 3, 12), (16, 5), (1, None), (None, S
 """KV groups' windows of models that have some."""
 
 EVENTS = [Event("grammar", 0), Event("grammar", 1), Event("adapter", 0)]
+
+
+def kept_elsewhere(scheduler: Scheduler) -> dict[bytes, int]:
+    """The slots of the host tier's blocks, by name."""
+    return scheduler.kv.external.tier.kept if isinstance(scheduler.kv.external, TierConnector) else {}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -170,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1000))
     def flip(self, which):
         """Bytes of a slot of the host tier change."""
-        kept = sorted(self.scheduler.kv.external.tier.kept.values())
+        kept = sorted(kept_elsewhere(self.scheduler).values())
         if kept:
             self.runner.flip(kept[which % len(kept)])
 
@@ -279,7 +286,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         nodes = [(number, node) for number, group in enumerate(kv.groups) for node in group.cached.values()]
         full = kv.block_size * KEY_BYTES
         cached = {part_name(node.hash, number) for number, node in nodes if len(node.key) == full}
-        assert self.published.blocks == cached | kv.external.tier.kept.keys()
+        assert self.published.blocks == cached | kept_elsewhere(self.scheduler).keys()
 
     def teardown(self):
         if not hasattr(self, "scheduler"):

@@ -337,7 +337,7 @@ class KVManager:
 
     def find(self, request: Request, first: int, last: int, decoding: bool) -> Found | None:
         """What a connector has of a waiting request's blocks `first` to `last - 1`, if that is worth it."""
-        if self.external is None:
+        if self.external is None or first >= min(last, len(request.hashes)):
             return None
         return self.external.lookup(Prefix(self.cache, request, first, last, int(self.needs_next_token)), decoding)
 

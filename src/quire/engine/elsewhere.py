@@ -1,6 +1,7 @@
 """KV beyond the pool, on the engine's side, for an engine that has none: others can still be told what is cached here.
 
-`engine/tiers.py` has host memory and what is below, and is imported only if that is configured.
+`engine/tiers.py` has host memory and what is below, `engine/plugin.py` a connector that is installed; each is imported
+only if it is configured.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # imported only if there is something elsewhere
     from quire.kv.exporter import Exporter
     from quire.kv.host import HostTier
     from quire.kv.mailbox import Mailbox
+    from quire.kv.mover import Mover
     from quire.kv.prefill_servers import Importer, Unmet
     from quire.kv.tiers.sources import Sources
 
@@ -108,6 +110,10 @@ class Elsewhere:
 
     def connector(self) -> External | None:
         """A new pool's connector; None if there is nothing elsewhere."""
+        return None
+
+    def mover(self) -> Mover | None:
+        """Who moves the blocks; None if that is the host tier, or there is nothing to move."""
         return None
 
     # -- telling others what is here -----------------------------------------------------------------------------

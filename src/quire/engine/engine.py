@@ -221,7 +221,8 @@ class Engine:
             block_size=config.block_size,
             kv_block_bytes=KVLayout.of(self.kv_cache[0], self.model).block_bytes,
         )
-        managers = self._kv_managers(hash_key, started.runner.host)
+        managers = self._kv_managers(hash_key, started.host)
+        started.runner.host = self.tiers.mover() or started.host
         schedulers = [Scheduler(config, kv, self.max_model_len, self.model.pair_share) for kv in managers]
         for each in schedulers:
             each.lacking = self._compiling.lacking
@@ -545,6 +546,10 @@ class Engine:
 
 def _elsewhere(config: EngineConfig, hash_key: bytes | None) -> Elsewhere:
     """What there is besides the pool; nothing of it is imported if there is nothing."""
+    if config.kv_connector is not None:
+        from quire.engine.plugin import Plugin
+
+        return Plugin(config, hash_key)
     if not config.host_kv_bytes:
         return Elsewhere(config, hash_key)
     from quire.engine.tiers import KVTiers

@@ -19,15 +19,16 @@ from quire.core.step import Move, StepPlan, StepResult
 class Connector:
     """Keeps blocks elsewhere, for one pool; see `core.external.External`, and docs/kv.md for how to write one.
 
-    By default nothing is found and nothing is saved. A subclass overrides `lookup`, `slot`, and some of `published`,
-    `used` and `evicted`, from which it calls `save`; and `saved` and `loaded`, to be told what came of it. A `slot` is
-    the number by which whoever moves the bytes (`Mover`) finds a block elsewhere.
+    By default nothing is found and nothing is saved. A subclass overrides `lookup`; some of `published`, `used` and
+    `evicted`, from which it calls `save`; `saved` and `loaded`, to be told what came of it; and `put` and `get`, which
+    move the bytes, unless someone else does (`mover.Mover`).
 
     Attributes:
         cache: the pool's prefix cache.
     """
 
     cache: PrefixCache
+    _numbered = 0
 
     def reset(self, cache: PrefixCache) -> None:
         """See `External`."""
@@ -47,8 +48,10 @@ class Connector:
         return None
 
     def slot(self, part: Part) -> int:
-        """Where a block is that `lookup` found; from now on until `loaded` or `dropped`, it stays there."""
-        raise NotImplementedError
+        """The number of the place of a block that is loaded, for those who move it; by default, a new number. From now
+        on until `loaded` or `dropped`, it stays there."""
+        self._numbered += 1
+        return self._numbered
 
     def published(self, name: bytes, group: int, block: int) -> None:
         """See `External`."""
@@ -77,13 +80,29 @@ class Connector:
         """See `External`."""
         return False
 
+    def wait(self, seconds: float) -> bool:
+        """Nothing can run: wait up to this long for what is on its way; whether there may be something."""
+        return True
+
+    def close(self) -> None:
+        """The engine ends: nothing more is called."""
+
+    def put(self, name: bytes, value: bytes) -> None:
+        """Keep a block's value; called by the thread that computes steps. It may be lost, or be there already."""
+        raise NotImplementedError
+
+    def get(self, name: bytes) -> bytes | None:
+        """A block's value, None if it is not there; called by the thread that computes steps. What is returned is
+        verified: other bytes than those that were put are a miss."""
+        raise NotImplementedError
+
     def wrong(self) -> Iterator[str]:
         """See `External`."""
         return iter(())
 
     # -- plans -------------------------------------------------------------------------------------------------
 
-    def save(self, block: int, slot: int, name: bytes, group: int) -> None:
+    def save(self, block: int, name: bytes, group: int, slot: int = 0) -> None:
         """Have the next plan save a block, before anything is written into it."""
         self._saves.append(Move(block, slot, name, group))
 

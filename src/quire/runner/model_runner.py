@@ -43,7 +43,7 @@ from quire.runner.scores import Scored
 
 if TYPE_CHECKING:
     from quire.grammar.grammars import Grammars
-    from quire.kv.host import HostTier
+    from quire.kv.mover import Mover
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class ModelRunner:
         device: the model's device.
         forward: runs spans through the model; by default for kernels that read a step's shape on the host.
         speculation: the proposer; None if there are no drafts.
-        host: the host tier's memory; None if there is no host tier.
+        host: moves blocks to and from where else they are, such as the host tier; None if that is nowhere.
         grammars: see `Sampler`.
         halves: whether a step that fails is retried in halves; otherwise `launch` raises the error.
 
@@ -89,7 +89,7 @@ class ModelRunner:
         forward: HostForward | DeviceForward | None = None,
         speculation: Speculation | None = None,
         halves: bool = True,
-        host: HostTier | None = None,
+        host: Mover | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         self.model = model
@@ -389,7 +389,7 @@ class Moved(NamedTuple):
 
     Attributes:
         bad_loads, loading, saving: see `StepResult`.
-        saved: called once the step has run, see `HostTier.save`.
+        saved: called once the step has run, see `Mover.save`.
     """
 
     bad_loads: list[int]

@@ -37,7 +37,7 @@ from quire.runner.proposer import Drafts, Speculation
 
 if TYPE_CHECKING:
     from quire.grammar.grammars import Grammars
-    from quire.kv.host import HostTier
+    from quire.kv.mover import Mover
 
 
 class PipelinedStep(LaunchedStep):
@@ -89,7 +89,7 @@ class PipelineRunner(ModelRunner):
         logit_rows: int,
         threads: int,
         speculation: Speculation | None = None,
-        host: HostTier | None = None,
+        host: Mover | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         super().__init__(

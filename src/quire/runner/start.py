@@ -50,11 +50,12 @@ ALONE = (64, 256, 512, 1024, 2048)
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A runner, its caches, one per KV group, and messages for the user."""
+    """A runner, its caches, one per KV group, messages for the user, and the host tier's memory."""
 
     runner: ModelRunner
     kv: list[KVCache]
     notes: tuple[str, ...]
+    host: HostTier | None
 
 
 def start_runner(
@@ -92,10 +93,10 @@ def start_runner(
     if not model.kernels.reads_spans:
         if model.stages > 1:
             return Started(
-                PipelineRunner(model, kv, plan.logit_rows, threads, speculation, host, grammars), kv, tuple(notes)
+                PipelineRunner(model, kv, plan.logit_rows, threads, speculation, host, grammars), kv, tuple(notes), host
             )
         runner = ModelRunner(model, kv, plan.logit_rows, threads, device, None, speculation, halves, host, grammars)
-        return Started(runner, kv, tuple(notes))
+        return Started(runner, kv, tuple(notes), host)
     graphs = "off" if config.enforce_eager else config.cuda_graphs
     largest = largest_graph(model.num_parameters, config.max_num_batched_tokens)
     spare = round(plan.activations * (1 + min(1, largest / config.max_num_batched_tokens)))
@@ -106,7 +107,7 @@ def start_runner(
     if forward.graphs.mode != "off":
         notes += _record(config, forward, kv, device, largest, speculation, report)
     runner = ModelRunner(model, kv, plan.logit_rows, threads, device, forward, speculation, halves, host, grammars)
-    return Started(runner, kv, tuple(notes))
+    return Started(runner, kv, tuple(notes), host)
 
 
 def _record(

@@ -207,7 +207,7 @@ class TierConnector(Connector):
         slot = self.tier.take(name, group)
         if slot is not None:
             self.sources.replaced(slot)
-            self.save(block, slot, name, group)
+            self.save(block, name, group, slot)
         return slot is not None
 
     def export(self, name: bytes) -> bool:

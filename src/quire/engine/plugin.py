@@ -1,0 +1,89 @@
+"""A KV connector that is installed, found by its entry point: see docs/kv.md."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.core.external import External
+from quire.engine.elsewhere import Elsewhere
+from quire.errors import ConfigError
+from quire.kv.connector import Connector
+from quire.kv.mover import Mover, NamedMover
+
+GROUP = "quire.kv_connectors"
+"""The group of entry points."""
+
+
+class Plugin(Elsewhere):
+    """KV is where an installed connector keeps it.
+
+    Args:
+        config: has its name, and its own options.
+        hash_key: see `Elsewhere`.
+
+    Raises:
+        ConfigError: there is no such connector, or it cannot be made.
+    """
+
+    def __init__(self, config: EngineConfig, hash_key: bytes | None) -> None:
+        super().__init__(config, hash_key)
+        name, options = config.kv_connector or "", dict(config.kv_connector_extra_config or {})
+        make = find(name)
+        try:
+            made = make(options)
+        except Exception as error:
+            raise ConfigError(
+                f"kv_connector={name} cannot be made with kv_connector_extra_config={options}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(made, Connector):
+            raise ConfigError(
+                f"kv_connector={name} made a {type(made).__name__}; it must make a quire.kv.connector.Connector"
+            )
+        self._connector = made
+        self.notes.append(f"KV connector: {name} ({type(made).__module__}.{type(made).__qualname__})")
+
+    def connector(self) -> External | None:
+        """See `Elsewhere`."""
+        return self._connector
+
+    def mover(self) -> Mover | None:
+        """See `Elsewhere`."""
+        return NamedMover(self._connector, self.key)
+
+    def waits(self, wait_seconds: float) -> bool:
+        """See `Elsewhere`."""
+        return self._connector.waits and self._connector.wait(wait_seconds)
+
+    def close(self) -> None:
+        """See `Elsewhere`."""
+        super().close()
+        self._connector.close()
+
+
+def find(name: str) -> Callable[[Mapping[str, Any]], object]:
+    """What makes a connector: the entry point of that name, or MODULE:NAME of what can be imported.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    installed = {each.name: each for each in entry_points(group=GROUP)}
+    try:
+        if name in installed:
+            made: Callable[[Mapping[str, Any]], object] = installed[name].load()
+            return made
+        module, _, attribute = name.partition(":")
+        if attribute:
+            made = getattr(importlib.import_module(module), attribute)
+            return made
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"kv_connector={name} cannot be imported: {error}") from error
+    there = ", ".join(sorted(installed)) or "none is"
+    raise ConfigError(
+        f"kv_connector={name} is not installed ({there}, as entry points of {GROUP}); give the name of one, or "
+        "MODULE:CLASS of a quire.kv.connector.Connector"
+    )
