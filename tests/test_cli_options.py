@@ -149,6 +149,7 @@ NEEDED = {
     "num_redundant_experts": {"enable_expert_parallel": True},
     "token_file": {"nnodes": 2, "tensor_parallel_size": 2},
     "disk_kv_path": {"host_kv_memory": "1GiB"},
+    "kv_connector_extra_config": {"kv_connector": "mine"},
     "disk_kv_memory": {"host_kv_memory": "1GiB", "disk_kv_path": "some/folder"},
     "prefill_url": {"kv_role": "decode"},
     "kv_directory": {"kv_role": "decode"},

@@ -82,6 +82,20 @@ def test_other_bytes_and_lost_values_are_computed(plain: list[Any]) -> None:
     assert MADE[-1].most == 60
 
 
+def test_with_a_key_file_values_outlive_the_engine(plain: list[Any], tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text("ab" * 32)
+    options = {**OPTIONS, "kv_connector": f"{__name__}:Kept", "cluster_key_file": str(key)}
+    with LLM("demo", **options) as llm:
+        assert texts(llm) == plain
+    values = MADE[-1].values
+    with LLM("demo", **options) as llm:
+        MADE[-1].values |= values
+        first = llm.generate([PROMPTS[0]], PARAMS)[0]
+        assert (first.outputs[0].token_ids, first.outputs[0].logprobs) == plain[0] and first.cached_tokens == 192
+
+
 def test_a_connector_that_cannot_be_made_is_an_error_that_says_why(installed: None) -> None:
     for name, extra, message in [
         ("missing", {}, r"kv_connector=missing is not installed \(kept, lost"),

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import quire.kv.mooncake_store
-from quire.core import holders
 from quire.errors import ConfigError
 from quire.kv.directory.base import DirectoryError
 from quire.kv.mooncake_store import MooncakeStore
+from quire.kv.tiers import holders
 from tests.http_tools import wait_until
 from tests.mooncake_master import mooncake_master, needs_mooncake_store
 from tests.test_kv_pool import BLOCK, TEXTS, PoolNode, options_of, own, settled

@@ -478,8 +478,10 @@ class EngineConfig:
                 "kv_directory needs kv_role, since it is for engines that share KV; set kv_role=both, or prefill if "
                 "this engine only provides blocks, or decode if it only fetches them"
             )
-        if self.cluster_key_file is not None and self.kv_role is None and self.disk_kv_path is None:
-            raise ConfigError("cluster_key_file is for engines that share KV; set kv_role or disk_kv_path")
+        if self.cluster_key_file and not (self.kv_role or self.disk_kv_path or self.kv_connector):
+            raise ConfigError(
+                "cluster_key_file is for engines that share KV; set kv_role, disk_kv_path or kv_connector"
+            )
 
     def _check_speculation(self) -> None:
         spec = self.speculation

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from blake3 import blake3
+
 from quire.config import EngineConfig
 from quire.core.external import External
 from quire.core.kv_manager import KVManager
@@ -52,6 +54,11 @@ class PrefillRequest(NamedTuple):
 
     number: int
     want: wire.Want
+
+
+def names_key(cluster_key: bytes) -> bytes:
+    """The key with which the engines of a cluster name blocks."""
+    return blake3(cluster_key, derive_key_context="quire 2026 names of a cluster's KV blocks").digest()
 
 
 class Elsewhere:

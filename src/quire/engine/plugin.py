@@ -9,7 +9,8 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.core.external import External
-from quire.engine.elsewhere import Elsewhere
+from quire.curve import read_token
+from quire.engine.elsewhere import Elsewhere, names_key
 from quire.errors import ConfigError
 from quire.kv.connector import Connector
 from quire.kv.mover import Mover, NamedMover
@@ -30,7 +31,8 @@ class Plugin(Elsewhere):
     """
 
     def __init__(self, config: EngineConfig, hash_key: bytes | None) -> None:
-        super().__init__(config, hash_key)
+        shared = None if config.cluster_key_file is None else read_token(config.cluster_key_file, "--cluster-key-file")
+        super().__init__(config, hash_key or (None if shared is None else names_key(shared)))
         name, options = config.kv_connector or "", dict(config.kv_connector_extra_config or {})
         make = find(name)
         try:

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from quire.config import EngineConfig
 from quire.core.kv_manager import KVManager
-from quire.engine.elsewhere import Elsewhere, PrefillRequest
+from quire.engine.elsewhere import Elsewhere, PrefillRequest, names_key
 from quire.errors import ConfigError
 from quire.kv.disk import DiskTier, DiskTierError, open_folder
 from quire.kv.host import HostTier
@@ -88,7 +88,7 @@ class KVTiers(Elsewhere):
                 self._off(error)
         own = None if self._folder is None else self._folder[1]
         if self._cluster_key is not None:
-            own = blake3(self._cluster_key, derive_key_context="quire 2026 names of a cluster's KV blocks").digest()
+            own = names_key(self._cluster_key)
         self.key = hash_key or own or self.key
 
     def open(self, host: HostTier | None, identity: dict[str, str], pair_share: float, read: float) -> None:
