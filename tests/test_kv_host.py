@@ -24,7 +24,6 @@ from quire.kv.host import CHECK_BYTES, HostTier, Slots
 from quire.kv.prefault import Prefaulter
 from quire.ops import memory as ops_memory
 from quire.ops.kv_cache import zeros
-from quire.runner import start
 from quire.runner.start import _slot_counts
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import save_checkpoint
@@ -394,7 +393,7 @@ def test_blocks_that_a_gpu_saves_are_checked_when_their_step_has_run(
 
     add_check = HostTier._add_check
     monkeypatch.setattr(HostTier, "_add_check", checked)
-    monkeypatch.setattr(start, "HostTier", pinned)
+    monkeypatch.setattr("quire.kv.host.HostTier", pinned)
     model = {"model": str(save_checkpoint(tmp_path, "qwen3")), "threads": 1, "async_scheduling": overlap}
     with on_device(device, SpanKernels()):
         expected = run(make(model, num_kv_blocks=200, max_num_batched_tokens=64), prompts())

@@ -14,7 +14,7 @@ from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import KVManager
 from quire.core.prefix import Part, Prefix
 from quire.core.request import Status
-from quire.core.scheduler import Scheduler
+from quire.core.scheduler import MOST_WAITS, Scheduler
 from quire.core.step import Move
 from quire.kv.connector import Connector
 from tests.core.fake_runner import FakeRunner, expected_output, make_request, outputs, run_all
@@ -124,6 +124,16 @@ def test_other_bytes_are_computed_and_the_connector_is_told():
     shelf.slots = {name: slot for name, slot in shelf.slots.items() if slot != 2}
     updates = run_all(scheduler, runner)
     assert outputs(updates)[7] == expected_output([*PROMPT, 7], 2) and updates[-1].cached_tokens == 8
+
+
+def test_a_connector_that_always_promises_and_never_brings_is_waited_for_a_limited_number_of_times():
+    scheduler, runner, shelf = shelved()
+    for slot in range(5):
+        runner.flip(slot)  # and it goes on offering them
+    scheduler.add(make_request(7, [*PROMPT, 7], 2))
+    updates = run_all(scheduler, runner)
+    assert outputs(updates)[7] == expected_output([*PROMPT, 7], 2) and updates[-1].cached_tokens == 0
+    assert shelf.ended == [(0, 5)] * MOST_WAITS
 
 
 def test_a_step_that_is_given_up_loads_nothing_and_keeps_nothing():

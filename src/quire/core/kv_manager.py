@@ -265,7 +265,7 @@ class KVManager:
                 request.copies.append((number, source, table[-1], match.partial_tokens))
             request.num_computed += match.partial_tokens
         request.num_committed = request.num_computed
-        request.num_sent = request.num_fetches = 0
+        request.num_sent = request.num_fetches = request.num_waits = 0
         if self.external is not None:
             for place, node in zip(range(match.num_blocks - 1, -1, -1), match.nodes(), strict=True):
                 for number, passed in enumerate(request.num_passed):

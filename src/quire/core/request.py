@@ -157,6 +157,8 @@ class Request:
         num_in_flight: number of steps in flight with a span of this request; `last_step` is the newest one's number.
         num_scored: rows whose prompt log-probability has been requested from the runner.
         num_fetches: incomplete fetches begun for it since it was last admitted.
+        num_waits: how often it waited for blocks from elsewhere since then, not counting loads that came whole.
+        computed_here: nothing of it is had from elsewhere.
         pooling: how its prompt is pooled, if it is. `pooled`: the sum so far.
         reasoning: limit on its reply's reasoning, if any.
     """
@@ -196,6 +198,8 @@ class Request:
     num_unverified_tokens: int = field(default=0, init=False)
     num_cached: int = field(default=0, init=False)
     num_fetches: int = field(default=0, init=False)
+    num_waits: int = field(default=0, init=False)
+    computed_here: bool = field(default=False, init=False)
     high_water: int = field(default=0, init=False)
     pooled: list[float] = field(default_factory=list, init=False)
 

@@ -30,6 +30,10 @@ from quire.core.turns import Turns, first_to_yield, outranked
 from quire.core.waiting_queue import WaitingQueue
 from quire.errors import RequestError
 
+MOST_WAITS = 64
+"""After waiting this often for blocks from elsewhere before its admission, a request is computed, whatever a connector
+says."""
+
 
 class Scheduler:
     """Plans the steps of one engine.
@@ -156,6 +160,7 @@ class Scheduler:
         for found in self.kv.loaded(plan, result):
             for event in self._leaders.published(found.hashes[: found.num_published]):
                 self.arrived(event)
+            found.prefix.request.num_waits -= found.num_published == len(found.hashes)
             self._abandon(found)
         self.kv.step_committed(plan.number)
         for span, outcome, (request, preemptions) in zip(plan.spans, result.spans, flight.requests, strict=True):
@@ -399,11 +404,14 @@ class Scheduler:
         # While requests are tried in halves all others wait for them, so they wait for nothing that may be slow.
         if event is not None or self.kv.external is None or self.trials.on or self._is_full:
             return event
+        if request.computed_here or request.num_waits >= MOST_WAITS:
+            return None
         needed = self.kv.blocks_to_start(request, match, tokens, self._max_chunk, len(self.running))
         if self.kv.lacks(needed) or (found := self.kv.find(request, cached, last, step.num_decodes > 0)) is None:
             return None
         if isinstance(found, Loadable) and not self.kv.load(found, needed, self._next_number):
             return None
+        request.num_waits += 1
         self._leaders.claim(found)
         return found.ready
 

@@ -30,7 +30,6 @@ from quire.errors import INVALID, QuireError, RankLostError, RequestError
 from quire.fleet.cached_prompts import CachedPrompts
 from quire.ipc import wire
 from quire.ipc.board import NUM_IN_STEP, NUM_OPEN, PATIENCE, PULSE, START_SECONDS, Board
-from quire.kv.tiers.connector import MOST_FETCHES
 from quire.models.hub import resolve, tokenizer_folder
 from quire.text.tokenizer_trial import TokenizerTrial
 
@@ -340,7 +339,7 @@ class EngineProcess:
         try:
             request = _request(number, add)
             if add.suspect:
-                request.num_fetches = MOST_FETCHES  # a suspect must not kill other engines, too
+                request.computed_here = True  # a suspect must not kill other engines, too
             self.engine.add(request)
         except Exception as error:
             if not isinstance(error, RequestError):
