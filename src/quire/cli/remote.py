@@ -17,16 +17,25 @@ from quire.cli.report import rate
 from quire.cli.talk import NO_TOOLS, Answer, Messages, Show, ToolUse
 from quire.cli.terminal import loading, note, visible
 from quire.errors import PromptTooLongError, RemoteError, RequestError
-from quire.event_stream import EventStream
 from quire.http_client import HttpClient, HttpError
+from quire.openai_stream import (
+    MAX_MESSAGE,
+    Chunk,
+    CompletionDetails,
+    Delta,
+    EventStream,
+    Function,
+    PromptDetails,
+    error_in,
+    error_text,
+    message_of,
+    read_chunk,
+)
 from quire.text.reply import ContentText, ReasoningText, Reply, ReplyEvent, ToolCallArguments, ToolCallBegin
 from quire.typed_json import BAD_JSON
 
 MAX_BODY_BYTES = 1 << 20
 """Maximum size of a response that is not a stream."""
-
-MAX_MESSAGE = 500
-"""Characters of a server's error message that are shown."""
 
 MAX_CALLS = 128
 """Tool calls of one answer."""
@@ -58,56 +67,6 @@ class _Health(msgspec.Struct):
     status: str = ""
     phase: str | None = None
     percent: float | None = None
-
-
-class _Error(msgspec.Struct):
-    message: str = ""
-    code: str | int | None = None
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _Error | str
-
-
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _Call(msgspec.Struct):
-    index: int | None = None
-    id: str | None = None
-    function: _Function | None = None
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None  # the name in older servers; newer ones may send both
-    tool_calls: list[_Call] | None = None
-
-
-class _Choice(msgspec.Struct):
-    delta: _Delta | None = None
-    finish_reason: str | None = None
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-    reasoning_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-    completion_tokens_details: _Details | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: _Error | str | None = None
 
 
 class RemoteTalker:
@@ -183,7 +142,7 @@ class RemoteTalker:
             return status, body
         with loading("the server") as on_load:
             if on_load is None:
-                note(f"waiting for the server: {_message(body)}")
+                note(f"waiting for the server: {message_of(body)}")
             while status == 503 and time.monotonic() < deadline:
                 health = self._health()
                 if on_load is not None:
@@ -192,7 +151,7 @@ class RemoteTalker:
                 status, body = self._get("/v1/models")
         if status == 503:
             raise RemoteError(
-                f"the server is not ready after {self._wait:g} s: {_message(body)}; wait longer with --wait SECONDS"
+                f"the server is not ready after {self._wait:g} s: {message_of(body)}; wait longer with --wait SECONDS"
             )
         return status, body
 
@@ -258,7 +217,7 @@ class RemoteTalker:
                     for event in events.feed(data):
                         if event == b"[DONE]":
                             return 200, b""
-                        _take(_read(event, _Chunk), answer, began, show)
+                        _take(read_chunk(event), answer, began, show)
             finally:
                 client.release(response)
         return 200, b""
@@ -296,36 +255,30 @@ class RemoteTalker:
             if error.kind == "connect":
                 reason = f"no server answers at {self.url} ({reason}); is 'quire serve' running there?"
             else:
-                reason = f"the connection to {self.url} failed: {reason}"
+                reason = f"the exchange with {self.url} failed: {reason}"
             raise RemoteError(reason) from error
 
     def _refuse(self, status: int, body: bytes) -> NoReturn:
         """Raise the error for a status other than 200."""
-        parsed = _read(body, _ErrorBody)
-        if parsed is not None and isinstance(parsed.error, _Error) and parsed.error.code == "context_length_exceeded":
-            raise PromptTooLongError(_message(body))
+        error = error_in(body)
+        if isinstance(error, dict) and error.get("code") == "context_length_exceeded":
+            raise PromptTooLongError(message_of(body))
         hints = {
             401: "; give the server's key with --api-key KEY or --api-key @FILE",
             403: "; is it the right --api-key?",
         }
         hint = hints.get(status, "")
-        if status == 404 and parsed is None:
+        if status == 404 and not isinstance(error, dict):
             hint = "; is this the URL of an OpenAI-compatible server?"
-        raise RemoteError(f"{self.url} answers {status}: {_message(body)}{hint}")
+        raise RemoteError(f"{self.url} answers {status}: {message_of(body)}{hint}")
 
 
-def _take(chunk: _Chunk | None, answer: Answer, began: float, show: Show) -> None:
-    """Add one event of a stream to an answer.
-
-    Raises:
-        RemoteError: it is none.
-    """
-    if chunk is None:
-        raise RemoteError("the server sent an invalid chunk")
+def _take(chunk: Chunk, answer: Answer, began: float, show: Show) -> None:
+    """Add one event of a stream to an answer."""
     if chunk.error is not None:
-        answer.reason, answer.error = "error", _shown(chunk.error)
+        answer.reason, answer.error = "error", error_text(chunk.error)
         return
-    for choice in chunk.choices[:1]:
+    for choice in (chunk.choices or [])[:1]:
         for event in _events(choice.delta, answer.reply) if choice.delta is not None else ():
             if answer.first_seconds is None:
                 answer.first_seconds = time.monotonic() - began
@@ -335,13 +288,14 @@ def _take(chunk: _Chunk | None, answer: Answer, began: float, show: Show) -> Non
             ended = choice.finish_reason
             answer.reason, answer.error = "stop" if ended == "tool_calls" else ended, None
     if chunk.usage is not None:
-        prompt, completion = chunk.usage.prompt_tokens_details, chunk.usage.completion_tokens_details
+        prompt = chunk.usage.prompt_tokens_details or PromptDetails()
+        completion = chunk.usage.completion_tokens_details or CompletionDetails()
         answer.prompt_tokens, answer.output_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
-        answer.cached_tokens = None if prompt is None else prompt.cached_tokens
-        answer.reasoning_tokens = None if completion is None else completion.reasoning_tokens
+        answer.cached_tokens = prompt.cached_tokens
+        answer.reasoning_tokens = completion.reasoning_tokens
 
 
-def _events(delta: _Delta, reply: Reply) -> Iterator[ReplyEvent]:
+def _events(delta: Delta, reply: Reply) -> Iterator[ReplyEvent]:
     """The events that a delta adds to the reply so far.
 
     Raises:
@@ -352,7 +306,7 @@ def _events(delta: _Delta, reply: Reply) -> Iterator[ReplyEvent]:
     if delta.content:
         yield ContentText(delta.content)
     for call in delta.tool_calls or ():
-        count, function = len(reply.tool_calls), call.function or _Function()
+        count, function = len(reply.tool_calls), call.function or Function()
         index = call.index if call.index is not None else count if function.name else count - 1
         if index == count and function.name and count < MAX_CALLS:
             yield ToolCallBegin(index, call.id or f"call_{index}", function.name)
@@ -375,14 +329,3 @@ def _read(body: bytes, kind: type[Any]) -> Any:
         return msgspec.json.decode(body, type=kind)
     except BAD_JSON:
         return None
-
-
-def _message(body: bytes) -> str:
-    """The message of an error response, as it can be shown."""
-    parsed = _read(body, _ErrorBody)
-    return "it says nothing more" if parsed is None else _shown(parsed.error)
-
-
-def _shown(error: _Error | str) -> str:
-    text = error if isinstance(error, str) else error.message
-    return visible(text)[:MAX_MESSAGE] or "it says nothing more"

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.fleet.prompt import Prompt, read_prompt
 from quire.http_client import Answer, HttpError
+from quire.openai_stream import PromptDetails, Usage
 from quire.router.picked import NOTHING_PICKED, SERVED, SUBSET, Picked, read_picked
 from quire.router.resume import CannotResumeError, Journal
 from quire.router.servers import Choice, Server
@@ -81,20 +82,10 @@ _PROMPT_TOKENS = PROMPT_TOKENS.encode()
 _JOURNAL = JOURNAL.encode()
 
 
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _PromptDetails | None = None
-
-
 class _Whole(msgspec.Struct):
     """The parts of a non-streaming response that the router reads."""
 
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 class _Failed(msgspec.Struct):
@@ -353,12 +344,12 @@ class Relay:
     def _learn(self, prompt: Prompt, body: bytes) -> None:
         """Learn from usage how many tokens the prompt had."""
         with contextlib.suppress(*BAD_JSON):  # whatever it is, it is passed on
-            usage = _whole.decode(body).usage or _Usage()
+            usage = _whole.decode(body).usage or Usage()
             if usage.prompt_tokens is not None:
                 self._site.servers.learn_size(prompt.size, usage.prompt_tokens)
                 self._summary.prompt_tokens = usage.prompt_tokens
                 self._summary.output_tokens = usage.completion_tokens or 0
-                self._summary.cached_tokens = (usage.prompt_tokens_details or _PromptDetails()).cached_tokens or 0
+                self._summary.cached_tokens = (usage.prompt_tokens_details or PromptDetails()).cached_tokens or 0
 
     def _learn_from_headers(self, prompt: Prompt, told: str) -> None:
         """Learn how many tokens the prompt of a stream has, if the server's headers say so."""

@@ -15,48 +15,11 @@ from quire.address import Address
 from quire.bench.serve.config import LoadConfig
 from quire.bench.serve.records import Record
 from quire.errors import BenchmarkError
-from quire.event_stream import EventStream
 from quire.http_client import HttpClient, HttpError
+from quire.openai_stream import Choice, EventStream, Usage, error_text, message_of, read_chunk
 
 MAX_ERROR_BYTES = 64 << 10
 """Most bytes read of a response that is not a stream."""
-MAX_MESSAGE = 300
-"""Characters kept of a server's error message."""
-
-
-class _CachedTokens(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _CachedTokens | None = None
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[Any] | None = None
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: _Delta | None = None
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
-    error: Any = None
-    object: str | None = None
-    message: Any = None
-
-
-_decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 class Answer:
@@ -101,12 +64,9 @@ class Answer:
 
     def _chunk(self, payload: bytes, at: float) -> None:
         record = self.record
-        try:
-            chunk = _decode_chunk(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise HttpError("garbage", f"a chunk of the stream is not what it should be: {error}") from error
+        chunk = read_chunk(payload)
         if chunk.error is not None or chunk.object == "error":
-            raise HttpError("error_in_stream", _error_text(chunk.error if chunk.error is not None else chunk.message))
+            raise HttpError("error_in_stream", error_text(chunk.error if chunk.error is not None else chunk.message))
         made = None
         if chunk.usage is not None:
             made = self._take_usage(chunk.usage)
@@ -116,7 +76,7 @@ class Answer:
                 record.times.append(at)
                 record.counts.append(tokens)
 
-    def _take_usage(self, usage: _Usage) -> int | None:
+    def _take_usage(self, usage: Usage) -> int | None:
         """Store a chunk's usage; returns by how many output tokens it grew."""
         record = self.record
         record.prompt_tokens, record.output_usage = usage.prompt_tokens, usage.completion_tokens
@@ -127,7 +87,7 @@ class Answer:
         before, self._usage_so_far = self._usage_so_far, usage.completion_tokens
         return usage.completion_tokens - before
 
-    def _take_choice(self, choice: _Choice, made: int | None) -> int:
+    def _take_choice(self, choice: Choice, made: int | None) -> int:
         """Store a choice's text; returns how many tokens it has, as far as known."""
         delta = choice.delta
         content = choice.text or (delta.content if delta else None) or ""
@@ -149,36 +109,14 @@ class Answer:
             HttpError: it was an error, not a stream, or a stream that ended too soon.
         """
         if self._status != 200:
-            raise HttpError(f"http_{self._status}", _error_of_body(bytes(self._plain)))
+            raise HttpError(f"http_{self._status}", message_of(bytes(self._plain)))
         if self._events is None:
-            kind = _shortened(self._kind or "of no content type")
+            kind = error_text(self._kind or "of no content type")
             raise HttpError("not_a_stream", f"the response is {kind} instead of text/event-stream")
         if not self.done:
             if self.record.finish_reason is None:
                 raise HttpError("cut_short", "the stream ended without a finish reason and without [DONE]")
             self.record.end = time.perf_counter()
-
-
-def _error_of_body(body: bytes) -> str:
-    try:
-        content = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return _shortened(body.decode("utf-8", errors="replace"))
-    return _error_text(content.get("error", content) if isinstance(content, dict) else content)
-
-
-def _error_text(error: Any) -> str:
-    """The message in an error object of any format."""
-    if isinstance(error, dict):
-        error = error.get("message") or error.get("detail") or error
-    return _shortened(error if isinstance(error, str) else msgspec.json.encode(error).decode())
-
-
-def _shortened(text: str) -> str:
-    """A server's message as one line that is safe to print."""
-    text = " ".join(text.split()) or "(no message)"
-    text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-    return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +188,7 @@ class OpenAIClient:
     async def _models(self) -> list[str]:
         status, body = await self._http.fetch("GET", "/v1/models", self._headers, seconds=self._timeout)
         if status != 200:
-            raise HttpError(f"http_{status}", _error_of_body(body))
+            raise HttpError(f"http_{status}", message_of(body))
         try:
             models = msgspec.json.decode(body)["data"]
             return [model["id"] for model in models if isinstance(model["id"], str)]
