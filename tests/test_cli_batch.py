@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.batch import _Starting
+from quire.cli.batch import _ready
 from quire.cli.main import main
 from quire.errors import BatchError, ConfigError
 from quire.server.batch_lines import Answer, Answers, Counts, Requests
@@ -320,12 +320,9 @@ def test_a_servers_other_words_do_not_hide_that_it_is_ready():
     program = f"import sys\nfor line in {lines!r}: sys.stderr.write(line + chr(10))"
 
     async def url():
-        before = set(threading.enumerate())
-        with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as process:
-            async with asyncio.timeout(30.0):
-                found = await _Starting(process).ready()
-            for reader in set(threading.enumerate()) - before:
-                reader.join()
-            return found
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stderr=subprocess.PIPE)
+        found = await _ready(process.stderr)
+        await process.wait()
+        return found
 
     assert asyncio.run(url()) == "http://x"

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from quire.address import Address
-from quire.http_client import Answer, Connections, HttpClient
+from quire.http_client import Answer, Connections, HttpClient, HttpError
 from quire.router.servers import Server
 from tests.router_fakes import FakeServer, Loop, RouterThread, answer_text, errors_of, text_of
 from tests.server_fakes import wait_until
@@ -114,6 +114,23 @@ async def test_idle_connections_are_closed_where_others_need_their_files() -> No
         upstream.break_off()
     await asyncio.sleep(0.01)
     assert connections.open == 0 and not connections.idle
+
+
+async def test_a_request_that_meets_the_end_of_a_kept_connection_is_sent_once_more_and_no_oftener() -> None:
+    answered = [True, False, True, False, False]  # the requests that come, in order; the others end their connections
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError), contextlib.closing(writer):
+            while await reader.readuntil(b"\r\n\r\n") and answered.pop(0):
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx")
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = HttpClient(Address(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+    for _ in range(2):
+        assert await client.fetch("GET", "/", seconds=30) == (200, b"x")
+    with pytest.raises(HttpError, match="closed before it answered"):
+        await client.fetch("GET", "/", seconds=30)
+    assert answered == [] and client.connections.open == 0
 
 
 @pytest.mark.parametrize("status", [429, 503])

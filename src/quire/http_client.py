@@ -319,6 +319,7 @@ class HttpClient:
                 if error.kind != "closed" or answer.has_begun:
                     raise
                 reached = True
+                break
         try:
             return await self._asked(await self._connect(), data, begun)
         except HttpError as error:

@@ -21,12 +21,10 @@ import secrets
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -53,7 +51,9 @@ LATE_ATTEMPTS = 3
 """Attempts at a request that takes too long. It may always do so, and must not keep the batch from its end."""
 LONGEST_WAIT = 30.0
 MAX_ANSWER_BYTES = 256 << 20
-READY_SECONDS = 1800.0
+READY_SECONDS, LEAVE_SECONDS = 1800.0, 15.0
+MAX_LINE_BYTES = 16 << 20
+"""Longest line of a server's log."""
 
 
 class _FirstBody(msgspec.Struct):
@@ -254,67 +254,56 @@ async def _server(model: str, options: list[str]) -> AsyncIterator[tuple[str, st
         file.flush()
         own = ["--host", "127.0.0.1", "--port", "0", "--log-format", "json", "--no-log-requests"]
         command = [*child.python("quire.cli.main"), "serve", model, *options, *own, "--api-key", f"@{file.name}"]
-        process = subprocess.Popen(
-            command,
+        process = await asyncio.create_subprocess_exec(
+            *command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
+            limit=MAX_LINE_BYTES,
             start_new_session=True,
             preexec_fn=child.die_with_parent,
         )
+        log = cast(asyncio.StreamReader, process.stderr)
         try:
-            yield await _Starting(process).ready(), key
-        finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(15)
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-
-class _Starting:
-    """Reads a server's log: until it is ready for its URL, and then to the end, so that the pipe never fills."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self._last: deque[str] = deque(maxlen=1)
-        self._loop = asyncio.get_running_loop()
-        self._done: asyncio.Future[str] = self._loop.create_future()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    async def ready(self) -> str:
-        """Its URL, once it accepts requests.
-
-        Raises:
-            BatchError: it exited, or takes too long.
-        """
-        try:
-            return await asyncio.wait_for(self._done, READY_SECONDS)
-        except TimeoutError:
-            raise BatchError(f"the server was not ready within {READY_SECONDS:g} s") from None
-
-    def _read(self) -> None:
-        for line in self._process.stderr or ():
+            url = await _ready(log)
+            reading = asyncio.create_task(_to_end(log))
             try:
-                said = msgspec.json.decode(line, type=dict[str, Any])
-            except BAD_JSON:  # a library's own words
-                said = {"text": line.decode(errors="replace").strip()}
-            if said.get("event") == "started":
-                self._tell(said["url"])
-            elif said.get("text"):
-                self._last.append(str(said["text"]))
-        self._tell("")
+                yield url, key
+            finally:
+                reading.cancel()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), LEAVE_SECONDS)
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
 
-    def _tell(self, url: str) -> None:
-        def tell() -> None:
-            if self._done.done():
-                return
-            if url:
-                self._done.set_result(url)
-            else:
-                why = "; ".join(self._last) or "it says nothing"
-                self._done.set_exception(BatchError(f"the server has ended: {why.removeprefix('quire: error: ')}"))
 
-        with contextlib.suppress(RuntimeError):  # nobody waits any more
-            self._loop.call_soon_threadsafe(tell)
+async def _ready(log: asyncio.StreamReader) -> str:
+    """A server's URL, read from its log once it accepts requests.
+
+    Raises:
+        BatchError: it exited, or takes too long.
+    """
+    last = "it says nothing"
+    try:
+        async with asyncio.timeout(READY_SECONDS):
+            async for line in log:
+                try:
+                    said = msgspec.json.decode(line, type=dict[str, Any])
+                except BAD_JSON:  # a library's own words
+                    said = {"text": line.decode(errors="replace").strip()}
+                if said.get("event") == "started":
+                    return str(said["url"])
+                last = str(said.get("text") or last)
+    except TimeoutError:
+        raise BatchError(f"the server was not ready within {READY_SECONDS:g} s") from None
+    raise BatchError(f"the server has ended: {last.removeprefix('quire: error: ')}")
+
+
+async def _to_end(log: asyncio.StreamReader) -> None:
+    """Read what a server says, so that the pipe never fills."""
+    while await log.read(1 << 16):
+        pass
