@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,6 +166,30 @@ def test_a_store_that_is_lost_costs_hits_and_nothing_else(
     first.ask(more, most=1)
     wait_until(lambda: set(first.engine.scheduler.kv.cache._by_hash) <= set(shared.values))
     assert [second.ask(more)] == alone(own(options), [more]) and second.loaded == len(more) // BLOCK
+
+
+def test_a_store_of_another_package_is_found_by_the_scheme_of_its_url(
+    cluster_key: str, nodes: list[PoolNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "mine-1.0.dist-info").mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(f"[quire.kv_stores]\nshelf = {__name__}:a_shelf\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = options_of(cluster_key, "shelf://top")
+    first = node(nodes, options)
+    expected = [first.ask(TEXT)]
+    wait_until(lambda: len(SHELF.values) >= BLOCKS)
+    second = node(nodes, options)
+    assert [second.ask(TEXT)] == expected and second.loaded == BLOCKS
+
+
+SHELF = Shared()
+
+
+def a_shelf(url: str, cluster: str, host: str) -> StandIn:
+    """What the entry point names."""
+    assert url == "shelf://top" and cluster and host
+    return StandIn(SHELF)
 
 
 def chaos(seed: int, options: dict[str, Any], shared: Shared, expected: list[Any]) -> int:

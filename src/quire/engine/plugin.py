@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
-from typing import Any
-
 from quire.config import EngineConfig
 from quire.core.external import External
 from quire.curve import read_token
 from quire.engine.elsewhere import Elsewhere, names_key
+from quire.engine.installed import find
 from quire.errors import ConfigError
 from quire.kv.connector import Connector
 from quire.kv.mover import Mover, NamedMover
@@ -34,7 +30,7 @@ class Plugin(Elsewhere):
         shared = None if config.cluster_key_file is None else read_token(config.cluster_key_file, "--cluster-key-file")
         super().__init__(config, hash_key or (None if shared is None else names_key(shared)))
         name, options = config.kv_connector or "", dict(config.kv_connector_extra_config or {})
-        make = find(name)
+        make = find("kv_connector", name, GROUP)
         try:
             made = make(options)
         except Exception as error:
@@ -65,27 +61,3 @@ class Plugin(Elsewhere):
         """See `Elsewhere`."""
         super().close()
         self._connector.close()
-
-
-def find(name: str) -> Callable[[Mapping[str, Any]], object]:
-    """What makes a connector: the entry point of that name, or MODULE:NAME of what can be imported.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    installed = {each.name: each for each in entry_points(group=GROUP)}
-    try:
-        if name in installed:
-            made: Callable[[Mapping[str, Any]], object] = installed[name].load()
-            return made
-        module, _, attribute = name.partition(":")
-        if attribute:
-            made = getattr(importlib.import_module(module), attribute)
-            return made
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"kv_connector={name} cannot be imported: {error}") from error
-    there = ", ".join(sorted(installed)) or "none is"
-    raise ConfigError(
-        f"kv_connector={name} is not installed ({there}, as entry points of {GROUP}); give the name of one, or "
-        "MODULE:CLASS of a quire.kv.connector.Connector"
-    )

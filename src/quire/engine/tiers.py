@@ -19,6 +19,7 @@ from blake3 import blake3
 from quire.config import EngineConfig
 from quire.core.kv_manager import KVManager
 from quire.engine.elsewhere import Elsewhere, PrefillRequest, names_key
+from quire.engine.installed import find, names
 from quire.errors import ConfigError
 from quire.kv.disk import DiskTier, DiskTierError, open_folder
 from quire.kv.host import HostTier
@@ -47,13 +48,16 @@ if TYPE_CHECKING:  # imported only if there are other engines
     from quire.kv.directory.agent import DirectoryAgent
     from quire.kv.nodes import NodeReaders
     from quire.kv.prefill_servers import Unmet
-    from quire.kv.store import StoreAgent
+    from quire.kv.store import BlockStore, StoreAgent
     from quire.kv.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
-STORE = "mooncake://"
-"""Prefix of a `kv_directory` that is a store's URL."""
+STORES = {"mooncake": "quire.kv.mooncake_store:MooncakeStore"}
+"""What makes a `kv.store.BlockStore`, by the scheme of its URL in `kv_directory`; others may be installed."""
+
+STORE_GROUP = "quire.kv_stores"
+"""The group of their entry points."""
 
 CLUSTER_KEY = "quire/cluster-key"
 """Default path of the cluster key in the user's configuration folder."""
@@ -145,8 +149,10 @@ class KVTiers(Elsewhere):
         identity: dict[str, str],
         transports: list[Transport],
     ) -> None:
-        if url.startswith(STORE):
-            self._open_store(url, host, cluster_name(key), mailbox)
+        scheme = url.partition("://")[0]
+        if scheme in STORES or scheme in names(STORE_GROUP):
+            make = find("kv_directory", STORES.get(scheme, scheme), STORE_GROUP)
+            self._open_store(make(url, cluster_name(key), self._config.kv_host), url, host, mailbox)
             return
         from quire.kv import wire
         from quire.kv.directory import masked, open_directory
@@ -164,12 +170,10 @@ class KVTiers(Elsewhere):
             + (f": {self.agent.problem}" if self.agent.problem else f", {len(self.agent.nodes)} others so far")
         )
 
-    def _open_store(self, url: str, host: HostTier, cluster: str, mailbox: Mailbox) -> None:
-        from quire.kv.mooncake_store import MooncakeStore
+    def _open_store(self, store: BlockStore, url: str, host: HostTier, mailbox: Mailbox) -> None:
         from quire.kv.store import StoreAgent
 
         config = self._config
-        store = MooncakeStore(url, cluster, config.kv_host)
         self.store = StoreAgent(store, url, host, mailbox, config.prefills, config.decodes)
         self.agent, self.nodes = self.store, self.store if config.decodes else None
         self.notes.append(f"KV blocks are shared by {url}" + (f": {self.store.problem}" if self.store.problem else ""))
