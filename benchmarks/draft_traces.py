@@ -33,7 +33,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import DRAFT, StepPlan, StepResult
 from quire.engine.engine import Engine
 from quire.models.checkpoint import resolve
-from quire.runner.proposer import Drafts
+from quire.runner.drafts import Drafts
 from quire.text.tokenizer import Tokenizer
 
 FILE = Path("tests/core/demo_drafts.json")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.core.step import RequestInfo
 from quire.runner.draft_context import DraftContext
-from quire.runner.proposer import Computed, Drafts, Wanted
+from quire.runner.drafts import Computed, Drafts, Wanted
 
 
 class ReplayProposer:

@@ -38,7 +38,8 @@ from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo
 from quire.engine.engine import Engine
-from quire.runner.proposer import Computed, Proposer, Wanted
+from quire.runner.drafts import Computed, Wanted
+from quire.runner.proposer import Proposer
 from quire.runner.sampler import Sampled, Sampler
 from quire.speculate.ngram import NgramProposer
 from quire.text.tokenizer import Tokenizer

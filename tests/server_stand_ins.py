@@ -26,7 +26,8 @@ from quire.ipc.board import PATIENCE, PULSE, Board
 from quire.ipc.engine_process import EngineStart
 from quire.server.config import HttpStart, ServerConfig
 from quire.server.processes import listen
-from quire.server.supervisor import ServeOptions, Supervisor
+from quire.server.serve_options import ServeOptions
+from quire.server.supervisor import Supervisor
 
 
 def engine_info(boot: int) -> wire.EngineInfo:

@@ -34,7 +34,7 @@ from quire.core.structured_outputs import StructuredOutputsParams
 from quire.errors import ConfigError, QuireError, SamplingParamsError
 from quire.other_options import OTHER_OPTIONS
 from quire.server.config import ServerConfig
-from quire.speculate.config import SpeculativeConfig
+from quire.speculative_config import SpeculativeConfig
 from quire.vllm_options import VLLM_OPTIONS
 
 
@@ -439,7 +439,7 @@ def test_nothing_is_imported_before_that_is_seen_to() -> None:
     code = "import sys, quire.__main__; print(*(name for name in sys.modules if name.startswith('quire')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["quire", "quire.__main__"]
-    assert set(quire.__all__) == set(quire._LAZY) | {"__version__"}
+    assert set(quire.__all__) == set(quire._LAZY)
 
 
 def test_python_m_quire_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

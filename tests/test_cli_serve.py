@@ -28,7 +28,7 @@ from quire.config import EngineConfig
 from quire.errors import CheckpointNotFoundError, ConfigError
 from quire.server.config import ServerConfig
 from quire.server.processes import listen
-from quire.server.supervisor import ServeOptions
+from quire.server.serve_options import ServeOptions
 from tests.http_tools import URL, ServeProcess, listening_addresses, request, wait_until
 from tests.server_stand_ins import engine_info
 from tests.warm import COMMAND, WarmProcess

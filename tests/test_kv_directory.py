@@ -18,8 +18,8 @@ import pytest
 import redis
 
 from quire.errors import ConfigError
-from quire.kv.directory import masked, open_directory
-from quire.kv.directory.base import Directory, DirectoryError, Holders, Node
+from quire.kv.directory import open_directory
+from quire.kv.directory.base import Directory, DirectoryError, Holders, Node, masked
 from quire.kv.directory.redis import PREFIX, RedisDirectory
 from tests.http_tools import free_port
 from tests.local_directory import LocalDirectory, LocalStore

@@ -16,10 +16,10 @@ from quire.core.kv_manager import Handle
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
+from quire.engine.recorder import Recorder
 from quire.log import kv_use
 from quire.models.config import DecoderConfig
 from quire.models.layer_groups import layer_groups
-from quire.observe.recorder import Recorder
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import VOCAB, load_reference, random_prompt, reference_choices, save_checkpoint
 from tests.test_models_eagle import eagle_tensors, write

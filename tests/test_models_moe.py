@@ -15,10 +15,10 @@ from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
+from quire.engine.recorder import Recorder
 from quire.errors import MissingTensorError, ModelConfigError, UnexpectedTensorError
 from quire.models.quantize import quantize_folder
 from quire.models.registry import load_model
-from quire.observe.recorder import Recorder
 from quire.ops import Quantization
 from tests.oracle import (
     assert_parity,

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import DRAFT, Span, SpanResult, StepPlan, StepResult
-from quire.observe.recorder import MAX_SPANS, Record, Recorder
+from quire.engine.recorder import MAX_SPANS, Record, Recorder
 
 
 class Tokens(list[int]):

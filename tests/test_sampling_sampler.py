@@ -16,7 +16,7 @@ from quire.core.step import RequestInfo
 from quire.ops import Kernels, choose_kernels
 from quire.ops.sampling import TokenScores
 from quire.runner.device import Device
-from quire.runner.proposer import Row
+from quire.runner.drafts import Row
 from quire.runner.sampler import SampledRow, Sampler
 from tests.devices import DelayedDevice, SpanKernels
 

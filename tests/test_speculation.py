@@ -24,8 +24,8 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.llm import LLM
-from quire.runner.proposer import Drafts, Wanted
-from quire.speculate.config import SpeculativeConfig
+from quire.runner.drafts import Drafts, Wanted
+from quire.speculative_config import SpeculativeConfig
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import VOCAB, save_checkpoint
 

@@ -20,9 +20,10 @@ from quire.engine.engine import Engine
 from quire.ops import Kernels, sampling
 from quire.runner.device_drafter import DeviceDrafter
 from quire.runner.draft_context import DeviceContext
+from quire.runner.drafts import Ahead, Asked, Lines, Row
 from quire.runner.model_runner import OUT_OF_MEMORY
 from quire.runner.penalties import padded
-from quire.runner.proposer import Ahead, Asked, DeviceProposer, Lines, Row
+from quire.runner.proposer import DeviceProposer
 from quire.runner.sampler import Sampler
 from quire.runner.start import OnLoad
 from quire.speculate import methods

@@ -22,11 +22,11 @@ from quire.ops import KVCache, KVShape, RaggedBatch
 from quire.ops.ragged import Trees
 from quire.ops.sampling import Filters, Purpose, noise_key, sample
 from quire.runner.draft_context import Line
-from quire.runner.proposer import Branch, Computed, DraftingModel, Drafts, Row, Wanted
-from quire.speculate.config import SpeculativeConfig
+from quire.runner.drafts import Branch, Computed, DraftingModel, Drafts, Row, Wanted
 from quire.speculate.drafting import CHUNK, DraftingProposer, DraftModel
 from quire.speculate.methods import make_speculation
 from quire.speculate.tree import TreeShape
+from quire.speculative_config import SpeculativeConfig
 from tests.oracle import VOCAB, Driver, greedy, load_reference, random_prompt, reference_greedy, save_checkpoint
 from tests.test_models_deepseek import save_with_mtp
 

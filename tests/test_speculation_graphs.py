@@ -14,8 +14,8 @@ from quire.engine.engine import Engine
 from quire.parallel.group import OneRank
 from quire.runner.device_forward import DeviceForward
 from quire.runner.draft_passes import DraftPasses
+from quire.runner.drafts import Computed
 from quire.runner.host_forward import Forwarded
-from quire.runner.proposer import Computed
 from quire.speculate import methods
 from tests.devices import DelayedDevice
 from tests.taped import TapedDevice

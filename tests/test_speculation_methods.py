@@ -18,7 +18,7 @@ from quire.errors import ConfigError
 from quire.models.checkpoint import resolve
 from quire.runner.host_forward import HostForward
 from quire.runner.model_runner import ModelRunner
-from quire.speculate.config import SpeculativeConfig
+from quire.speculative_config import SpeculativeConfig
 from quire.text.tokenizer import Tokenizer
 from tests.oracle import save_checkpoint
 from tests.test_models_deepseek import save_with_mtp

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo
 from quire.runner.draft_context import DraftContext
-from quire.runner.proposer import Computed, Wanted
+from quire.runner.drafts import Computed, Wanted
 from quire.speculate import ngram
 from quire.speculate.ngram import NgramProposer
 

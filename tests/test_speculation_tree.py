@@ -11,7 +11,7 @@ import pytest
 
 from quire.models.registry import load_model
 from quire.ops import Kernels
-from quire.runner.proposer import Branch, Drafts
+from quire.runner.drafts import Branch, Drafts
 from quire.speculate.drafting import DraftModel
 from quire.speculate.tree import GrowingTree, TreeShape
 from tests.oracle import VOCAB, Driver, random_prompt, save_checkpoint

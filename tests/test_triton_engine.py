@@ -32,7 +32,8 @@ from quire.runner import device_forward
 from quire.runner.device import Device
 from quire.runner.device_forward import DeviceForward
 from quire.runner.draft_context import DraftContext
-from quire.runner.proposer import Branch, Drafts, Proposer, Row, Wanted
+from quire.runner.drafts import Branch, Drafts, Row, Wanted
+from quire.runner.proposer import Proposer
 from quire.runner.sampler import Sampler
 from tests.devices import DelayedDevice, on_device
 from tests.oracle import VOCAB, load_reference, save_checkpoint

@@ -18,7 +18,7 @@ from unittest import mock
 from benchmarks.gpu.engines import Bench, bench, random_head
 from benchmarks.gpu.job import Job
 from benchmarks.replay import ReplayProposer
-from quire.runner.proposer import DraftingModel
+from quire.runner.drafts import DraftingModel
 from quire.speculate import methods
 from quire.speculate.device_drafting import DeviceDraftingProposer
 from quire.speculate.drafting import DraftingProposer

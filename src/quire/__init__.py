@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quire.engine.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestMetrics, RequestOutput
     from quire.errors import QuireError, RequestError
     from quire.llm import LLM
-__version__ = "0.1.0"
+    from quire.version import __version__
 
 if os.name != "posix":
     raise ImportError("Quire needs Linux; on Windows, install it in WSL 2")
@@ -36,6 +36,7 @@ _LAZY = {
     "StructuredOutputsParams": "quire.core.structured_outputs",
     "QuireError": "quire.errors",
     "RequestError": "quire.errors",
+    "__version__": "quire.version",
 }
 
 __all__ = [

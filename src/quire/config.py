@@ -20,7 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from quire.devices import find_device
 from quire.errors import ConfigError
 from quire.other_options import OTHER_OPTIONS, explained
-from quire.speculate.config import SpeculativeConfig
+from quire.speculative_config import SpeculativeConfig
 from quire.vllm_options import translated
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -41,11 +41,11 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import IO, TYPE_CHECKING, Any
 
-from quire import __version__
 from quire.bench.serve.config import LoadConfig
 from quire.cli.bench import json_file
 from quire.cli.options import add_fields
 from quire.errors import BenchmarkError, ConfigError
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from rich.progress import Progress

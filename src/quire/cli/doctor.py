@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from quire import __version__
 from quire.devices import find_device
 from quire.errors import ConfigError
 from quire.typed_json import BAD_JSON
+from quire.version import __version__
 
 INSTRUCTION_SETS = (
     "avx2",

@@ -18,6 +18,7 @@ from typing import Protocol, cast
 
 from quire.errors import INVALID, ConfigError, QuireError, RequestError
 from quire.other_options import OTHER_COMMANDS
+from quire.version import __version__
 
 COMMANDS = {
     "generate": "complete prompts from arguments, standard input or a file",
@@ -135,8 +136,6 @@ def _dispatch(arguments: list[str]) -> int:
         return 0 if arguments else USAGE
     name, rest = arguments[0], arguments[1:]
     if name == "--version":
-        from quire import __version__
-
         print(f"quire {__version__}")
         return 0
     name = ALIASES.get(name, name)

@@ -26,7 +26,7 @@ from quire.models.hub import HUB_NAME, resolve, tokenizer_folder
 from quire.server.config import ServerConfig
 
 if TYPE_CHECKING:
-    from quire.server.supervisor import ServeOptions
+    from quire.server.serve_options import ServeOptions
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def read_options(args: argparse.Namespace) -> tuple[Given, ServeOptions]:
     if engine.tokenizer is not None and not HUB_NAME.fullmatch(engine.tokenizer):
         tokenizer_folder(engine, Path(engine.model))
 
-    from quire.server.supervisor import ServeOptions
+    from quire.server.serve_options import ServeOptions
 
     return given, ServeOptions(server=server, engine=engine, origins=given.origins, fault=args.inject_fault)
 

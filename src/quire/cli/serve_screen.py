@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire import __version__, log
+from quire import log
 from quire.cli.terminal import console, loading, note, print_table
 from quire.server.processes import is_loopback, url_of
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.ipc.wire import EngineInfo
-    from quire.server.supervisor import Screen, ServeOptions
+    from quire.server.serve_options import ServeOptions
+    from quire.server.supervisor import Screen
 
 logger = logging.getLogger(__name__)
 

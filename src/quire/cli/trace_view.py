@@ -11,7 +11,8 @@ from rich.text import Text
 
 from quire.cli.terminal import visible
 from quire.cli.trace_replay import Replay
-from quire.core.prefix_cache import KEY_BYTES, Node
+from quire.core.prefix_cache import KEY_BYTES
+from quire.core.prefix_node import Node
 from quire.core.request import Request, Status
 from quire.core.step import Span, StepPlan
 from quire.errors import QuireError

@@ -23,7 +23,8 @@ import yaml
 from msgspec import UNSET
 
 from quire.errors import ConfigError
-from quire.kv.directory import SCHEMES, masked
+from quire.kv.directory import SCHEMES
+from quire.kv.directory.base import masked
 from quire.server.processes import host_and_port
 from quire.typed_json import mismatch
 from quire.yaml_file import read_yaml

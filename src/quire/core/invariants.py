@@ -62,7 +62,8 @@ from quire.core.block_pool import NULL_BLOCK
 from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import KVManager
 from quire.core.lockstep import Lockstep
-from quire.core.prefix_cache import KEY_BYTES, Node
+from quire.core.prefix_cache import KEY_BYTES
+from quire.core.prefix_node import Node
 from quire.core.request import Request, Status
 from quire.core.scheduler import Scheduler
 

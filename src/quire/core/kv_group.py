@@ -13,12 +13,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from quire.core.block_pool import BlockPool
-
-if TYPE_CHECKING:
-    from quire.core.prefix_cache import Node
+from quire.core.prefix_node import Node
 
 
 @dataclass(frozen=True, slots=True)

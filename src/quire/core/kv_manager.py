@@ -12,7 +12,8 @@ from quire.core.block_pool import NULL_BLOCK
 from quire.core.external import External, Found, Loadable
 from quire.core.kv_group import KVGroup
 from quire.core.prefix import Prefix
-from quire.core.prefix_cache import CACHES, Match, Node
+from quire.core.prefix_cache import CACHES, Match
+from quire.core.prefix_node import Node
 from quire.core.request import Request
 from quire.core.step import Move, StepPlan, StepResult
 from quire.errors import RequestTooLargeError

@@ -10,7 +10,8 @@ from typing import ClassVar, NamedTuple
 
 from quire.core.draft_length import DraftState
 from quire.core.pooling import PoolingParams
-from quire.core.prefix_cache import KEY_BYTES, Node
+from quire.core.prefix_cache import KEY_BYTES
+from quire.core.prefix_node import Node
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, TokenLogprobs
 from quire.core.structured_outputs import ReasoningBudget

@@ -21,7 +21,6 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from quire import __version__
 from quire.config import EngineConfig
 from quire.curve import Address, read_token
 from quire.engine.machine import Machine, RemoteRank, groups_of, how_it_ended, meets
@@ -43,6 +42,7 @@ from quire.engine.rank import RankStart
 from quire.errors import ConfigError
 from quire.ops.cpu.mirror import Mirror
 from quire.runner.start import OnLoad
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.engine.ray_machines import RayMachines

@@ -12,7 +12,6 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from quire import __version__
 from quire.config import EngineConfig
 from quire.curve import Address, Context, Socket
 from quire.engine.hosts import emptied, named, received
@@ -31,6 +30,7 @@ from quire.engine.machine_messages import (
 )
 from quire.engine.rank import RankStart
 from quire.errors import ConfigError
+from quire.version import __version__
 
 RETRY_SECONDS = 0.5
 """Interval between attempts to connect."""

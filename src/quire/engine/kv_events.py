@@ -18,7 +18,8 @@ from typing import Any, Literal
 import msgspec
 import zmq
 
-from quire.core.prefix_cache import KEY_BYTES, Node, PrefixCache
+from quire.core.prefix_cache import KEY_BYTES, PrefixCache
+from quire.core.prefix_node import Node
 from quire.errors import ConfigError
 
 MEDIUM = "GPU"

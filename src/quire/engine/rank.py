@@ -23,9 +23,9 @@ from quire.config import EngineConfig
 from quire.core.step import StepPlan
 from quire.engine.link import Begin, Computed, Failed, Link, Loaded, Ready, Timed
 from quire.errors import DeviceLostError, QuireError, StepGivenUpError
+from quire.grammar.grammars import Grammars
 
 if TYPE_CHECKING:
-    from quire.grammar.grammars import Grammars
     from quire.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)

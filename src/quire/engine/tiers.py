@@ -155,8 +155,9 @@ class KVTiers(Elsewhere):
             self._open_store(make(url, cluster_name(key), self._config.kv_host), url, host, mailbox)
             return
         from quire.kv import wire
-        from quire.kv.directory import masked, open_directory
+        from quire.kv.directory import open_directory
         from quire.kv.directory.agent import DirectoryAgent
+        from quire.kv.directory.base import masked
         from quire.kv.nodes import NodeReader, NodeReaders
 
         curve, exporter = wire.curve(key), self.exporter

@@ -23,7 +23,7 @@ from quire.grammar.reasoning import ReasoningCounter, Spelling
 from quire.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:  # loaded when the first grammar is compiled
-    import llguidance
+    from quire.grammar.library import Compiled, Executor, Tokenizer
 
 MAX_GRAMMARS = 256
 """Most compiled grammars that are kept."""
@@ -45,7 +45,7 @@ class Matcher:
 
     def __init__(
         self,
-        compiled: llguidance.LLMatcher | None,
+        compiled: Compiled | None,
         vocabulary: Vocabulary,
         ends: Sequence[int],
         reasoning: ReasoningCounter | None = None,
@@ -61,7 +61,7 @@ class Matcher:
         return self.vocabulary.size
 
     @property
-    def _matcher(self) -> llguidance.LLMatcher | None:
+    def _matcher(self) -> Compiled | None:
         """The library's matcher, once the worker has finished with it."""
         if self._next is not None:
             self._next[0].wait()
@@ -204,7 +204,7 @@ class MaskWorker:
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._library: llguidance.LLExecutor | None = None
+        self._library: Executor | None = None
 
     def begin(self, tokens: Sequence[tuple[Matcher, int]]) -> None:
         """Add the next tokens of matchers that have a grammar."""
@@ -228,8 +228,8 @@ class _Masks:
 
     def __init__(
         self,
-        library: llguidance.LLExecutor,
-        taken: list[tuple[llguidance.LLMatcher, int]],
+        library: Executor,
+        taken: list[tuple[Compiled, int]],
         vocabulary: Vocabulary,
         thread: ThreadPoolExecutor,
     ) -> None:
@@ -271,12 +271,12 @@ class Grammars:
     ) -> None:
         self._make_vocabulary = vocabulary
         self._most_seconds, self._most_bytes = most_seconds, most_bytes
-        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._tokenizer: Tokenizer | None = None
         self._vocabulary: Vocabulary | None = None
         self._spelling: Spelling | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
-        self._kept: OrderedDict[StructuredOutputsParams, tuple[llguidance.LLMatcher, int]] = OrderedDict()
+        self._kept: OrderedDict[StructuredOutputsParams, tuple[Compiled, int]] = OrderedDict()
         self._kept_bytes = 0
         self._in_use = InUse()
         self._thread: ThreadPoolExecutor | None = None
@@ -397,7 +397,7 @@ class Grammars:
             matcher.append(token)
         return matcher
 
-    def _compiled(self, wanted: StructuredOutputsParams) -> tuple[llguidance.LLMatcher, int]:
+    def _compiled(self, wanted: StructuredOutputsParams) -> tuple[Compiled, int]:
         """The matcher in its initial state, and the bytes that it takes."""
         with self._lock:
             if wanted in self._kept:
@@ -435,7 +435,7 @@ class Grammars:
             if oldest not in self._in_use:
                 self._kept_bytes -= self._kept.pop(oldest)[1]
 
-    def _library_tokenizer(self) -> llguidance.LLTokenizer:
+    def _library_tokenizer(self) -> Tokenizer:
         vocabulary = self._loaded()
         with self._loading:
             if self._tokenizer is None:

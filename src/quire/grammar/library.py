@@ -11,7 +11,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import llguidance
 import numpy as np
@@ -26,6 +26,10 @@ from quire.grammar.vocabulary import Vocabulary
 WHITESPACE = r"\x20{1,2}|\r?\n[\x20\t]{0,64}"
 """White space allowed in JSON: one or two spaces, or a line break with indentation. With any amount, some models
 never stop."""
+
+Compiled: TypeAlias = llguidance.LLMatcher
+Executor: TypeAlias = llguidance.LLExecutor
+Tokenizer: TypeAlias = llguidance.LLTokenizer
 
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=20_000,
@@ -50,20 +54,18 @@ MAX_RULES = 2_000
 _RULE = re.compile(r"^[ \t]*[?!]?\w[^:\n]*:|\(", re.MULTILINE)
 
 
-def library_tokenizer(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
+def library_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     """Convert a vocabulary for the library, which takes a second for 150,000 tokens."""
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
 
 
-def executor() -> llguidance.LLExecutor:
+def executor() -> Executor:
     """A thread pool for masks, on half of the cores, since steps are computed at the same time, but at most 8."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return llguidance.LLExecutor(min(8, max(1, processors // 2)))
 
 
-def compiled(
-    wanted: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer, vocabulary: Vocabulary
-) -> llguidance.LLMatcher:
+def compiled(wanted: StructuredOutputsParams, tokenizer: Tokenizer, vocabulary: Vocabulary) -> Compiled:
     """Compile a grammar. Returns a matcher in its initial state, to be copied.
 
     Args:
@@ -123,7 +125,7 @@ def _mallinfo() -> Callable[[], int] | None:
     return info
 
 
-def no_way_on(matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> str | None:
+def no_way_on(matcher: Compiled, vocabulary: Vocabulary) -> str | None:
     """Why no token of the model leads to an allowed text; None if one does."""
     if not vocabulary.unspelled:
         return None

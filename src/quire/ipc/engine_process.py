@@ -96,8 +96,8 @@ class EngineProcess:
     def __init__(self, start: EngineStart, board: Board, control: zmq.Socket[bytes]) -> None:
         self._start, self._board, self._control = start, board, control
         self._board.set_phase("importing torch", 0.0)
+        from quire.engine.recorder import Recorder
         from quire.ipc.patience import Patience
-        from quire.observe.recorder import Recorder
 
         self._recorder = Recorder()
         self._numbers: dict[int, int] = {}  # the wire's number to the engine's
@@ -331,7 +331,7 @@ class EngineProcess:
 
     def _add(self, add: wire.Add) -> None:
         """Add a request to the engine; if it is refused, it ends."""
-        from quire.observe.recorder import Record
+        from quire.engine.recorder import Record
 
         number = self._next_id
         self._next_id += 1

@@ -210,7 +210,10 @@ class Model(ModelSizes):
             for index in {*range(config.num_layers)} - {*own} - config.dense_layers
             if self.expert_slots and config.routing
         }
-        self.mtp = MultiTokenPrediction(config, weights, self) if config.mtp else None
+        self.mtp = None
+        if config.mtp:
+            shared = self.embedding, self.rotary, self.logits, self.kv_shape()
+            self.mtp = MultiTokenPrediction(config, weights, *shared)
 
     def kv_shapes(self, kv_cache_dtype: KVCacheDtype = "auto", block_size: int = 16) -> list[KVShape | RecurrentShape]:
         """See `ModelSizes`. All stages have blocks of the same size, for the most layers of a group in any stage."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from quire.layers.decoder import DecoderLayer
+from quire.layers.embedding import Embedding
+from quire.layers.rotary import RotaryEmbedding
 from quire.models.config import DecoderConfig
 from quire.models.weights import Weights
-from quire.ops import KVCache, RaggedBatch
+from quire.ops import KVCache, KVShape, RaggedBatch
 from quire.parallel.group import OneRank
-
-if TYPE_CHECKING:
-    from quire.models.model import Model
 
 
 class MultiTokenPrediction:
@@ -26,20 +25,29 @@ class MultiTokenPrediction:
     Args:
         config: of the model.
         weights: of the checkpoint.
-        model: its embedding, rotary tables and head are shared.
+        embedding, rotary, logits: the model's, which are shared.
+        kv_shape: of a token's KV in all of the model's layers.
 
     Attributes:
         kv_shape: of a token's KV.
     """
 
-    def __init__(self, config: DecoderConfig, weights: Weights, model: Model) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        embedding: Embedding,
+        rotary: RotaryEmbedding,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        kv_shape: KVShape,
+    ) -> None:
         eps, own = config.layer.rms_norm_eps, weights.under(config.mtp_prefix(), OneRank())
-        self.embedding, self.rotary, self.logits = model.embedding, model.rotary, model.logits
+        self.embedding, self.rotary, self.logits = embedding, rotary, logits
         self.enorm, self.hnorm = own.norm("enorm", eps), own.norm("hnorm", eps)
         self.eh_proj = own.linear("eh_proj")
         self.layer = DecoderLayer(config.layer, own, layer=0, window=None)
         self.norm = own.norm("shared_head.norm", eps)
-        self.kv_shape = dataclasses.replace(model.kv_shape(), layers=1)
+        self.kv_shape = dataclasses.replace(kv_shape, layers=1)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """From the model's `forward` [tokens, hidden] to the input of `forward`."""

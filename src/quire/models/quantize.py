@@ -14,7 +14,6 @@ from typing import Final, Literal
 
 import torch
 
-from quire import __version__
 from quire.errors import ConfigError
 from quire.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, content_hash
 from quire.models.formats import write_compressed_tensors
@@ -24,6 +23,7 @@ from quire.models.registry import build_model, read_config
 from quire.models.safetensors_file import Writer, header_room
 from quire.models.weights import HEAD, is_plain
 from quire.ops import Kernels, Quantization, QuantizedWeight, choose_kernels
+from quire.version import __version__
 
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "README*")
 """Files that are copied besides the weights: configuration, tokenizer, chat template, licence."""

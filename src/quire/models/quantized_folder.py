@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from quire import __version__
 from quire.errors import CheckpointError, ConfigError, CorruptSafetensorsError, MissingTensorError, TensorShapeError
 from quire.models.checkpoint import Checkpoint, content_hash
 from quire.models.fields import Fields, has_file
 from quire.models.safetensors_file import PACKED_DTYPES
 from quire.ops.quantized import GROUP_SIZES, SCHEMES, Quantization, QuantizedWeight, Scheme, layout
+from quire.version import __version__
 
 RECORD_FILE = "quire_quantization.json"
 FORMAT_VERSION = 2

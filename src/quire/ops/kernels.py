@@ -484,7 +484,7 @@ class Kernels:
         self, q: torch.Tensor, choice: Choice, kv: KVCache, batch: RaggedBatch, layer: int, scale: float, width: int
     ) -> torch.Tensor:
         """See `sparse.attend`."""
-        return sparse.attend(self, q, choice, kv, layer, scale, width)
+        return sparse.attend(self.attend_latent, q, choice, kv, layer, scale, width)
 
     # -- recurrent layers ----------------------------------------------------------------------------------
 

@@ -14,9 +14,8 @@ are added up one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,8 +23,7 @@ from quire.ops.attention_plan import KEY_TILE, ROW_TILE, row_multiple
 from quire.ops.kv_cache import KEY, KVCache
 from quire.ops.ragged import RaggedBatch
 
-if TYPE_CHECKING:
-    from quire.ops.kernels import Kernels
+LatentAttention = Callable[[torch.Tensor, KVCache, RaggedBatch, int, float, int], torch.Tensor]
 
 PRODUCT_BYTES = 4 * 2**20
 """About how much memory the products have that are made at once. Does not change bits."""
@@ -191,7 +189,7 @@ def _scores(q: torch.Tensor, weights: torch.Tensor, by_tile: torch.Tensor) -> to
 
 
 def attend(
-    kernels: Kernels,
+    latent: LatentAttention,
     q: torch.Tensor,
     choice: Choice,
     kv: KVCache,
@@ -204,6 +202,7 @@ def attend(
     What was chosen is copied side by side, so that attention sees a context of `top` tokens.
 
     Args:
+        latent: `Kernels.attend_latent`.
         q: [tokens, heads, latent + rope], in rows of the cache that have an index key behind these.
         width: see `latent_attention`.
 
@@ -211,9 +210,9 @@ def attend(
     """
     out = q.new_empty(*q.shape[:2], width)
     if choice.batch is not None:
-        out[choice.whole] = kernels.attend_latent(q[choice.whole], kv, choice.batch, layer, scale, width)
+        out[choice.whole] = latent(q[choice.whole], kv, choice.batch, layer, scale, width)
     for part, gathered, spans in _gathered(q.shape[2], choice, kv, layer):
-        out[part] = kernels.attend_latent(q[part], gathered, spans, 0, scale, width)
+        out[part] = latent(q[part], gathered, spans, 0, scale, width)
     return out
 
 

@@ -14,7 +14,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire import __version__
 from quire.http_client import HttpError, NoAnswerError
 from quire.router.metrics import ROUTES
 from quire.router.relay import RESUMABLE_PATHS, Relay, no_server, parsed, unknown_model
@@ -30,6 +29,7 @@ from quire.server.errors import ApiError, invalid
 from quire.server.replies import models_list, send_error, send_json
 from quire.server.transport import read_body
 from quire.typed_json import BAD_JSON
+from quire.version import __version__
 
 STATIC = Path(__file__).parent / "static"
 PAGES = {"/": ("index.html", "text/html; charset=utf-8"), "/static/router.js": ("router.js", "text/javascript")}

@@ -8,12 +8,9 @@ send the request to anyway, and an address that is not theirs is never asked, so
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from quire.log import sanitize
-
-if TYPE_CHECKING:
-    from quire.router.servers import Server
 
 DESTINATION = b"x-gateway-destination-endpoint"
 """Endpoints, such as 10.0.0.1:8000,10.0.0.2:8000: the first one that can take the request is to get it."""
@@ -21,6 +18,29 @@ SUBSET = b"x-gateway-destination-endpoint-subset"
 """Endpoints besides which none may get the request."""
 SERVED = b"x-gateway-destination-endpoint-served"
 """In the answer: which of the endpoints named as destinations gave it."""
+
+
+class Endpoint(Protocol):
+    """What an address has."""
+
+    @property
+    def endpoint(self) -> str:
+        """Host and port."""
+
+
+class Reached(Protocol):
+    """What a server has."""
+
+    @property
+    def address(self) -> Endpoint:
+        """Where it is."""
+
+    @property
+    def works(self) -> bool:
+        """Whether it takes requests now."""
+
+
+Server = TypeVar("Server", bound=Reached)
 
 
 class Picked(NamedTuple):

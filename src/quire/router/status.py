@@ -9,11 +9,11 @@ from urllib.parse import quote
 
 import msgspec
 
-from quire import __version__
 from quire.http_client import HttpError
 from quire.router.servers import Server
 from quire.router.site import Sending, Site
 from quire.typed_json import BAD_JSON
+from quire.version import __version__
 
 MAX_PROMPTS = 20
 """Rows of the cache map: beginnings of prompts, most recent first."""

@@ -18,8 +18,9 @@ from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span
 from quire.runner.device_forward import AT_LAST
 from quire.runner.draft_context import DeviceContext
 from quire.runner.drafter import Guard, Outcome
+from quire.runner.drafts import Ahead, Asked, Computed, Drafts, Placed
 from quire.runner.host_forward import Forwarded
-from quire.runner.proposer import Ahead, Asked, Computed, DeviceProposer, Drafts, Placed
+from quire.runner.proposer import DeviceProposer
 from quire.runner.sampler import Sampled
 
 

@@ -24,9 +24,9 @@ from quire.ops import KVCache, RaggedBatch
 from quire.ops.ragged import DeviceSpans, DeviceTrees
 from quire.runner import recorded_sampling
 from quire.runner.device import Device
+from quire.runner.drafts import Branch
 from quire.runner.graphs import Graphs, aligned
 from quire.runner.host_forward import NO_BRANCHES, Blocks, Forwarded, RowsAhead, forward, tree_end, tree_rows
-from quire.runner.proposer import Branch
 from quire.runner.sampling_table import STATE
 
 LARGEST_GRAPH = 1024

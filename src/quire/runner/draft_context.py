@@ -17,8 +17,8 @@ from quire.ops.sampling import Filters
 from quire.runner.device import Device
 from quire.runner.device_forward import DeviceForward
 from quire.runner.draft_passes import DraftPasses
+from quire.runner.drafts import Ahead, Asked, Branch, Ends, Row, Wanted
 from quire.runner.host_forward import HostForward, RowsAhead
-from quire.runner.proposer import Ahead, Asked, Branch, Ends, Row, Wanted
 from quire.runner.sampler import Sampler
 
 

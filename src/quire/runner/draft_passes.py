@@ -22,9 +22,9 @@ from quire.core.step import Span
 from quire.ops import KVCache
 from quire.ops.sampling import Filters, keys_at
 from quire.runner.device_forward import DeviceForward, Size, described, nothing, padded_decodes, path_width
+from quire.runner.drafts import Branch, DraftingModel
 from quire.runner.graphs import aligned
 from quire.runner.host_forward import HostForward
-from quire.runner.proposer import Branch, DraftingModel, Speculation
 
 
 class ChainSize(NamedTuple):
@@ -241,13 +241,13 @@ def chain_sizes(most: int, drafts: Sequence[int], filtered: bool) -> set[ChainSi
 
 
 def passes_of(
-    forward: HostForward | DeviceForward, kv: Sequence[KVCache], speculation: Speculation
+    forward: HostForward | DeviceForward, kv: Sequence[KVCache], model: DraftingModel | None, needs_next_token: bool
 ) -> DraftPasses | None:
-    """The passes of what drafts, if it is a model, and kernels read spans on the device."""
-    model, own = speculation.model, kv[0].draft_kv
+    """The passes of what drafts, if it is a model, and kernels read spans on the device; see `Speculation`."""
+    own = kv[0].draft_kv
     if model is None or own is None or not isinstance(forward, DeviceForward):
         return None
-    return DraftPasses(forward, own, model, int(speculation.needs_next_token))
+    return DraftPasses(forward, own, model, int(needs_next_token))
 
 
 _FIELDS: tuple[tuple[str, type[np.generic], torch.dtype], ...] = (

@@ -20,8 +20,9 @@ from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span, SpanResult
 from quire.errors import DeviceLostError
 from quire.runner.device import is_lost
 from quire.runner.draft_context import DraftContext
+from quire.runner.drafts import Branch, Computed, Drafts, Row, Wanted
 from quire.runner.host_forward import Forwarded
-from quire.runner.proposer import Branch, Computed, Drafts, Proposer, Row, Wanted
+from quire.runner.proposer import Proposer
 from quire.runner.sampler import Sampled
 from quire.runner.verify import Verified
 

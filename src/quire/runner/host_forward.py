@@ -15,7 +15,7 @@ from quire.core.step import FROM_PREVIOUS, Span
 from quire.models.model import AuxHiddenStates, Model
 from quire.ops import KVCache, RaggedBatch
 from quire.ops.ragged import Trees
-from quire.runner.proposer import Branch
+from quire.runner.drafts import Branch
 
 NO_BRANCHES: Mapping[int, Branch] = {}
 

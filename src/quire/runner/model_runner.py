@@ -26,6 +26,7 @@ from torch import Tensor
 
 from quire.core.pooling import PoolingParams
 from quire.core.step import Span, SpanResult, StepPlan, StepResult, TokenLogprobs
+from quire.grammar.grammars import Grammars
 from quire.models.model import Model
 from quire.ops import KVCache
 from quire.runner.device import Device, Mark, is_lost, is_out_of_memory
@@ -34,15 +35,15 @@ from quire.runner.device_forward import DeviceForward
 from quire.runner.draft_context import DeviceContext, DraftContext
 from quire.runner.draft_passes import passes_of
 from quire.runner.drafter import Drafter, Outcome, accepted_path, branch_of
+from quire.runner.drafts import Branch, Drafts
 from quire.runner.expert_mover import ExpertMover
 from quire.runner.host_forward import Forwarded, HostForward
 from quire.runner.pooling import Pooled, launch_labels, launch_sum
-from quire.runner.proposer import Branch, DeviceProposer, Drafts, Speculation
+from quire.runner.proposer import DeviceProposer, Speculation
 from quire.runner.sampler import Sampled, SampledRow, Sampler
 from quire.runner.scores import Scored
 
-if TYPE_CHECKING:
-    from quire.grammar.grammars import Grammars
+if TYPE_CHECKING:  # there may be no tiers
     from quire.kv.mover import Mover
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,8 @@ class ModelRunner:
             return requests[request].row
 
         proposer, forward = speculation.proposer, self._forward
-        rest = (row_of, self.device, passes_of(forward, self.kv, speculation))
+        passes = passes_of(forward, self.kv, speculation.model, speculation.needs_next_token)
+        rest = (row_of, self.device, passes)
         if not isinstance(proposer, DeviceProposer):
             context = DraftContext(self.model, self.kv, self.sampler, forward, *rest)
             return Drafter(proposer, context, speculation.rejection)

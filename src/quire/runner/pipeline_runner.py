@@ -27,16 +27,17 @@ from torch import Tensor
 
 from quire.core.step import Span, StepPlan
 from quire.errors import RankLostError
+from quire.grammar.grammars import Grammars
 from quire.models.model import AuxHiddenStates, Model, stage_of
 from quire.ops import KVCache, RaggedBatch
 from quire.runner.device import Mark
 from quire.runner.drafter import Drafter
+from quire.runner.drafts import Drafts
 from quire.runner.host_forward import Forwarded
 from quire.runner.model_runner import IntArray, LaunchedStep, ModelRunner, Part, branches_of, check_complete
-from quire.runner.proposer import Drafts, Speculation
+from quire.runner.proposer import Speculation
 
-if TYPE_CHECKING:
-    from quire.grammar.grammars import Grammars
+if TYPE_CHECKING:  # there may be no tiers
     from quire.kv.mover import Mover
 
 

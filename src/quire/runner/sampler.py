@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,19 +36,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.step import RequestInfo, TokenLogprobs
+from quire.grammar.grammars import Grammars, Matcher
 from quire.ops import Kernels, choose_kernels, rejection
 from quire.ops import sampling as ops
 from quire.ops.logit_edits import Edits
 from quire.runner.device import Device, Mark
+from quire.runner.drafts import Ahead, Row
 from quire.runner.edits import AllowedTokens, EditedRequest, append, edit_arrays, edited_request, make_edits
 from quire.runner.penalties import DevicePenalties, ListedPenalties
-from quire.runner.proposer import Ahead, Row
 from quire.runner.sampling_table import NUM_FILTER_ARRAYS, STATE, SamplingTable, filter_arrays
 from quire.runner.scores import Scored, launch_prompt_scores, launch_scores
 from quire.runner.verify import Verified, verify
-
-if TYPE_CHECKING:
-    from quire.grammar.grammars import Grammars, Matcher
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 

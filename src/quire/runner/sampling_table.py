@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from quire.core.step import RequestInfo
 from quire.ops import sampling as ops
-from quire.runner.proposer import Row
+from quire.runner.drafts import Row
 
 STATE = np.dtype(
     [

@@ -13,6 +13,7 @@ from quire.config import EngineConfig
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import DRAFT, FROM_PREVIOUS, RequestInfo, Span, StepPlan
 from quire.errors import ConfigError, MemoryPlanError
+from quire.grammar.grammars import Grammars
 from quire.kv.layout import Share
 from quire.models.model import Model
 from quire.ops import KVCache
@@ -32,11 +33,10 @@ from quire.runner.memory_plan import (
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pipeline_runner import PipelineRunner
 from quire.runner.proposer import Speculation
+from quire.speculative_config import SpeculativeConfig
 
-if TYPE_CHECKING:
-    from quire.grammar.grammars import Grammars
+if TYPE_CHECKING:  # there may be no tiers
     from quire.kv.host import HostTier
-    from quire.speculate.config import SpeculativeConfig
 
 OnLoad = Callable[[str, float], None]
 """Called with (phase, progress from 0 to 1) while an engine starts."""
@@ -127,7 +127,7 @@ def _record(
     every, sizes = all_sizes(config.max_num_seqs, largest), decode_sizes(config.max_num_seqs, largest)
     passes, rows, chains = None, set[Size](), set[ChainSize]()
     if speculation is not None and config.speculation is not None:
-        passes = passes_of(forward, kv, speculation)
+        passes = passes_of(forward, kv, speculation.model, speculation.needs_next_token)
         verified, rows, chains = _drafting_sizes(config.speculation, config.max_num_seqs, forward, speculation, eager)
         sizes |= verified
     if eager:

@@ -22,7 +22,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire import __version__
 from quire.errors import EngineClosedError, QuireError
 from quire.log import event, log_request
 from quire.server import request_log, routes_info
@@ -36,6 +35,7 @@ from quire.server.metrics import ROUTES, HttpMetrics
 from quire.server.openapi import openapi_document
 from quire.server.prefix import PrefixMiddleware
 from quire.server.replies import error_reply, send_error
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.server.traces import Traces

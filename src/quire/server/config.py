@@ -15,7 +15,7 @@ import msgspec
 
 from quire.config import option
 from quire.errors import ConfigError
-from quire.kv.directory import masked
+from quire.kv.directory.base import masked
 from quire.models.hub import EMBEDDED_MODELS, HUB_NAME
 from quire.server.http_options import HttpOptions, check_each
 

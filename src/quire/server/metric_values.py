@@ -26,7 +26,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire import __version__, child
+from quire import child
+from quire.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Awaitable, Coroutine, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -26,9 +26,7 @@ from quire.ipc import wire
 from quire.ipc.board import Board
 from quire.ipc.engine_process import EngineStart
 from quire.server.processes import Child, RestartBudget
-
-if TYPE_CHECKING:
-    from quire.server.supervisor import ServeOptions
+from quire.server.serve_options import ServeOptions
 
 logger = logging.getLogger(__name__)
 

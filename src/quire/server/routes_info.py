@@ -16,10 +16,9 @@ from fastapi import Path as PathParameter
 from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from quire import __version__
 from quire.core.sampling_params import NEUTRAL, suggested
 from quire.errors import EngineClosedError
-from quire.kv.directory import masked
+from quire.kv.directory.base import masked
 from quire.models.hub import describe
 from quire.server.auth import METRICS_PATH, forbidden, tenant_of
 from quire.server.context import AppContext
@@ -27,6 +26,7 @@ from quire.server.engine_metrics import EngineReading
 from quire.server.errors import ApiError
 from quire.server.http_options import KEY_OPTIONS
 from quire.server.replies import json_reply, models_list
+from quire.version import __version__
 
 if TYPE_CHECKING:
     from quire.ipc.client import EngineClient

@@ -16,21 +16,21 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine
 from typing import Any, Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from quire import child, log
-from quire.config import EngineConfig
+from quire import log
 from quire.errors import QuireError, ServerError
 from quire.ipc import wire
 from quire.ipc.board import Board
-from quire.server.config import HttpStart, ServerConfig
+from quire.server.config import HttpStart
 from quire.server.processes import Child, RestartBudget, RuntimeFolder
 from quire.server.replica import Replica, again, make_board
+from quire.server.serve_options import ServeOptions
 
 logger = logging.getLogger(__name__)
 
@@ -45,29 +45,6 @@ FAILED_SECONDS = 2.0
 
 LOOK_SECONDS = 1.0
 """Interval between checks of a child's pulse."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """Options of a server and its processes.
-
-    Attributes:
-        origins: where each option came from: "flag", "file" or "preset"; absent: "default".
-        fault: an injected fault, see `quire.ipc.faults`.
-        engine_command, http_command: what the children run.
-    """
-
-    server: ServerConfig
-    engine: EngineConfig
-    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    fault: str | None = None
-    engine_command: Sequence[str] = tuple(child.python("quire.ipc.engine_process"))
-    http_command: Sequence[str] = tuple(child.python("quire.server.http_process"))
-
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """The model's names in requests."""
-        return self.server.model_names(self.engine.model)
 
 
 class Screen(Protocol):

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from quire.core.step import RequestInfo
 from quire.runner.draft_context import DeviceContext
-from quire.runner.proposer import Asked, Computed, DeviceProposer, DraftingModel, Lines, Placed
+from quire.runner.drafts import Asked, Computed, DraftingModel, Lines, Placed
+from quire.runner.proposer import DeviceProposer
 from quire.speculate.drafting import CHUNK, NOTHING
 
 

@@ -25,7 +25,7 @@ from quire.models.model import Model
 from quire.ops import KVCache, KVShape, RaggedBatch
 from quire.ops.kv_cache import on_device
 from quire.runner.draft_context import DraftContext
-from quire.runner.proposer import Computed, DraftingModel, Drafts, Row, Wanted
+from quire.runner.drafts import Computed, DraftingModel, Drafts, Row, Wanted
 from quire.speculate.tree import GrowingTree, TreeShape
 
 CHUNK = 16

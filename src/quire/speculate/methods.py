@@ -8,13 +8,14 @@ from quire.config import EngineConfig
 from quire.errors import CheckpointError, ConfigError
 from quire.models.checkpoint import content_hash, resolve
 from quire.models.model import Model
-from quire.runner.proposer import DraftingModel, Speculation
-from quire.speculate.config import SpeculativeConfig
+from quire.runner.drafts import DraftingModel
+from quire.runner.proposer import Speculation
 from quire.speculate.device_drafting import DeviceDraftingProposer
 from quire.speculate.drafting import CHUNK, DraftingProposer, DraftModel
 from quire.speculate.load_draft import load_draft_model, load_eagle, load_eagle3
 from quire.speculate.ngram import NgramProposer
 from quire.speculate.tree import TreeShape
+from quire.speculative_config import SpeculativeConfig
 
 
 def make_speculation(spec: SpeculativeConfig, target: Model, folder: Path, config: EngineConfig) -> Speculation:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.core.step import RequestInfo
 from quire.runner.draft_context import DraftContext
-from quire.runner.proposer import Computed, Drafts, Wanted
+from quire.runner.drafts import Computed, Drafts, Wanted
 
 _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the upper bits of a product spread well

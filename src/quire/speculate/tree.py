@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.runner.proposer import Branch, Drafts
+from quire.runner.drafts import Branch, Drafts
 
 
 @dataclass(frozen=True, slots=True)

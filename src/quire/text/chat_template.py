@@ -26,7 +26,9 @@ import msgspec
 from quire.errors import ChatTemplateError, UnknownTemplateVariableError
 from quire.models.fields import has_file
 from quire.text.partial_json import completed
+from quire.text.reply_formats import content_of_calls, find_syntax, in_format, takes_argument_objects, takes_parts
 from quire.text.reply_syntax import ReplySyntax
+from quire.text.reply_writing import calls_as_text, told_of, with_system_message
 from quire.text.template_sandbox import SPECIAL_NAMES, join_pieces, make_environment
 
 Message: TypeAlias = Mapping[str, Any]
@@ -237,25 +239,17 @@ class ChatTemplate:
     @functools.cached_property
     def reply_syntax(self) -> ReplySyntax:
         """The syntax of the model's replies, as far as this template shows it."""
-        from quire.text.reply_formats import find_syntax, in_format  # they render templates
-
         return in_format(find_syntax(self), self._tool_format)
 
     @functools.cached_property
     def _takes_objects(self) -> bool:
-        from quire.text.reply_formats import takes_argument_objects
-
         return takes_argument_objects(self)
 
     @functools.cached_property
     def _content_of_calls(self) -> frozenset[str | None]:
-        from quire.text.reply_formats import content_of_calls
-
         return content_of_calls(self)
 
     def _takes_parts(self, role: str) -> bool:
-        from quire.text.reply_formats import takes_parts
-
         if role not in self._parts:
             self._parts[role] = takes_parts(self, role)
         return self._parts[role]
@@ -370,8 +364,6 @@ class ChatTemplate:
         """Messages that also tell the model of the tools, if it is to call them and the template has none."""
         if not tools or self._tool_format in ("auto", "off") or {"tools", "xml_tools"} & self.variables:
             return messages
-        from quire.text.reply_writing import calls_as_text, told_of, with_system_message
-
         syntax = self.reply_syntax.tools
         if syntax is None or (continues and messages[-1].get("tool_calls")):
             return messages

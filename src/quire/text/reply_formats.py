@@ -11,12 +11,11 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from quire.errors import ChatTemplateError
-from quire.text.chat_template import ChatTemplate
 from quire.text.known_formats import KNOWN, REASONING
 from quire.text.reply import Reply, ToolCall
 from quire.text.reply_parser import ReplyParser
@@ -79,7 +78,27 @@ _UNIT = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|\0[A-Z]+\0|.", re.DOTALL)
 """A marker, a placeholder, or a character."""
 
 
-def find_syntax(template: ChatTemplate) -> ReplySyntax:
+class Template(Protocol):
+    """What is asked of a chat template, whose source may name what cannot be found by printing."""
+
+    @property
+    def source(self) -> str:
+        """Its text."""
+
+    def special(self, name: str) -> str:
+        """The text of a special token."""
+
+    def print_as_given(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Render messages as they are."""
+
+
+def find_syntax(template: Template) -> ReplySyntax:
     """The syntax of replies of this template's model, as far as it can be found. What fails costs itself only."""
     lost: list[str] = []
     reasoning = _unless_it_fails("reasoning", lambda: _find_reasoning(template), lost)
@@ -98,7 +117,7 @@ def _unless_it_fails(what: str, find: Callable[[], Found], lost: list[str]) -> F
         return None
 
 
-def _find_calls(template: ChatTemplate, reasoning: ReasoningSyntax | None) -> ReplySyntax:
+def _find_calls(template: Template, reasoning: ReasoningSyntax | None) -> ReplySyntax:
     plain = ReplySyntax(reasoning=reasoning)
     rendered = _render_calls(template, _IDS[:1])
     if rendered is None:
@@ -127,19 +146,19 @@ def in_format(found: ReplySyntax, tool_format: str) -> ReplySyntax:
     return ReplySyntax(known.name, found.reasoning, known.tools, answers=found.answers)
 
 
-def takes_argument_objects(template: ChatTemplate) -> bool:
+def takes_argument_objects(template: Template) -> bool:
     """Whether the template takes arguments in messages as objects rather than JSON text."""
     return any(_render(template, [_call(_IDS[:1], False, content)]) is not None for content in _CONTENTS)
 
 
-def content_of_calls(template: ChatTemplate) -> frozenset[str | None]:
+def content_of_calls(template: Template) -> frozenset[str | None]:
     """Contents of a message that only calls tools with which the template prints the calls, and nothing else."""
     result = {"role": "tool", "tool_call_id": _IDS[0], "name": _NAMES[0], "content": "qzresult"}
     alone, answered = (_contents_printed(template, behind) for behind in ([], [result]))
     return alone & answered or answered or alone  # some take other contents once a message is not the last one
 
 
-def _contents_printed(template: ChatTemplate, behind: Sequence[Mapping[str, Any]]) -> frozenset[str | None]:
+def _contents_printed(template: Template, behind: Sequence[Mapping[str, Any]]) -> frozenset[str | None]:
     """Contents of a message that calls a tool with which the template prints the call before these messages."""
     printed = {}
     for content in _CONTENTS:
@@ -151,7 +170,7 @@ def _contents_printed(template: ChatTemplate, behind: Sequence[Mapping[str, Any]
     return frozenset(content for content, text in printed.items() if text is not None)
 
 
-def takes_parts(template: ChatTemplate, role: str) -> bool:
+def takes_parts(template: Template, role: str) -> bool:
     """Whether the template takes the content of such messages as a list of parts, and joins their texts itself."""
     parts = [{"type": "text", "text": text} for text in ("qzpart", "qzpiece")]
     said: list[dict[str, Any]] = [{"role": role, "content": parts}]
@@ -169,7 +188,7 @@ def takes_parts(template: ChatTemplate, role: str) -> bool:
 # -- reasoning -----------------------------------------------------------------------------------------------------
 
 
-def _find_reasoning(template: ChatTemplate) -> ReasoningSyntax | None:
+def _find_reasoning(template: Template) -> ReasoningSyntax | None:
     for start, end in REASONING:
         if end in template.source:
             return ReasoningSyntax(start, end)
@@ -211,7 +230,7 @@ def _opening(before: str, otherwise: str, begun: str) -> str:
     return _last_marker(before) + begun.removeprefix(before) if begun.startswith(before) and begun != before else ""
 
 
-def _with_headers(found: ReplySyntax, template: ChatTemplate) -> ReplySyntax:
+def _with_headers(found: ReplySyntax, template: Template) -> ReplySyntax:
     """With the marker that this model writes before content, if it does (`<|START_RESPONSE|>`)."""
     begun = _print(template, [], add_generation_prompt=True) or ""
     plain = _print(template, [{"role": "assistant", "content": "qzcontent"}]) or ""
@@ -244,7 +263,7 @@ def _last_marker(text: str) -> str:
 # -- tools ---------------------------------------------------------------------------------------------------------
 
 
-def _find_tools(template: ChatTemplate, reasoning: ReasoningSyntax | None) -> ToolSyntax | None:
+def _find_tools(template: Template, reasoning: ReasoningSyntax | None) -> ToolSyntax | None:
     """The syntax of calls, from one and from two calls whose names, ids and arguments differ."""
     one, both = _render_calls(template, _IDS[:1]), _render_calls(template, _IDS)
     if one is None:
@@ -329,7 +348,7 @@ def _printed(text: str, number: int, id: str) -> str:
     return text.replace(id, _IDS[number]).replace(NAME, _NAMES[number])
 
 
-def _begins_a_call(tools: ToolSyntax, template: ChatTemplate) -> bool:
+def _begins_a_call(tools: ToolSyntax, template: Template) -> bool:
     """Whether the trigger tells a call from text: it is not empty, and does not stand around text."""
     prompt = _print(template, [], add_generation_prompt=True) or ""
     plain = _print(template, [{"role": "assistant", "content": "qzcontent"}]) or ""
@@ -408,7 +427,7 @@ def _call(ids: Sequence[str], as_text: bool, content: str | None) -> dict[str, A
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
-def _render_calls(template: ChatTemplate, ids: Sequence[str]) -> str | None:
+def _render_calls(template: Template, ids: Sequence[str]) -> str | None:
     """A chat with an assistant's message that calls tools; None if the template refuses or drops a call."""
     for content in _CONTENTS:
         for as_text in (False, True):
@@ -418,7 +437,7 @@ def _render_calls(template: ChatTemplate, ids: Sequence[str]) -> str | None:
     return None
 
 
-def _render(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], calls: int = 1) -> str | None:
+def _render(template: Template, messages: Sequence[Mapping[str, Any]], calls: int = 1) -> str | None:
     text = _print(template, messages)
     said = (text or "").rpartition(_USER)[2]
     words = [word for values in _VALUES[:calls] for word in (*_KEYS, *values)]
@@ -428,7 +447,7 @@ def _render(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], calls
 
 
 def _print(
-    template: ChatTemplate,
+    template: Template,
     messages: Sequence[Mapping[str, Any]],
     begin: Sequence[Mapping[str, Any]] = ({"role": "user", "content": _USER},),
     add_generation_prompt: bool = False,
@@ -440,7 +459,7 @@ def _print(
         return None
 
 
-def _body(template: ChatTemplate, text: str, reasoning: ReasoningSyntax | None, calls: int) -> str:
+def _body(template: Template, text: str, reasoning: ReasoningSyntax | None, calls: int) -> str:
     """The part of a rendered chat that the model would generate."""
     prompt = _print(template, [], add_generation_prompt=True) or ""
     plain = _print(template, [{"role": "assistant", "content": "qzcontent"}]) or ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.errors import ConfigError
-from quire.kv.directory.base import Directory
+from quire.kv.directory.base import Directory, masked
 
 SCHEMES = "redis", "rediss", "unix"
 
@@ -26,11 +26,3 @@ def open_directory(url: str, cluster: str) -> Directory:
     from quire.kv.directory.redis import RedisDirectory
 
     return RedisDirectory(url, cluster)
-
-
-def masked(url: str) -> str:
-    """A URL without its password."""
-    scheme, found, rest = url.partition("://")
-    credentials, at, place = rest.rpartition("@")
-    user = credentials.partition(":")[0]
-    return f"{scheme}{found}{user + ':***' if at else ''}{at}{place}"

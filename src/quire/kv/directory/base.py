@@ -79,3 +79,11 @@ def other_cluster(where: str) -> str:
         f"{where} is used by engines with another cluster key; give all of them the same --cluster-key-file, or this "
         "one another directory"
     )
+
+
+def masked(url: str) -> str:
+    """A URL without its password."""
+    scheme, found, rest = url.partition("://")
+    credentials, at, place = rest.rpartition("@")
+    user = credentials.partition(":")[0]
+    return f"{scheme}{found}{user + ':***' if at else ''}{at}{place}"

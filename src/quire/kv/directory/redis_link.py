@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.errors import ConfigError
-from quire.kv.directory import masked
-from quire.kv.directory.base import DirectoryError
+from quire.kv.directory.base import DirectoryError, masked
 
 PASSWORD = "REDISCLI_AUTH"
 """The environment variable (also redis-cli's) with the password, if the URL has none."""

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire import __version__
 from quire.errors import CheckpointError, ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.config import DecoderConfig
@@ -34,6 +33,7 @@ from quire.models.gguf.tokenizer_metadata import tokenizer_metadata
 from quire.models.gguf.write import GgufWriter, Planned
 from quire.models.layout import LaidOutCheckpoint, Layout
 from quire.models.registry import read_config
+from quire.version import __version__
 
 Progress = Callable[[int, int], None]
 FILE_TYPE, QUANTIZATION_VERSION = 15, 2

@@ -23,12 +23,13 @@ from quire.core.block_pool import NULL_BLOCK
 from quire.core.kv_group import KVGroup
 from quire.core.kv_manager import KVManager
 from quire.core.lockstep import Lockstep
-from quire.core.prefix_cache import KEY_BYTES, Node
+from quire.core.prefix_cache import KEY_BYTES
+from quire.core.prefix_node import Node
 from quire.core.request import Request, RequestUpdate, Status
 from quire.core.scheduler import Scheduler
 from quire.core.step import Span, SpanResult, StepPlan, StepResult
 from quire.log import prompt_origins
-from quire.speculate.config import SpeculativeConfig
+from quire.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
