@@ -131,7 +131,7 @@ class Answer(asyncio.Protocol):
             HttpError: the connection ended before that.
         """
         while not self._head_done:
-            await self._wait()
+            await self._more()
         return self.status
 
     async def piece(self) -> bytes:
@@ -143,7 +143,7 @@ class Answer(asyncio.Protocol):
         while not self._pieces:
             if self._done:
                 return b""
-            await self._wait()
+            await self._more()
         data = self._pieces.popleft() if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
         self._unread = 0
@@ -176,17 +176,15 @@ class Answer(asyncio.Protocol):
         """Whether the whole response has been received."""
         return self._done and not self._pieces
 
-    async def _wait(self) -> None:
+    def _more(self) -> asyncio.Future[None]:
+        """Done when something has come, or the connection has ended. Raises HttpError: nothing will come."""
         if self._error is not None:
             raise self._error
         if self._lost:
             when = "in mid-answer" if self.has_begun else "before it answered"
             raise HttpError("closed", f"the connection was closed {when}")
         self._news = self._loop.create_future()
-        try:
-            await self._news
-        finally:
-            self._news = None
+        return self._news
 
     def abort(self) -> None:
         """Close the connection at once; a waiting reader gets an error."""
