@@ -159,16 +159,20 @@ def product(kernels: CpuKernels, scheme: Scheme | None, rows: int, inputs: int, 
 
 
 def zeros(scheme: Scheme, outputs: int, inputs: int) -> CodedWeight:
-    """A weight of zeros; there are offsets where Q4_K and GPTQ have them: with codes of 4 bits in groups."""
+    """A weight of zeros, but for one code of 8 bits, since others would be packed to 6. There are offsets with codes
+    of 4 bits in groups, as in Q4_K and GPTQ."""
 
     def some(each: int, dtype: torch.dtype) -> torch.Tensor | None:
         return torch.zeros(outputs, inputs // each, dtype=dtype) if each else None
 
     whole, floats, block = torch.uint8, torch.float16, scheme.block or 0
+    codes = torch.zeros(outputs, inputs * scheme.bits // 8, dtype=whole if scheme.bits == 4 else torch.int8)
+    if scheme.bits == 8 and not block:
+        codes[0, 0] = 127
     with_offsets = scheme.bits == 4
     return CodedWeight(
         scheme,
-        torch.zeros(outputs, inputs * scheme.bits // 8, dtype=whole if scheme.bits == 4 else torch.int8),
+        codes,
         some(scheme.group, whole if block else floats),
         some(scheme.group, whole) if with_offsets else None,
         some(block, floats),
@@ -255,6 +259,8 @@ def table(kernels: Counted, stepping: bool, shapes: Sequence[tuple[int, int, int
     for (form, scheme), (rows, inputs, outputs) in itertools.product(FORMATS.items(), shapes):
         if scheme is not None and rows < 8:
             continue  # not in tiles: they would wait for memory, too
+        if scheme is not None and scheme.group and inputs != shapes[0][1]:
+            continue  # what stays in a cache does not depend on groups
         vectors = product_vectors(kernels, scheme, rows, inputs, outputs) if stepping else None
         call = product(kernels, scheme, rows, inputs, outputs)
         add(result, f"{form}, {rows:,} x {inputs:,} x {outputs:,}", kernels, call, vectors)
