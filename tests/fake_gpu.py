@@ -24,7 +24,8 @@ from triton.runtime import interpreter
 
 from quire.ops import quantized
 from quire.ops.quantized import Quantization, QuantizedWeight
-from quire.ops.triton import experts_quantized, latent, weights
+from quire.ops.triton import experts_coded, latent, weights
+from quire.ops.triton.coded import Lain
 from quire.ops.triton.linear_vendor import Library
 from quire.runner.device import Device, Reached
 from tests.devices import Unpinned
@@ -190,8 +191,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(latent, "_shared_memory", lambda device: 227 * 1024)
     monkeypatch.setattr(Library, "settled", classmethod(lambda cls: cls()))
     monkeypatch.setattr(Library, "holds", lambda self, kind, weight: True)
-    for module in (weights, experts_quantized):
-        monkeypatch.setattr(module, "addresses_of", _addresses_of)
+    monkeypatch.setattr(weights, "addresses_of", _addresses_of)
+    monkeypatch.setattr(experts_coded, "addresses_of", _addresses_of_parts)
     monkeypatch.setattr(weights, "_aligned", lambda weight: weight)
     monkeypatch.setattr(quantized, "finished", _finished)
     return made
@@ -208,6 +209,10 @@ def described(value: Any) -> tuple[str, Any]:
 
 def _addresses_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+
+
+def _addresses_of_parts(parts: Sequence[Lain | None], device: torch.device) -> Tensor:
+    return torch.zeros(len(parts), 6, dtype=torch.int64, device=device)
 
 
 def _finished(weight: Tensor, how: Quantization, packed: Tensor, scales: Tensor) -> QuantizedWeight:

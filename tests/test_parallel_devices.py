@@ -30,7 +30,7 @@ from quire.ops.experts import ExpertSlots
 from quire.ops.quantized import Quantization
 from quire.ops.triton import linear, linear_chunks
 from quire.ops.triton.experts import GroupedExperts
-from quire.ops.triton.experts_quantized import QuantizedExperts
+from quire.ops.triton.experts_coded import CodedExperts
 from quire.ops.triton.kernels import TritonKernels
 from quire.ops.triton.linear_dense import DenseProduct
 from quire.parallel import torch_group
@@ -197,7 +197,7 @@ def test_ranks_with_experts_of_their_own_have_the_bits_of_one(kind: str) -> None
     if kind == "dense":
         made, (gate_up, down) = GroupedExperts, layer(torch.float16)
     else:
-        made = QuantizedExperts
+        made = CodedExperts
         gate_up = [quantized_weight("int8", 2 * HIDDEN, HIDDEN, seed) for seed in range(COUNT)]
         down = [quantized_weight("int8", HIDDEN, HIDDEN, 9 + seed) for seed in range(COUNT)]
     ids = torch.tensor([[0, 4], [1, 2], [0, 3], [0, 1], [2, 3]])

@@ -18,7 +18,6 @@ from quire.ops.ragged import DeviceSpans
 from quire.ops.triton import expert_rows, experts, linear
 from quire.ops.triton import routing as routing_kernel
 from quire.ops.triton.experts import GroupedExperts
-from quire.ops.triton.experts_quantized import QuantizedExperts
 from quire.ops.triton.heads import GroupedHeads
 from quire.ops.triton.kernels import TritonKernels
 from quire.ops.triton.linear_dense import DenseProduct, Tile
@@ -67,24 +66,24 @@ def quantized_weight(how: str, outputs: int, inputs: int, seed: int = 0) -> Prod
 
 
 def launch_all() -> None:
-    """Experts of Qwen3-30B-A3B, quantized ones, routers of DeepSeek V2 and V3, and heads of their attention."""
-    _launch((1, 16, 300, 900, 2500), ("int8", "int4/64"))
+    """Experts of Qwen3-30B-A3B, in MXFP4 and in fp8, routers of DeepSeek V2 and V3, and heads of their attention."""
+    _launch((1, 16, 300, 900, 2500))
 
 
 def launch_few() -> None:
-    """Of these, steps of few rows, and one kind of quantized weights that are no floating-point numbers."""
-    _launch((16,), ("int4/64",))
+    """Of these, steps of few rows."""
+    _launch((16,))
 
 
-def _launch(steps: Sequence[int], quantized: Sequence[str]) -> None:
+def _launch(steps: Sequence[int]) -> None:
     arch = triton.runtime.driver.active.get_current_target().arch
     options = {"EARLY": True, "launch_pdl": True} if arch >= 90 else {"EARLY": False}
     with mock.patch.object(experts, "launch_options", lambda device: options):
-        _launch_experts(steps, quantized)
+        _launch_experts(steps)
         _launch_routing()
 
 
-def _launch_experts(steps: Sequence[int], quantized: Sequence[str]) -> None:
+def _launch_experts(steps: Sequence[int]) -> None:
     gate_up, down = torch.empty(1536, 2048, dtype=torch.bfloat16), torch.empty(2048, 768, dtype=torch.bfloat16)
     grouped = GroupedExperts(*([linear.pack([w], None, CPU, DenseProduct)] * 128 for w in (gate_up, down)))
     for tokens in steps:
@@ -95,10 +94,6 @@ def _launch_experts(steps: Sequence[int], quantized: Sequence[str]) -> None:
         activation="relu2",
     )
     without_gate(torch.empty(16, 2048, dtype=torch.bfloat16), ids[:16], weights[:16])
-    for how in quantized:
-        coded = [[quantized_weight(how, *shape)] * 16 for shape in ((1024, 512), (512, 512))]
-        ids, weights = torch.empty(256, 8, dtype=torch.int64), torch.empty(256, 8)
-        QuantizedExperts(*coded)(torch.empty(256, 512, dtype=torch.bfloat16), ids, weights)
     codes = [torch.zeros(*shape, dtype=torch.uint8) for shape in ((768, 8, 16), (768, 8), (256, 12, 16), (256, 12))]
     both = [Mxfp4Product([Mxfp4Weight(*pair)], None, CPU) for pair in (codes[:2], codes[2:])]
     stored = GroupedExperts([both[0]] * 16, [both[1]] * 16)
@@ -337,23 +332,6 @@ def test_pairs_are_ordered_by_expert_and_no_tile_has_rows_of_two() -> None:
     assert tiles.tolist() == real + [[0, 0, 0]] * (len(tiles) - len(real))
 
 
-# Quantized experts
-
-
-@pytest.mark.quick("int8")
-@pytest.mark.parametrize("how", ["int8", "int4/32", pytest.param("int4/64", marks=pytest.mark.slow)])
-def test_quantized_experts_have_the_bits_of_looped_ones(how: str) -> None:
-    gate_up = [quantized_weight(how, 2 * 64, 192, seed) for seed in range(3)]
-    down = [quantized_weight(how, 192, 64, seed) for seed in range(3, 6)]
-    wide = [quantized_weight(how, 192, 128, seed) for seed in range(3, 6)]
-    pairs = [(QuantizedExperts(gate_up, down), LoopedExperts(gate_up, down))] * 3
-    pairs.append((QuantizedExperts(gate_up, wide, activation="relu2"), LoopedExperts(gate_up, wide, None, "relu2")))
-    for (grouped, looped), tokens in zip(pairs, (1, 25, 0, 2), strict=True):  # 25 take the taller tiles
-        x, weights = draw(tokens, 192, dtype=torch.float16, seed=3), draw(tokens, 2, seed=4).abs()
-        ids = torch.tensor([[0, 2]] * tokens, dtype=torch.int64).view(tokens, 2)
-        assert torch.equal(grouped(x, ids, weights), looped(x, ids, weights))
-
-
 # Heads
 
 
@@ -397,11 +375,6 @@ def test_what_does_not_fit_is_refused() -> None:
     for product, message in ((biased, "biases"), (coded, "dense"), (down[0], "differ")):
         with pytest.raises(ValueError, match=message):
             GroupedExperts([*gate_up[1:], product], down)
-    for product, message in ((gate_up[0], "quantized"), (quantized_weight("int8", 8, HIDDEN), "differ")):
-        with pytest.raises(ValueError, match=message):
-            QuantizedExperts([coded, product], [coded, coded])
-    with pytest.raises(ValueError, match="do not fit"):
-        QuantizedExperts([coded], [coded])
     with pytest.raises(ValueError, match="do not fit"):
         GroupedExperts(gate_up, down[1:])
     with pytest.raises(ValueError, match="72 columns"):

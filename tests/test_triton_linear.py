@@ -8,13 +8,12 @@ import torch
 from quire.errors import CheckpointError
 from quire.ops import Fp8Weight, Kernels, quantized
 from quire.ops.linear import Product
-from quire.ops.quantized import Quantization, QuantizedWeight, codes_of, layout
-from quire.ops.triton import linear, linear_chunks, linear_dense, linear_quantized
+from quire.ops.quantized import Quantization, QuantizedWeight
+from quire.ops.triton import coded, linear, linear_chunks, linear_dense
 from quire.ops.triton.kernels import TritonKernels
 from quire.ops.triton.linear_chunks import MOST_CHUNKS, PROGRAMS, Chunks, waves
 from quire.ops.triton.linear_dense import SHORT, TALL, DenseProduct, quicker
 from quire.ops.triton.linear_vendor import VendorProduct
-from tests.quantized import dequantize
 from tests.triton_compile import EACH_ARCHITECTURE, compile_all
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
@@ -52,16 +51,6 @@ def launch_all() -> None:
     kept = TritonKernels("cpu", deterministic=True).pack_fp8([codes], torch.bfloat16)
     for rows in (16, 1000, 2500):
         kept.matmul(x[:rows])
-    for how in (INT8, Quantization("int4", 64)):
-        product = quantized_product(empty(how, 1024, 3072))
-        for rows in (16, 600, 2500):
-            product.matmul(x[:rows])
-
-
-def empty(how: Quantization, outputs: int, inputs: int) -> QuantizedWeight:
-    wanted = layout(how, outputs, inputs)
-    packed = torch.zeros(wanted.packed, dtype=wanted.packed_dtype)
-    return QuantizedWeight(how, packed, torch.zeros(wanted.scales, dtype=wanted.scales_dtype), inputs, outputs)
 
 
 @EACH_ARCHITECTURE
@@ -71,11 +60,10 @@ def test_kernels_compile_for_gpus_without_spills_and_with_matrix_instructions(ar
     for kernel in used:
         assert kernel["stack"] == 0, kernel
         assert kernel["shared"] <= 99 * 1024, kernel  # what a consumer's card has
-    for name, variants in (("_dense_kernel", 6), ("_int8_kernel", 3), ("_int4_kernel", 2)):
-        found = [kernel["matrix"] for kernel in used if kernel["kernel"] == name]
-        assert len(found) == variants
-        assert found.count([]) == (name == "_dense_kernel")  # fp32
-        assert all(set(matrix) <= instructions for matrix in found), (name, found)
+    found = [kernel["matrix"] for kernel in used if kernel["kernel"] == "_dense_kernel"]
+    assert len(found) == 6
+    assert found.count([]) == 1  # fp32
+    assert all(set(matrix) <= instructions for matrix in found), found
 
 
 @pytest.mark.parametrize(("capability", "tall"), [((8, 6), True), ((9, 0), True), ((10, 3), False), ((12, 0), True)])
@@ -134,99 +122,16 @@ def test_a_row_that_is_not_finite_leaves_the_other_rows_as_they_are() -> None:
     assert torch.equal(after[rest], before[rest])
 
 
-# Quantized products
+# Quantized weights
 
 
-@pytest.mark.quick(
-    "1-128-int4 in groups of 32", "1-128-int4 in groups of 64", "1-128-int4 in groups of 128", "160-1152-int8"
-)
 @pytest.mark.parametrize("how", HOWS, ids=str)
-@pytest.mark.parametrize("outputs, inputs", [(1, 128), (160, 1152), pytest.param(33, 384, marks=pytest.mark.slow)])
-def test_quantized_products_equal_their_reference(outputs: int, inputs: int, how: Quantization) -> None:
-    weight, bias = quantized.quantize(draw(outputs, inputs, seed=1), how), draw(outputs, seed=2)
-    for used in (None, bias):
-        ours, reference = quantized_product(weight, used), Kernels().pack_quantized(weight, used)
-        assert (ours.in_features, ours.out_features) == (inputs, outputs)
-        assert ours.matmul(draw(0, inputs), torch.float32).shape == (0, outputs)
-        for rows in (1, 17) if used is None else (3,):
-            x = draw(rows, inputs, dtype=torch.float16, seed=rows)
-            found, expected = ours.matmul(x, torch.float32), reference.matmul(x, torch.float32)
-            torch.testing.assert_close(found, expected, rtol=4e-6, atol=4e-5)
-            assert torch.equal(ours.matmul(x), found.half())
-
-
-@pytest.mark.parametrize("how, inputs", [(INT8, 7), (INT8, 70), (INT8, 1100), (HOWS[1], 96), (HOWS[2], 192)])
-def test_inputs_that_fill_no_block_are_taken(how: Quantization, inputs: int) -> None:
-    weight, x = quantized.quantize(draw(40, inputs), how), draw(3, inputs, seed=3)
-    torch.testing.assert_close(quantized_product(weight).matmul(x), Kernels().pack_quantized(weight).matmul(x))
-
-
-@pytest.mark.parametrize("how", HOWS[:2], ids=str)
-def test_codes_at_their_limits_do_not_overflow(how: Quantization) -> None:
-    weight = quantized.quantize(torch.ones(32, 8192), how)
-    x = torch.ones(2, 8192)
-    x[1] = -1
-    out = quantized_product(weight).matmul(x)
-    torch.testing.assert_close(out, torch.tensor([[8192.0], [-8192.0]]).expand(2, 32), rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize("how", HOWS[:2], ids=str)
-def test_a_quantized_row_that_is_not_finite_gives_nan_and_one_of_zeros_gives_zeros(how: Quantization) -> None:
-    product = quantized_product(quantized.quantize(draw(40, 64), how))
-    x = draw(5, 64, seed=4)
-    x[0, 3], x[1, 60], x[2, 0], x[3] = torch.nan, torch.inf, -torch.inf, 0
-    out = product.matmul(x)
-    assert out[:3].isnan().all()
-    assert (out[3] == 0).all()
-    assert torch.equal(out[4], product.matmul(x[4:])[0])
-
-
-@pytest.mark.quick("150-16-dtype0", "1100-2-dtype1", "1100-16-dtype0", "1100-16-dtype2")
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
-@pytest.mark.parametrize("inputs, parts", [(150, 16), (1100, 2), (1100, 16)])
-def test_rows_become_the_codes_and_scales_of_the_reference(
-    monkeypatch: pytest.MonkeyPatch, inputs: int, parts: int, dtype: torch.dtype
+def test_quantized_products_have_the_bits_of_their_reference(
+    how: Quantization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_quantized, "PARTS", parts)
-    x = draw(40, inputs, dtype=dtype, seed=1)
-    x[0, 149], x[1, 70], x[2, 0], x[3] = torch.nan, torch.inf, -torch.inf, 0
-    x[4] = torch.arange(inputs).to(dtype) % 150 / 2  # halves, once 127 is the largest
-    x[4, 0] = 127
-    x[5], x[6] = x[5] * 1e-38, 1e-38
-    codes, scales = linear_quantized.quantize_activations(x, 1152)
-    expected_codes, expected_scales = quantized.quantize_activations(x)
-    assert torch.equal(codes[:, :inputs], expected_codes[:, :inputs])
-    assert not codes[:, inputs:].any()
-    torch.testing.assert_close(scales[:-1].t(), expected_scales, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("how", HOWS, ids=str)
-def test_codes_and_scales_lie_where_the_layout_says(how: Quantization) -> None:
-    weight = quantized.quantize(draw(40, 384), how)
-    codes = codes_of(weight)[:40].int()
-    width = 128 if how.group is None else min(how.group, 64)
-    blocks = linear_quantized.relay(weight, width if how.group is None else 2 * width, CPU)
-    assert blocks.shape == (384 // (width if how.group is None else 2 * width), 128, width)
-    assert not blocks[:, 40:].any()
-    for block, output, byte in [(0, 0, 0), (1, 39, 5), (2, 17, 31)]:
-        found = int(blocks[block, output, byte])
-        if how.group is None:
-            assert found == codes[output, 128 * block + byte]
-            continue
-        first, second = (int(codes[output, 2 * width * block + group * width + byte]) for group in (0, 1))
-        assert (found & 15, found >> 4) == (first & 15, second)
-        scales = linear_quantized.relay_scales(weight, blocks)
-        scale = scales[2 * block, output].float() * first
-        assert scale == dequantize(weight)[output, 2 * width * block + byte]
-    if how.group is not None:
-        assert scales.shape == (2 * len(blocks) + 2, 128) and not scales[-2:].any() and not scales[:, 40:].any()
-
-
-def test_little_is_re_laid_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = quantized.quantize(draw(150, 128), INT8)
-    whole = linear_quantized.relay(weight, 128, CPU)
-    monkeypatch.setattr(linear_quantized, "PANELS_AT_ONCE", 2)
-    assert torch.equal(linear_quantized.relay(weight, 128, CPU), whole)
+    monkeypatch.setattr(linear_chunks, "PROGRAMS", 1)  # one chunk
+    weight, bias, x = quantized.quantize(draw(33, 384), how), draw(33, seed=2), draw(3, 384, seed=3)
+    assert torch.equal(quantized_product(weight, bias).matmul(x), Kernels().pack_quantized(weight, bias).matmul(x))
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
@@ -284,7 +189,7 @@ def test_tiles_of_more_rows_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) 
     inputs = [draw(40, 512, dtype=dtype, seed=7) for _, dtype in products]
     small = [product.matmul(x, torch.float32) for (product, _), x in zip(products, inputs, strict=True)]
     monkeypatch.setattr(linear_dense, "quicker", lambda short, tall, rows, columns: tall)
-    monkeypatch.setattr(linear_quantized, "FEW", linear_quantized.MANY)
+    monkeypatch.setattr(coded, "FEW", coded.MANY_WHOLE)
     for (product, _), x, expected in zip(products, inputs, small, strict=True):
         assert torch.equal(product.matmul(x, torch.float32), expected), product
 

@@ -17,7 +17,7 @@ from benchmarks.gpu.job import Job
 from benchmarks.gpu.sweep import Choice, sweep, tile_words
 from benchmarks.gpu.sweep_quantized import FEW, FORMATS, MANY, OtherBits, choices, product_of
 from quire.ops.experts import Experts
-from quire.ops.triton import experts, experts_quantized
+from quire.ops.triton import coded, experts
 from quire.ops.triton import weights as dense_weights
 from quire.ops.triton.kernels import TritonKernels
 from quire.ops.triton.linear_dense import Tile
@@ -33,8 +33,8 @@ DENSE: dict[str, tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = {
 TALL = Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 3)
 QUANTIZED = {
     "FEW": (FEW, FEW_ROWS, FORMATS),
-    "MANY": (MANY, MANY_ROWS, ("int8",)),
-    "MANY_INT4": (MANY, MANY_ROWS, ("int4",)),
+    "MANY_WHOLE": (MANY, MANY_ROWS, ("int8",)),
+    "MANY": (MANY, MANY_ROWS, ("int4",)),
 }
 
 
@@ -46,7 +46,7 @@ def run(job: Job) -> None:
         _sweep(job, {name: experts}, tiles, ("dense",), rows)
     _sweep(job, {"TALL": dense_weights}, [{}, *({"TALL": tile} for tile in TALL)], ("dense",), MANY_ROWS)
     for name, (others, rows, formats) in QUANTIZED.items():
-        _sweep(job, {name: experts_quantized}, choices(name, others), formats, rows)
+        _sweep(job, {name: coded}, choices(name, others), formats, rows)
 
 
 def _sweep(

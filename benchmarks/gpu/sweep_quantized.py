@@ -24,9 +24,9 @@ from benchmarks.gpu.workloads import figure
 from quire.bench.ceilings import Cost
 from quire.ops import Fp8Weight, Product, Quantization, QuantizedWeight
 from quire.ops.quantized import layout
-from quire.ops.triton import linear_fp8, linear_quantized
+from quire.ops.triton import coded, linear_fp8
+from quire.ops.triton.coded import Tile
 from quire.ops.triton.kernels import TritonKernels
-from quire.ops.triton.linear_quantized import Tile
 
 WEIGHTS = (
     Weight("0.6B", "gate, up", 6144, 1024),
@@ -56,12 +56,12 @@ def choices(name: str, tiles: tuple[tuple[int, int, int], ...]) -> list[Choice]:
 @torch.inference_mode()
 def run(job: Job) -> None:
     """Few rows, many rows, and fp8."""
-    swept = (("FEW", FEW, FEW_ROWS, FORMATS), ("MANY_HOPPER", MANY, MANY_ROWS, ("int8",)))
-    for name, tiles, rows, formats in (*swept, ("MANY_INT4", MANY, MANY_ROWS, ("int4",))):
+    swept = (("FEW", FEW, FEW_ROWS, FORMATS), ("MANY_WHOLE", MANY, MANY_ROWS, ("int8",)))
+    for name, tiles, rows, formats in (*swept, ("MANY", MANY, MANY_ROWS, ("int4",))):
         found: dict[tuple[str, Weight, int], torch.Tensor] = {}
         timed = functools.partial(_timed, job, formats, rows, found)
         picked = choices(name, tiles[:1] if job.rehearse else tiles)
-        sweep(job, {name: linear_quantized}, picked, timed, tile_words)
+        sweep(job, {name: coded}, picked, timed, tile_words)
     limits: list[Choice] = [{}, *({"MANY_ROWS": rows} for rows in RESTORED_FROM)]
     timed = functools.partial(_timed, job, ("fp8",), FP8_ROWS, {})
     sweep(job, {"MANY_ROWS": linear_fp8}, limits[:2] if job.rehearse else limits, timed, tile_words)

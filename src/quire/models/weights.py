@@ -268,7 +268,7 @@ class Weights:
             if in_mxfp4:
                 return self.kernels.pack_mxfp4(in_mxfp4, bias)
             if coded:
-                return self.kernels.pack_coded(coded, bias)
+                return self.kernels.pack_coded(coded, bias, outputs)
             return self.kernels.pack_fp8(in_fp8, self.dtype, bias, outputs)
         except CheckpointError as error:
             raise CheckpointError(f"{self._checkpoint.folder}: {name}.weight as it is stored: {error}") from error

@@ -277,7 +277,9 @@ class Kernels:
         """The product with a weight in MXFP4, packed for this implementation: see `pack`."""
         return Mxfp4Product(parts, bias)
 
-    def pack_coded(self, parts: Sequence[CodedWeight], bias: torch.Tensor | None = None) -> Product:
+    def pack_coded(
+        self, parts: Sequence[CodedWeight], bias: torch.Tensor | None = None, outputs: int | None = None
+    ) -> Product:
         """The product with coded weights, packed for this implementation: see `pack`. Their schemes may differ.
 
         Raises:
@@ -427,7 +429,7 @@ class Kernels:
         shared: Gather | ExpertSlots | None = None,
         activation: Activation = "silu",
     ) -> Experts:
-        """All experts of a layer, with two products each (made by `pack` or `pack_quantized`).
+        """All experts of a layer, with two products each (made by `pack` or its like).
 
         Args:
             activation: of the gates; without a gate (`relu2`), the first products are only `up`.

@@ -122,7 +122,9 @@ class CpuKernels(Kernels):
     def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
         return linear.CpuProduct(self._lib, parts, bias, self._scratch, self._weights)
 
-    def pack_coded(self, parts: Sequence[CodedWeight], bias: torch.Tensor | None = None) -> Product:
+    def pack_coded(
+        self, parts: Sequence[CodedWeight], bias: torch.Tensor | None = None, outputs: int | None = None
+    ) -> Product:
         return linear.CpuProduct(self._lib, parts, bias, self._scratch, self._weights)
 
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:

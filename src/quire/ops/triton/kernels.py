@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import triton
 
+from quire.ops.coded import CodedWeight
 from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts
 from quire.ops.fp8 import Fp8Weight
@@ -19,18 +20,30 @@ from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import RaggedBatch
 from quire.ops.recurrent import RecurrentCache
-from quire.ops.triton import attention, cache, latent, linear, routing, rows, sampling, short_conv, sparse, states
+from quire.ops.triton import (
+    attention,
+    cache,
+    coded,
+    latent,
+    linear,
+    routing,
+    rows,
+    sampling,
+    short_conv,
+    sparse,
+    states,
+)
 from quire.ops.triton.experts import GroupedExperts
-from quire.ops.triton.experts_quantized import QuantizedExperts
+from quire.ops.triton.experts_coded import CodedExperts
 from quire.ops.triton.heads import GroupedHeads
+from quire.ops.triton.linear_coded import CodedProduct
 from quire.ops.triton.linear_dense import DenseProduct
 from quire.ops.triton.linear_fp8 import Fp8Product, adds_up_as_dense, can_multiply
 from quire.ops.triton.linear_mxfp4 import Mxfp4Product
-from quire.ops.triton.linear_quantized import QuantizedProduct
 from quire.ops.triton.linear_vendor import Library, VendorProduct
 from quire.parallel.group import Gather
 
-VERSION = 6
+VERSION = 7
 """Grows with every change of a kernel's bits."""
 
 
@@ -92,7 +105,9 @@ class TritonKernels(Kernels):
         return linear.pack_quantized(weight, bias, self.device, outputs)
 
     def keeps(self, weight: StoredWeight) -> bool:
-        return isinstance(weight, Mxfp4Weight) or (isinstance(weight, Fp8Weight) and can_multiply(weight))
+        if isinstance(weight, CodedWeight):
+            return coded.can_multiply(weight)
+        return isinstance(weight, Mxfp4Weight) or can_multiply(weight)
 
     def pack_fp8(
         self,
@@ -108,6 +123,11 @@ class TritonKernels(Kernels):
 
     def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
         return Mxfp4Product(parts, bias, self.device)
+
+    def pack_coded(
+        self, parts: Sequence[CodedWeight], bias: torch.Tensor | None = None, outputs: int | None = None
+    ) -> Product:
+        return CodedProduct(parts, None if bias is None else bias.to(self.device), self.device, outputs)
 
     # -- a step's inputs -----------------------------------------------------------------------------------
 
@@ -152,8 +172,8 @@ class TritonKernels(Kernels):
         shared: Gather | ExpertSlots | None = None,
         activation: Activation = "silu",
     ) -> Experts:
-        if isinstance(gate_up[0], QuantizedProduct):
-            return QuantizedExperts(gate_up, down, shared, activation)
+        if isinstance(gate_up[0], CodedProduct):
+            return CodedExperts(gate_up, down, shared, activation)
         return GroupedExperts(gate_up, down, shared, activation)
 
     def heads(self, products: Sequence[Product]) -> HeadProducts:

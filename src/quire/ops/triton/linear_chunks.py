@@ -103,18 +103,19 @@ def place_of(program, rows, out_tiles, ROWS: tl.constexpr):
 
 
 @triton.jit
-def finish(total, m, n, rows, out_features, scales, bias, out):
+def finish(total, m, n, rows, out_features, stride, scales, bias, out):
     """Scale sums, add the bias, and store in out [rows, out_features]; m and n broadcast to the shape of `total`.
 
     Args:
         m: rows, 64-bit; n: outputs. Those that do not exist are left out.
+        stride: numbers from a row of `out` to the next.
         scales, bias: [out_features] fp32; None: not there.
     """
     if scales is not None:
         total *= tl.load(scales + n, mask=n < out_features, other=0.0)
     if bias is not None:
         total += tl.load(bias + n, mask=n < out_features, other=0.0)
-    tl.store(out + m * out_features + n, total.to(out.dtype.element_ty), mask=(m < rows) & (n < out_features))
+    tl.store(out + m * stride + n, total.to(out.dtype.element_ty), mask=(m < rows) & (n < out_features))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -125,6 +126,7 @@ def _add_up_kernel(
     out,
     rows,
     out_features,
+    stride,
     COUNT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -133,7 +135,7 @@ def _add_up_kernel(
     total = tl.zeros((COLUMNS,), tl.float32)
     for chunk in tl.static_range(COUNT):
         total += tl.load(sums + (chunk * rows + m) * out_features + n, mask=n < out_features, other=0)
-    finish(total, m, n, rows, out_features, scales, bias, out)
+    finish(total, m, n, rows, out_features, stride, scales, bias, out)
 
 
 class Ending(NamedTuple):
@@ -151,7 +153,8 @@ class Launch(Protocol):
 
 
 def sum_chunks(launch: Launch, tiles: int, chunks: Chunks, out: torch.Tensor, ending: Ending) -> None:
-    """out [rows, outputs]: the chunks of each of its `tiles` tiles, summed by one program or side by side."""
+    """out [rows, outputs], whose rows may lie apart: the chunks of each of its `tiles` tiles, summed by one program or
+    side by side."""
     rows, out_features = out.shape
     if not chunks.side_by_side(tiles, 4 * rows * out_features // tiles):
         launch((tiles, 1), chunks.blocks, out, ending)
@@ -165,4 +168,4 @@ def add_up(sums: torch.Tensor, out: torch.Tensor, ending: Ending) -> None:
     """out [rows, outputs]: the chunks' sums [chunks, rows, outputs], fp32, added in ascending order."""
     chunks, rows, out_features = sums.shape
     grid = (rows, triton.cdiv(out_features, COLUMNS))
-    _add_up_kernel[grid](sums, *ending, out, rows, out_features, chunks, COLUMNS, enable_fp_fusion=False)
+    _add_up_kernel[grid](sums, *ending, out, rows, out_features, out.stride(0), chunks, COLUMNS, enable_fp_fusion=False)

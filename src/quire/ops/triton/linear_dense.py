@@ -106,7 +106,7 @@ def _dense_kernel(
     if not CHUNKED:
         total = chunk
     out += tl.program_id(1).to(tl.int64) * rows * out_features
-    finish(total, m, n, rows, out_features, None, bias, out)
+    finish(total, m, n, rows, out_features, out_features, None, bias, out)
 
 
 class Scales(NamedTuple):
