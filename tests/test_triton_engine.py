@@ -23,7 +23,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, Span
 from quire.engine.engine import Engine
-from quire.ops import Kernels, KVCache, self_test, self_test_layers
+from quire.ops import CodedWeight, Kernels, KVCache, Product, self_test, self_test_layers
 from quire.ops.quantized import Quantization
 from quire.ops.triton import linear_fp8
 from quire.ops.triton.kernels import TritonKernels
@@ -36,6 +36,7 @@ from quire.runner.drafts import Branch, Drafts, Row, Wanted
 from quire.runner.proposer import Proposer
 from quire.runner.sampler import Sampler
 from tests.devices import DelayedDevice, on_device
+from tests.gguf_files import LLAMA, llama, write
 from tests.oracle import VOCAB, load_reference, save_checkpoint
 from tests.test_pooling import embedding_gemma
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
@@ -280,3 +281,26 @@ def pooled(engine: Engine, indices: list[int]) -> list[list[float]]:
             if update.pooled is not None:
                 found[update.request] = update.pooled
     return [found[index] for index in indices]
+
+
+@pytest.mark.slow
+def test_a_gguf_model_is_computed_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each request has the bits that it has alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("tests.test_triton_engine.VOCAB", 64)
+    tensors = llama("Q4_K", "Q6_K")
+    tensors["blk.0.attn_v.weight"] = llama("Q6_K")["blk.0.attn_v.weight"]
+    folder = str(write(tmp_path / "m.gguf", LLAMA, tensors))
+    packed: list[list[str]] = []
+
+    def pack(self: TritonKernels, parts: Sequence[CodedWeight], *given: Any) -> Product:
+        packed.append([part.scheme.name for part in parts])
+        return pack_coded(self, parts, *given)
+
+    pack_coded = TritonKernels.pack_coded
+    monkeypatch.setattr(TritonKernels, "pack_coded", pack)
+    engine = start(folder, {"dtype": "float32"}, prefix_cache="off", cuda_graphs="off", async_scheduling=False)
+    assert sorted(packed) == [["Q4_K"], ["Q4_K"], ["Q4_K", "Q4_K"], ["Q4_K", "Q4_K", "Q6_K"], ["Q6_K"]]
+    alone = run(engine, [0]) | run(engine, [3])
+    assert run(engine, [0, 3]) == alone
+    engine.close()

@@ -1,4 +1,4 @@
-"""Parity of the matrix products: cuBLAS's, the batch-invariant one, and those with weights in 8 or 4 bits."""
+"""Parity of the matrix products: cuBLAS's, the batch-invariant one, and those with weights in codes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from torch import Tensor
 
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.parity import Rig, fp8_weight
-from quire.ops import Kernels, Product, Quantization
+from quire.models.gguf.types import FP4, IQ4
+from quire.ops import CodedWeight, Kernels, Product, Quantization
+from quire.ops.coded import Scheme
 from quire.ops.quantized import QuantizedProduct
 from quire.ops.triton import linear_fp8
 from quire.ops.triton.linear_dense import DenseProduct
@@ -18,6 +20,16 @@ FP32_TOLERANCE = 1e-3
 to the other side. Far below what rounding to bf16 would do."""
 
 ROW_COUNTS = (1, 2, 8, 17, 64, 130, 300)
+
+SCHEMES = (
+    Scheme("Q4_K", 4, 32, block=256),
+    Scheme("Q6_K", 8, 16, block=256),
+    Scheme("Q8_0", 8, 32),
+    Scheme("IQ4_NL", 4, 32, table=IQ4),
+    Scheme("NVFP4", 4, 16, table=FP4),
+    Scheme("AWQ", 4, 128),
+    Scheme("W8A8", 8, 0, activations="row"),
+)
 
 
 def run(job: Job, dtype: str) -> None:
@@ -40,6 +52,8 @@ def run(job: Job, dtype: str) -> None:
     for how in (Quantization("int8"), Quantization("int4", 64), Quantization("int4", 128)):
         for out_features, in_features in [(40, 128)] if job.rehearse else [(4096, 1024), (5120, 17408)]:
             _quantized(rig, how, rig.draw(out_features, in_features, spread=0.02), counts)
+    for scheme in SCHEMES:
+        _coded(rig, scheme, *((40, 256) if job.rehearse else (2048, 5120)), counts)
     for out_features, in_features in [(40, 200)] if job.rehearse else [(4096, 1024), (5120, 17408), (1000, 200)]:
         _fp8(rig, out_features, in_features, counts)
 
@@ -70,6 +84,39 @@ def _fp8(rig: Rig, out_features: int, in_features: int, counts: tuple[int, ...])
     x = rig.sent(rig.draw(linear_fp8.MANY_ROWS, in_features))
     for rows in {*(count for count in counts if count <= len(x)), len(x)}:
         rig.same(f"{what}, {rows} rows", product.matmul(x[:rows]), dense.matmul(x[:rows]))
+
+
+def _coded(rig: Rig, scheme: Scheme, out_features: int, in_features: int, counts: tuple[int, ...]) -> None:
+    what, weight = (
+        f"{scheme.name} product, {out_features} x {in_features}",
+        coded_weight(scheme, out_features, in_features),
+    )
+    x = rig.draw(counts[-1], in_features)
+    product, exact = rig.kernels.pack_coded([weight]), Kernels().pack_coded([weight]).matmul(x)
+    _product(rig, what, product, x, exact, counts)
+    _same_rows(rig, what, product, x, counts)
+
+
+def coded_weight(scheme: Scheme, outputs: int, inputs: int, seed: int = 0) -> CodedWeight:
+    """Of random codes and scales, and with offsets where codes count from 0, such that products are around 1."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(each: int, factor: float, dtype: torch.dtype = torch.float16) -> Tensor:
+        return ((torch.rand(outputs, inputs // each, generator=generator) + 0.5) * factor).to(dtype)
+
+    codes = torch.randint(0, 256, (outputs, inputs * scheme.bits // 8), dtype=torch.uint8, generator=generator)
+    step = inputs**-0.5 / (64 if scheme.bits == 8 else max(map(abs, scheme.table or (8,))))
+    codes = codes if scheme.bits == 4 else codes.view(torch.int8)
+    if not scheme.group:
+        return CodedWeight(scheme, codes, factors=numbers(inputs, step, torch.float32).flatten())
+    offset = 8 if scheme.bits == 4 and scheme.table is None else None
+    if scheme.block is None:
+        offsets = None if offset is None else numbers(scheme.group, offset, torch.uint8)
+        return CodedWeight(scheme, codes, numbers(scheme.group, step), offsets)
+    whole, unit = numbers(scheme.group, 32, torch.uint8), step / 32
+    offsets = None if offset is None else numbers(scheme.group, 32, torch.uint8)
+    block_offsets = None if offset is None else numbers(scheme.block, offset * unit)
+    return CodedWeight(scheme, codes, whole, offsets, numbers(scheme.block, unit), block_offsets)
 
 
 def _quantized(rig: Rig, how: Quantization, weight: Tensor, counts: tuple[int, ...]) -> None:

@@ -392,14 +392,15 @@ def multiply(
     STEP: tl.constexpr = 2 * DEPTH
     PARTS: tl.constexpr = 2 if SEGMENT < DEPTH else 1
     LOADS: tl.constexpr = 2 if LOW is None else 1
-    WHAT: tl.constexpr = (ALONE, scales is not None, block_scales is not None, offsets is not None, OFFSET_UNITS)
+    SCALED: tl.constexpr = scales is not None
+    UNITS: tl.constexpr = block_scales is not None
+    OFFSETS: tl.constexpr = offsets is not None
     k = tl.arange(0, DEPTH)
     x_tile = x_rows[None, :] + first * STEP + k[:, None]
     weight_tile = weight + (first.to(tl.int64) * LOADS * padded + n[:, None]) * DEPTH + k[None, :]
-    nothing = tl.zeros((OUTPUTS, ROWS), tl.int32)
-    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    block = tl.zeros((OUTPUTS, ROWS), tl.float32)  # of a block of activations; where segments stand alone, of a chunk
+    nothing, empty = tl.zeros((OUTPUTS, ROWS), tl.int32), tl.zeros((OUTPUTS, ROWS), tl.float32)
+    total, chunk, dots = empty, empty, nothing
+    block = empty  # of a block of activations; where segments stand alone, of a chunk
     after = _numbers_at(
         *(first, n, padded, scales, offsets, block_scales, block_offsets, row_scales, row_sums, rows, there),
         *(SEGMENT, GROUP, UNIT, ALONE, WHOLE_ROWS, STEP, BLOCK),
@@ -411,7 +412,8 @@ def multiply(
             *(step + 1, n, padded, scales, offsets, block_scales, block_offsets, row_scales, row_sums, rows, there),
             *(SEGMENT, GROUP, UNIT, ALONE, WHOLE_ROWS, STEP, BLOCK),
         )
-        dots = nothing
+        if SEGMENT <= STEP:
+            dots = nothing
         for half in tl.static_range(2):
             x = tl.load(x_tile + half * DEPTH, mask=there[None, :], other=0)
             if LOW is None:
@@ -426,23 +428,24 @@ def multiply(
                     x_part = tl.where((k // SEGMENT == part)[:, None], x, 0)
                 dots = tl.dot(codes, x_part, acc=dots if SEGMENT > DEPTH else nothing, out_dtype=tl.int32)
                 if SEGMENT <= DEPTH:
-                    block = _add_segment(block, dots, numbers, half * PARTS + part, *WHAT)
+                    block = _add_segment(
+                        block, dots, numbers, half * PARTS + part, ALONE, SCALED, UNITS, OFFSETS, OFFSET_UNITS
+                    )
         if SEGMENT == STEP:
-            block = _add_segment(block, dots, numbers, 0, *WHAT)
-        elif SEGMENT > STEP:
-            block += dots.to(tl.float32)  # whole numbers below 2^24: exact
+            block = _add_segment(block, dots, numbers, 0, ALONE, SCALED, UNITS, OFFSETS, OFFSET_UNITS)
         if not ALONE and ((step + 1) % (BLOCK // STEP) == 0 or step + 1 == last):
             if SEGMENT > STEP:
-                block = _add_segment(tl.zeros((OUTPUTS, ROWS), tl.float32), block, numbers, 0, *WHAT)
+                block = _add_segment(block, dots, numbers, 0, ALONE, SCALED, UNITS, OFFSETS, OFFSET_UNITS)
+                dots = nothing
             chunk = tl.fma(block, tl.broadcast_to(numbers[4][None, :], block.shape), chunk)
-            block = tl.zeros((OUTPUTS, ROWS), tl.float32)
+            block = empty
         if CHUNKED and ((step + 1) % length == 0 or step + 1 == last):
             if ALONE:
                 total += block
-                block = tl.zeros((OUTPUTS, ROWS), tl.float32)
+                block = empty
             else:
                 total += chunk
-                chunk = tl.zeros((OUTPUTS, ROWS), tl.float32)
+                chunk = empty
         x_tile += STEP
         weight_tile += LOADS * padded * DEPTH
     if not CHUNKED:
