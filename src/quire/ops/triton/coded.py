@@ -59,9 +59,9 @@ class Tile(NamedTuple):
 
 
 FEW, MANY, MANY_SHORT, MANY_WHOLE = Tile(16, 4, 4), Tile(32, 4, 4), Tile(32, 8, 4), Tile(64, 8, 3)
-"""For up to 16 rows, and for more: so in general, with segments of half a matrix instruction, and with those of a whole
-block. Sums are kept apart for a segment, a block, a chunk and all of the inputs: larger tiles would not fit the
-registers."""
+"""For up to 16 rows, and for more: so in general, with segments of fewer than 64 inputs, of which a step has several,
+and with those of a whole block. Sums are kept apart for a segment, a block, a chunk and all of the inputs: larger tiles
+would not fit the registers."""
 
 
 class Form(NamedTuple):
@@ -149,7 +149,7 @@ class Form(NamedTuple):
             return FEW
         if self.segment == BLOCK:
             return MANY_WHOLE
-        return MANY_SHORT if self.segment < LEAST_DEPTH else MANY
+        return MANY_SHORT if self.segment < MOST_DEPTH else MANY
 
 
 def _type(tensor: torch.Tensor | None) -> torch.dtype | None:
