@@ -32,6 +32,11 @@ def test_a_quantized_folder_is_used_like_any_checkpoint(tmp_path: Path, capsys: 
         (["demo", "--to", "int8", "--group-size", "32", "--output", "OUT"], 2, "int8 has no groups"),
         (["demo", "--to", "int4", "--group-size", "128", "--output", "OUT"], 2, "704 inputs; group sizes that do are"),
         (["demo", "--to", "int8", "--threads", "0", "--output", "OUT"], 2, "--threads 0 is out of range"),
+        (["demo", "--to", "int8", "--calibrate", "x", "--output", "OUT"], 2, "are for --to gguf-q4_k"),
+        (["demo", "--to", "gguf-q4_k", "--rounding", "gptq", "--output", "OUT.gguf"], 2, "needs --calibrate"),
+        (["demo", "--to", "gguf-q4_k", "--calibrate", "no.txt", "--output", "OUT.gguf"], 2, "cannot be read as text"),
+        (["demo", "--to", "gguf-q4_k", "--output", "OUT.gguf"], 2, "splits texts into words in a way that has no name"),
+        (["demo", "--to", "gguf-q4_k", "--output", "OUT"], 2, "ends in .gguf"),
         (["nowhere/at-all/x", "--to", "int8", "--output", "OUT"], 2, "no checkpoint 'nowhere/at-all/x'"),
         (["demo", "--to", "int8", "--output", "."], 2, "nothing is overwritten"),
     ],
@@ -40,7 +45,7 @@ def test_what_cannot_be_done_is_said_and_leaves_nothing(
     arguments: list[str], code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out"
-    given = [str(output) if argument == "OUT" else argument for argument in arguments]
+    given = [argument.replace("OUT", str(output)) for argument in arguments]
     assert main(["quantize", *given]) == code
     assert words in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ The folder or file appears only when it is complete."""
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -33,6 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="{32,64,128}",
         help="int4: inputs per scale; smaller groups are more accurate and take more memory (default: 64)",
+    )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help='gguf-q4_k: a text, or JSONL with a "text" a line, over which it is measured where errors cost most',
+    )
+    parser.add_argument(
+        "--rounding",
+        choices=("nearest", "gptq"),
+        default="nearest",
+        help="gptq: errors of codes are made up for by other codes; needs --calibrate (default: nearest)",
     )
     parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a downloaded model")
     parser.add_argument("--threads", type=int, metavar="N", help="default: one per core")
@@ -61,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
         (check_output_file if how == GGUF else check_output)(output)  # before a download
         base = resolve(args.model, args.revision)
         if how == GGUF:
-            quantize_to_gguf(base, output, _templates(base), report)
+            texts = _texts(args.calibrate, base) if args.calibrate else ()
+            quantize_to_gguf(base, output, _templates(base), report, texts, gptq=args.rounding == "gptq")
         elif how is not None:
             quantize_folder(base, output, how, report)
     if not args.quiet:
@@ -75,6 +88,10 @@ def _how(args: argparse.Namespace) -> Quantization | Literal["compressed-tensors
     from quire.models.quantize import COMPRESSED, GGUF
     from quire.ops.quantized import Quantization
 
+    if args.to != GGUF and (args.calibrate or args.rounding != "nearest"):
+        raise ConfigError(f"--calibrate and --rounding are for --to {GGUF}, not {args.to}; leave them out")
+    if args.rounding != "nearest" and not args.calibrate:
+        raise ConfigError(f"--rounding {args.rounding} needs --calibrate FILE, a text of what the model is used for")
     if args.to in (COMPRESSED, GGUF):
         if args.group_size is not None:
             raise ConfigError(
@@ -90,6 +107,26 @@ def _templates(folder: Path) -> dict[str, str]:
     from quire.text.chat_template import load_templates
 
     return load_templates(folder, Fields.read(folder / "tokenizer_config.json").given())[0]
+
+
+def _texts(file: str, folder: Path) -> list[list[int]]:
+    """The token ids of a file's texts; raises ConfigError."""
+    from quire.text.tokenizer import Tokenizer
+
+    try:
+        whole = Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        raise ConfigError(f"--calibrate {file} cannot be read as text: {error}") from error
+    texts = [whole]
+    if Path(file).suffix == ".jsonl":
+        try:
+            texts = [json.loads(line)["text"] for line in whole.splitlines() if line.strip()]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f'--calibrate {file}: each line must be {{"text": "..."}}: {error!r}') from error
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f'--calibrate {file}: each line must be {{"text": "..."}}, with a text')
+    tokenizer = Tokenizer.load(folder)
+    return [tokenizer.encode(text) for text in texts]
 
 
 def _output(text: str) -> Path:

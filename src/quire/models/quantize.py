@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -75,18 +75,27 @@ def quantize_folder(
 
 
 def quantize_to_gguf(
-    base: Path, output: Path, templates: Mapping[str, str], on_progress: OnProgress | None = None
+    base: Path,
+    output: Path,
+    templates: Mapping[str, str],
+    on_progress: OnProgress | None = None,
+    texts: Sequence[Sequence[int]] = (),
+    *,
+    gptq: bool = False,
 ) -> None:
     """Write a checkpoint as one GGUF file, which gets its name only when it is complete.
 
     Args:
         output: a file that does not exist yet, with the suffix .gguf.
         templates: the checkpoint's chat templates by name.
+        texts: token ids, over which it is measured where errors cost most; none: they are taken to cost the same.
+        gptq: codes are rounded as GPTQ does, see `models.gptq`; needs texts.
 
     Raises:
         ConfigError: `output` exists or cannot be written, `base` is quantized already, or cannot be written as GGUF.
         CheckpointError: the checkpoint is damaged or not supported.
     """
+    from quire.models.calibration import calibrate
     from quire.models.gguf.export import export  # with numpy, which other formats do not need
 
     report = on_progress or (lambda phase, share: None)
@@ -94,7 +103,9 @@ def quantize_to_gguf(
     _check_not_quantized(base)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        export(Checkpoint(base), output, templates, lambda done, total: report(f"quantizing to {GGUF}", done / total))
+        checkpoint = Checkpoint(base)
+        met = calibrate(checkpoint, texts, gptq, lambda a, b: report("calibrating", a / b)) if texts or gptq else None
+        export(checkpoint, output, templates, lambda a, b: report(f"quantizing to {GGUF}", a / b), met)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror or error}; choose another output") from error
 

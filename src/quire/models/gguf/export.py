@@ -17,7 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quire.errors import CheckpointError, ConfigError
+from quire.models.calibration import Calibration
 from quire.models.checkpoint import Checkpoint
 from quire.models.config import DecoderConfig
 from quire.models.fields import Fields
@@ -43,13 +46,20 @@ FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 """Where blocks do not divide a row."""
 
 
-def export(checkpoint: Checkpoint, file: Path, templates: Mapping[str, str], progress: Progress) -> None:
+def export(
+    checkpoint: Checkpoint,
+    file: Path,
+    templates: Mapping[str, str],
+    progress: Progress,
+    calibration: Calibration | None = None,
+) -> None:
     """Write a checkpoint as a GGUF file, which gets its name when it is complete.
 
     Args:
         file: must not exist.
         templates: chat templates by name; "default" is the main one.
         progress: called with (numbers done, all numbers).
+        calibration: which activations its weights meet, if that is known.
 
     Raises:
         ConfigError: the family, or something of the model or its tokenizer, cannot be written.
@@ -80,7 +90,7 @@ def export(checkpoint: Checkpoint, file: Path, templates: Mapping[str, str], pro
             if factors is not None:
                 writer.write(FACTORS, factors)
             _check(partial, config)
-            _write(writer, planned, tensors, naming, laid, progress)
+            _write(writer, planned, tensors, naming, laid, progress, calibration or {})
         partial.rename(file)
     finally:
         partial.unlink(missing_ok=True)
@@ -93,12 +103,17 @@ def _write(
     naming: Naming,
     laid: Checkpoint,
     progress: Progress,
+    calibration: Calibration,
 ) -> None:
     total, done = sum(plan.num_bytes for plan in planned), 0
     for plan, tensor in zip(planned, tensors, strict=True):
         whole = numbers_of(tensor, naming, laid.tensor)
         try:
-            writer.write(plan.name, encoded(plan.type, whole.view(-1, whole.shape[-1])))
+            rows = torch.split(whole.view(-1, whole.shape[-1]), whole.shape[-2] if whole.dim() > 1 else 1)
+            each = [
+                encoded(plan.type, part, calibration.get(name)) for part, name in zip(rows, tensor.parts, strict=True)
+            ]
+            writer.write(plan.name, torch.cat(each))
         except CheckpointError as error:
             raise CheckpointError(f"{plan.name}: {error}") from error
         done += plan.num_bytes
