@@ -38,8 +38,8 @@ from quire.ops.cpu import attention, library, linear
 from quire.ops.cpu.instruction_sets import INSTRUCTION_SETS, cpu_flags
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.cpu.library import I64, POINTER, Library, Prototype
+from quire.ops.cpu.linear import PANEL
 from quire.ops.memory import Scratch, WeightMemory
-from quire.ops.quantized import PANEL
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "src" / "quire" / "ops" / "cpu" / "src"

@@ -60,7 +60,7 @@ CONTEXT, STEPS, BLOCK = 512, 24, 16
 class InMxfp4(RandomCheckpoint):
     """Random weights, of which experts are in MXFP4."""
 
-    def coded(self, name: str) -> Mxfp4Weight | None:
+    def coded(self, name: str, rows: range | None = None) -> Mxfp4Weight | None:
         """See `Checkpoint`."""
         shape = self.entries[name].shape
         if EXPERT.fullmatch(name) is None or len(shape) != 2:

@@ -30,7 +30,7 @@ PROMPT, STEPS = 128, 16
 RUNS = ((1, False), (8, False), (32, False), (32, True))
 """Requests, and whether they are sampled with temperature and top_p."""
 
-NOT_OF_A_STEP = {"describe", "experts", "heads", "pack", "pack_quantized", "quantize", "threads", "whole_layer"}
+NOT_OF_A_STEP = {"describe", "experts", "heads", "pack", "pack_coded", "quantize_groups", "threads", "whole_layer"}
 """What kernels offer beside what a step calls."""
 
 SAMPLING = {"edit_logits", "sample", "token_scores"}

@@ -86,9 +86,7 @@ def _variants() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "bf16", {}
     yield "fp32: what bf16 itself changes", {"dtype": "float32"}
     yield "int8 weights", {"quantization": "int8"}
-    for group in (32, 64, 128):
-        name = f"int4 weights in groups of {group}, head int8"
-        yield name, {"quantization": "int4", "quantization_group_size": group}
+    yield "int4 weights", {"quantization": "int4"}
     fields = {field.name: field for field in dataclasses.fields(EngineConfig)}
     if "kv_cache_dtype" in fields:
         for choice in get_args(get_type_hints(EngineConfig)["kv_cache_dtype"]):

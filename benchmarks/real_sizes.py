@@ -27,7 +27,6 @@ from quire.bench.ceilings import Ceilings, Machine, Work, measure_machine
 from quire.bench.cells import CELLS, WARM_UP, Cell, parse_cells
 from quire.models.fields import Fields
 from quire.models.random_checkpoint import model_config, random_checkpoint, tensor_shapes
-from quire.ops import Quantization
 from quire.runner.memory_plan import format_size
 
 MODELS = ("qwen3-8b", "qwen3-30b-a3b")
@@ -100,7 +99,7 @@ def _rate(cell: Cell, times: dict[str, Any]) -> float:
 def _checkpoint(recipe: Recipe, shape: str, options: Options, peers: Path) -> Path:
     """In the engine's format, written where it is missing."""
     if recipe is QUIRE:
-        with random_checkpoint(shape, options.workdir, how=Quantization("int4", 32 if options.quick else 64)) as folder:
+        with random_checkpoint(shape, options.workdir, how="int4") as folder:
             return folder
     file, folder = Path(options.workdir) / f"{shape}-q4_0.gguf", Path(options.workdir) / f"{shape}-shapes"
     if not file.exists():

@@ -22,8 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from triton.runtime import interpreter
 
-from quire.ops import quantized
-from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.triton import experts_coded, latent, weights
 from quire.ops.triton.coded import Lain
 from quire.ops.triton.linear_vendor import Library
@@ -194,7 +192,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(weights, "addresses_of", _addresses_of)
     monkeypatch.setattr(experts_coded, "addresses_of", _addresses_of_parts)
     monkeypatch.setattr(weights, "_aligned", lambda weight: weight)
-    monkeypatch.setattr(quantized, "finished", _finished)
     return made
 
 
@@ -213,7 +210,3 @@ def _addresses_of(tensors: Sequence[Tensor]) -> Tensor:
 
 def _addresses_of_parts(parts: Sequence[Lain | None], device: torch.device) -> Tensor:
     return torch.zeros(len(parts), 6, dtype=torch.int64, device=device)
-
-
-def _finished(weight: Tensor, how: Quantization, packed: Tensor, scales: Tensor) -> QuantizedWeight:
-    return QuantizedWeight(how, packed, scales, weight.shape[1], weight.shape[0])

@@ -106,7 +106,7 @@ DRAFT_MODELS: dict[str, Callable[[Path], object]] = {
 }
 
 NUMBERS: dict[str, list[dict[str, Any]]] = {
-    "weights": [{}, {}, {"quantization": "int8"}, {"quantization": "int4", "quantization_group_size": 32}],
+    "weights": [{}, {}, {"quantization": "int8"}, {"quantization": "int4"}],
     "cache": [{}, {}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}],
     "kernels": [{}, {}, {}, {}, *({"cpu_kernels": name} for name in (*library.usable(), "torch"))],
     "types": [{}, {}, {}, {"dtype": "float16"}, {"dtype": "float32"}],

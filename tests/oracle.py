@@ -16,7 +16,7 @@ import transformers
 from quire.models.model import Model
 from quire.models.quantize import quantize_folder
 from quire.models.registry import load_model
-from quire.ops import Quantization, RaggedBatch
+from quire.ops import RaggedBatch
 
 torch.set_num_threads(1)  # for matrices this small, a second thread only waits
 transformers.utils.logging.disable_progress_bar()
@@ -389,6 +389,6 @@ def assert_errs_no_more(folder: Path, prompt: Sequence[int], factor: float) -> N
 
 def assert_same_when_quantized(folder: Path, output: Path, prompt: Sequence[int]) -> None:
     """A quantized copy gives the bits of the checkpoint that is quantized when it is loaded."""
-    quantize_folder(folder, output, Quantization("int4", 32))
-    here = load_model(folder, quantization="int4", group=32)
+    quantize_folder(folder, output, "int4")
+    here = load_model(folder, quantization="int4")
     assert torch.equal(chunked_logits(load_model(output), prompt, 37), chunked_logits(here, prompt, 37))

@@ -1,19 +1,13 @@
-"""What quantized weights stand for: the oracle of products with them."""
+"""Weights in Quire's schemes, for tests of products."""
 
 from __future__ import annotations
 
 import torch
 
-from quire.ops import QuantizedWeight
-from quire.ops.quantized import codes_of
+from quire.ops import CodedWeight
+from quire.ops.quantize_groups import quantize_groups, scheme_of
 
 
-def dequantize(weight: QuantizedWeight) -> torch.Tensor:
-    """The weight that it stands for, fp32 [out, in]."""
-    codes = codes_of(weight).float()
-    if weight.group is None:
-        full = codes * weight.scales[:, None]
-    else:
-        scales = weight.scales.float().transpose(1, 2).flatten(0, 1)  # [outputs, groups]
-        full = codes * scales.repeat_interleave(weight.group, 1)
-    return full[: weight.out_features]
+def coded(weight: torch.Tensor, how: str) -> CodedWeight:
+    """A weight [out, in] in "int8", "int6" or "int4"; 16 divides its inputs."""
+    return quantize_groups(weight, scheme_of(how, weight.shape[1]))

@@ -27,6 +27,7 @@ from quire.bench.cells import CELLS, Cell, Timing, measure, parse_cells, refusal
 from quire.cli.main import main
 from quire.errors import BenchmarkError, ConfigError
 from quire.models.fields import Fields
+from quire.models.formats.quantizing import Quantization
 from quire.models.model import ModelSizes
 from quire.models.random_checkpoint import (
     SHAPES,
@@ -37,8 +38,8 @@ from quire.models.random_checkpoint import (
     write_checkpoint,
 )
 from quire.models.registry import load_model, read_config
-from quire.ops import Kernels, Quantization, QuantizedWeight, choose_kernels
-from quire.ops.quantized import quantize
+from quire.ops import CodedWeight, choose_kernels
+from quire.ops.coded import Scheme
 from quire.ops.states import StateShape
 from tests.oracle import save_checkpoint
 
@@ -121,7 +122,7 @@ def test_a_quantized_models_products_have_the_rate_of_integers_and_attention_has
     machine = Machine(1, read_rate=1e9, matrix_rate=10.0, int8_rate=20.0)
     cost = Cost(num_bytes=0, products=100, attention=50)
     assert Ceilings(work_of(), machine).seconds(cost) == 15.0
-    assert Ceilings(work_of(Quantization("int8")), machine).seconds(cost) == 10.0
+    assert Ceilings(work_of("int8"), machine).seconds(cost) == 10.0
 
 
 def test_decode_steps_attend_to_a_context_that_grows() -> None:
@@ -349,8 +350,8 @@ def test_a_named_folder_keeps_the_checkpoint_and_a_temporary_one_does_not(tmp_pa
     assert not temporary.parent.exists()
 
 
-@pytest.mark.quick("qwen3-moe-tiny-how1", "deepseek-v2-tiny-how0", "gemma3-tiny-how1", "qwen3.5-tiny-how0")
-@pytest.mark.parametrize("how", [Quantization("int8"), Quantization("int4", 32)])
+@pytest.mark.quick("qwen3-moe-tiny-int4", "deepseek-v2-tiny-int8", "gemma3-tiny-int4", "qwen3.5-tiny-int8")
+@pytest.mark.parametrize("how", ["int8", "int4"])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.endswith("-tiny")])
 def test_a_random_checkpoint_may_be_quantized_and_has_the_size_that_was_reckoned(
     shape: str, how: Quantization, tmp_path: Path
@@ -366,24 +367,6 @@ def test_a_random_checkpoint_may_be_quantized_and_has_the_size_that_was_reckoned
     assert weight_bytes(config) <= (plain / "model.safetensors").stat().st_size
 
 
-def test_weights_that_are_quantized_to_be_written_are_gone_when_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights: list[weakref.ref[torch.Tensor]] = []
-    held: list[int] = []
-
-    def quantized(kernels: Kernels, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
-        held.append(sum(ref() is not None for ref in weights))
-        made = quantize(weight, how)
-        weights.extend((weakref.ref(made.packed), weakref.ref(made.scales)))
-        return made
-
-    monkeypatch.setattr(type(choose_kernels()), "quantize", quantized)
-    monkeypatch.setattr(type(choose_kernels()), "pack_quantized", None)  # the model is not to be run
-    write_checkpoint(tmp_path / "x", model_config("qwen3-moe-tiny"), how=Quantization("int4", 32))
-    assert len(held) > 30 and max(held) <= 2
-
-
 def test_what_does_not_fit_is_refused_with_the_numbers_before_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -391,8 +374,8 @@ def test_what_does_not_fit_is_refused_with_the_numbers_before_it_is_written(
     words = r"the weights take 27\.5 GiB, and 1\.0 GiB are free where .*choose another --workdir, .*quantization=int4"
     with pytest.raises(ConfigError, match=words):
         write_checkpoint(tmp_path / "large", model_config("qwen3-14b"))
-    with pytest.raises(ConfigError, match=r"the weights take 8\.7 GiB, .*choose another --workdir or a smaller shape$"):
-        write_checkpoint(tmp_path / "large", model_config("qwen3-14b"), how=Quantization("int4", 64))
+    with pytest.raises(ConfigError, match=r"the weights take 9\.0 GiB, .*choose another --workdir or a smaller shape$"):
+        write_checkpoint(tmp_path / "large", model_config("qwen3-14b"), how="int4")
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr("quire.runner.memory_plan.free_memory", lambda: 10 << 30)
     assert main(["bench", "offline", "--random", "qwen3-14b", "--workdir", str(tmp_path), "--device", "cpu"]) != 0
@@ -403,7 +386,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers_before_it_is_written(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("how", [None, Quantization("int4", 32)])
+@pytest.mark.parametrize("how", [None, "int4"])
 def test_whatever_ends_the_writing_leaves_nothing_behind(how: Quantization | None, tmp_path: Path) -> None:
     def interrupt(share: float) -> None:
         if share > 0.3:
@@ -422,22 +405,22 @@ def test_whatever_ends_the_writing_leaves_nothing_behind(how: Quantization | Non
     assert not list(tmp_path.iterdir())
 
 
-def test_a_quantized_checkpoint_is_written_product_by_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a model may be larger than memory: no other product is held while one is drawn and quantized."""
+def test_a_quantized_checkpoint_is_written_weight_by_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a model may be larger than memory: at most one other weight is held while one is drawn and quantized."""
     kernels, alive = choose_kernels(), list[weakref.ref[torch.Tensor]]()
-    quantize = kernels.quantize
+    quantize = kernels.quantize_groups
 
-    def watched(weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
+    def watched(weight: torch.Tensor, scheme: Scheme) -> CodedWeight:
         gc.collect()
-        assert all(made() is None for made in alive)
-        made = quantize(weight, how)
-        alive.append(weakref.ref(made.packed))
+        assert all(made() is None for made in alive[:-1])  # the name of the last one is still there
+        made = quantize(weight, scheme)
+        alive.append(weakref.ref(made.codes))
         return made
 
-    monkeypatch.setattr(kernels, "quantize", watched)
+    monkeypatch.setattr(kernels, "quantize_groups", watched)
     monkeypatch.setattr("quire.models.quantize.choose_kernels", lambda: kernels)
-    write_checkpoint(tmp_path / "tiny", model_config("qwen3-tiny"), how=Quantization("int4", 32))
-    assert len(alive) == 2 * 4 + 1  # of each layer, and the head
+    write_checkpoint(tmp_path / "tiny", model_config("qwen3-tiny"), how="int4")
+    assert len(alive) == 2 * 7 + 1  # of each layer, and the table, which is the head
 
 
 def test_what_killed_processes_left_is_removed_and_what_others_use_is_not(

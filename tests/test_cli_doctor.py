@@ -16,7 +16,7 @@ import torch
 
 from quire.cli.doctor import Package, machine, memory, missing_packages, slow_instruction_sets
 from quire.cli.main import main
-from quire.ops import Kernels, KVCache, Product, QuantizedWeight, RaggedBatch, StoredWeight, choose_kernels, self_test
+from quire.ops import CodedWeight, Kernels, KVCache, Product, RaggedBatch, StoredWeight, choose_kernels, self_test
 from quire.ops.cpu import library
 from quire.ops.fp8 import Fp8Weight
 from quire.ops.mxfp4 import Mxfp4Weight
@@ -238,10 +238,10 @@ def test_the_self_test_notices_kernels_that_err(monkeypatch: pytest.MonkeyPatch)
         ) -> Product:
             return super().pack([part * 1.1 for part in parts], bias)
 
-        def pack_quantized(
-            self, weight: QuantizedWeight, bias: torch.Tensor | None = None, outputs: int | None = None
+        def pack_coded(
+            self, parts: Sequence[CodedWeight], bias: torch.Tensor | None = None, outputs: int | None = None
         ) -> Product:
-            return super().pack_quantized(replace(weight, scales=weight.scales * 1.1), bias)
+            return super().pack_coded([replace(part, factors=torch.full((len(part.codes),), 1.1)) for part in parts])
 
         def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
             wrong = [replace(part, codes=part.codes ^ 16) for part in parts]  # one step, every second number
@@ -251,7 +251,7 @@ def test_the_self_test_notices_kernels_that_err(monkeypatch: pytest.MonkeyPatch)
             return super().attend(q, kv, *given) * 1.1
 
     checks = list(self_test.run_short(Wrong()))
-    linear = [f"linear {form}" for form in ("bfloat16", "int8", "int4", "mxfp4")]
+    linear = [f"linear {form}" for form in ("bfloat16", "int8", "int6", "int4", "mxfp4")]
     assert [check.name for check in checks] == [*linear, "attention bfloat16", "latent attention bfloat16"]
     assert all(check.failures == (check.failures[0],) for check in checks)
     assert all(check.failures[0].endswith("against plain torch") for check in checks)

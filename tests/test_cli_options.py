@@ -59,7 +59,6 @@ ENGINE_VALUES: dict[str, tuple[str, Any]] = {
     "device": ("cpu", "cpu"),
     "kv_cache_dtype": ("int8", "int8"),
     "quantization": ("int4", "int4"),
-    "quantization_group_size": ("32", 32),
     "cpu_kernels": ("torch", "torch"),
     "threads": ("2", 2),
     "tensor_parallel_size": ("2", 2),

@@ -17,11 +17,11 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.registry import load_model
 from quire.models.safetensors_file import FLOAT_DTYPES
 from quire.ops import CodedWeight, Kernels, choose_kernels
+from quire.ops.activations import quantize_activations, quantize_rows
 from quire.ops.coded import Scheme
 from quire.ops.cpu import library
 from quire.ops.experts import LoopedExperts
 from quire.ops.linear import Product
-from quire.ops.quantized import quantize_activations, quantize_rows
 from tests.oracle import chunked_logits, random_prompt, save_checkpoint
 
 LINES = tuple(range(-8, 8))
@@ -269,7 +269,7 @@ OTHERS = _kind("four", 4, 32, U8, U8, F16, block=32)
 class InCodes(Checkpoint):
     """Has random projections in codes, of which those that are one product have several schemes."""
 
-    def coded(self, name: str) -> CodedWeight | None:
+    def coded(self, name: str, rows: range | None = None) -> CodedWeight | None:
         """See `Checkpoint`."""
         module = name.removesuffix(".weight").rpartition(".")[2]
         if not module.endswith("_proj"):

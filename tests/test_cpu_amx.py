@@ -21,13 +21,12 @@ from quire.ops.cpu.library import Library
 from quire.ops.experts import LoopedExperts, LoopedHeads
 from quire.ops.kv_cache import KVCacheDtype
 from quire.ops.memory import Scratch, WeightMemory
-from quire.ops.quantized import Quantization
 from tests import test_cpu_attention as plain
 from tests import test_cpu_latent as absorbed
 from tests import test_trees as trees
 from tests.compiled import KERNELS, ROOT, compiled
 from tests.test_coded import KINDS, Kind, coded, inputs_of, names
-from tests.test_cpu_experts import EXPERTS, HIDDEN, draw_layer, draw_routes
+from tests.test_cpu_experts import EXPERTS, HIDDEN, Format, draw_layer, draw_routes
 from tests.test_cpu_linear import SCHEMES, SHAPES, draw
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="emulates x86_64's tile registers")
@@ -187,7 +186,7 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows_or_on_threads(tiles: CpuKer
 
 @pytest.mark.parametrize("form", [torch.bfloat16, *SCHEMES[:2]], ids=str)
 def test_experts_and_heads_have_the_bits_of_their_products_one_by_one(
-    tiles: CpuKernels, form: torch.dtype | Quantization, monkeypatch: pytest.MonkeyPatch
+    tiles: CpuKernels, form: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.ops.experts.activate", tiles.activate)
     layer = draw_layer(tiles, form)

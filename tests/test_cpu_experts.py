@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -15,13 +16,13 @@ from quire.ops.cpu.linear import CpuProduct
 from quire.ops.experts import LoopedExperts, LoopedHeads, Routing
 from quire.ops.linear import Product
 from quire.ops.memory import HUGE_PAGE
-from quire.ops.quantized import Quantization, quantize
+from tests.quantized import coded
 
 pytestmark = pytest.mark.skipif(not library.usable(), reason="the C++ kernels were not built here")
 
-Format = torch.dtype | Quantization
+Format = torch.dtype | Literal["int8", "int4", "int6"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FORMATS: tuple[Format, ...] = (*DTYPES, Quantization("int8"), Quantization("int4", 32))
+FORMATS: tuple[Format, ...] = (*DTYPES, "int8", "int4", "int6")
 EXPERTS, HIDDEN, INNER = 6, 96, 64
 
 Layer = tuple[list[Product], list[Product]]
@@ -45,8 +46,8 @@ def activations(form: Format) -> torch.dtype:
 
 def draw_product(kernels: Kernels, shape: tuple[int, int], form: Format, seed: int) -> Product:
     weight, bias = draw(*shape, seed=seed) / shape[1] ** 0.5, draw(shape[0], seed=seed + 1000)
-    if isinstance(form, Quantization):
-        return kernels.pack_quantized(quantize(weight, form), bias)
+    if isinstance(form, str):
+        return kernels.pack_coded([coded(weight, form)], bias)
     return kernels.pack([weight.to(form)], bias.to(form))
 
 
@@ -269,7 +270,7 @@ def test_what_is_not_a_row_for_each_head_is_refused(kernels: Kernels) -> None:
             layer(x)
 
 
-@pytest.mark.parametrize("form", [Quantization("int4", 32), torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["int4", torch.bfloat16], ids=str)
 def test_small_weights_of_experts_lie_side_by_side_in_huge_pages(kernels: Kernels, form: Format) -> None:
     layer = draw_layer(kernels, form, count=16, hidden=1024, inner=256)
     products = [product for part in layer for product in part if isinstance(product, CpuProduct)]
@@ -277,7 +278,7 @@ def test_small_weights_of_experts_lie_side_by_side_in_huge_pages(kernels: Kernel
     before = [product.matmul(x[:, : product.in_features].contiguous()) for product in products]
     kernels.experts(*layer)
     parts = sorted((part.data_ptr(), part.nbytes) for product in products for part in product.parts)
-    assert len(parts) == (32 if form is torch.bfloat16 else 64) and parts[0][0] % HUGE_PAGE == 0
+    assert len(parts) == (32 if form is torch.bfloat16 else 32 * 5) and parts[0][0] % HUGE_PAGE == 0
     assert all(end <= start < end + 64 for (at, size), (start, _) in itertools.pairwise(parts) for end in [at + size])
     kernels.experts(*layer)  # what lies there stays: a step may be computing with it
     assert parts == sorted((part.data_ptr(), part.nbytes) for product in products for part in product.parts)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from quire.models.formats.quantizing import Quantization
 from quire.models.registry import load_model
 from quire.ops.cpu import library
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.experts import LoopedExperts
 from quire.ops.kernels import Kernels, LayerParts, WholeLayer
 from quire.ops.kv_cache import KVCache
-from quire.ops.quantized import Scheme
 from quire.ops.ragged import RaggedBatch
 from quire.speculate.load_draft import load_eagle
 from tests.oracle import Driver, save_checkpoint
@@ -66,7 +66,7 @@ def test_a_whole_layer_has_the_bits_of_its_kernels(case: str, isa: str, tmp_path
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v2"])
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_a_whole_quantized_layer_has_the_bits_of_its_kernels(
-    scheme: Scheme, architecture: str, isa: str, tmp_path: Path
+    scheme: Quantization, architecture: str, isa: str, tmp_path: Path
 ) -> None:
     # What products read is a multiple of int4's groups.
     sizes = {"v_head_dim": 16, "q_lora_rank": 32} if architecture == "deepseek_v2" else {}
@@ -79,10 +79,10 @@ def test_other_kinds_of_layers_stay_calls_of_their_kernels(case: str, tmp_path: 
     assert all(layer._whole is None for layer in model.layers)
 
 
-def compare(folder: Path, isa: str, scheme: Scheme | None) -> None:
+def compare(folder: Path, isa: str, scheme: Quantization | None) -> None:
     whole, apart = (
         Driver(
-            load_model(folder, kernels=kernels, quantization=scheme, group=32 if scheme == "int4" else None),
+            load_model(folder, kernels=kernels, quantization=scheme),
             capacity=64,
         )
         for kernels in (CpuKernels(isa), OneByOne(isa))

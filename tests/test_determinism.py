@@ -48,17 +48,17 @@ SETTINGS = {
     "sliding window": Setting(window=100),
     "windows in some layers": Setting(window=100, architecture="qwen2", first_windowed=1),
     "int8 weights": Setting({"quantization": "int8"}),
-    "int4 weights": Setting({"quantization": "int4", "quantization_group_size": 32}),
+    "int4 weights": Setting({"quantization": "int4"}),
     "int8 cache": Setting({"kv_cache_dtype": "int8"}),
     "fp8 cache": Setting({"kv_cache_dtype": "fp8"}, window=100),
     "torch": Setting({"cpu_kernels": "torch"}),
     "torch, int4 weights, int8 cache": Setting(
-        {"cpu_kernels": "torch", "quantization": "int4", "quantization_group_size": 32, "kv_cache_dtype": "int8"}
+        {"cpu_kernels": "torch", "quantization": "int4", "kv_cache_dtype": "int8"}
     ),
     **{isa: Setting({"cpu_kernels": isa}) for isa in library.usable()[1:]},
     **{
         f"{isa}, int4 weights, fp8 cache": Setting(
-            {"cpu_kernels": isa, "quantization": "int4", "quantization_group_size": 32, "kv_cache_dtype": "fp8"}
+            {"cpu_kernels": isa, "quantization": "int4", "kv_cache_dtype": "fp8"}
         )
         for isa in library.usable()[1:]
     },

@@ -45,7 +45,7 @@ PARAMS = (
     SamplingParams(temperature=0.7, seed=3, prompt_logprobs=2),
 )
 INT8: dict[str, Any] = {"quantization": "int8", "kv_cache_dtype": "fp8"}
-INT4: dict[str, Any] = {"quantization": "int4", "quantization_group_size": 32, "kv_cache_dtype": "int8"}
+INT4: dict[str, Any] = {"quantization": "int4", "kv_cache_dtype": "int8"}
 DRAFTS = {"method": "draft_model", "num_speculative_tokens": 3, "adaptive": False}
 
 

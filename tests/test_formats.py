@@ -17,7 +17,6 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.formats.choose import of_numbers
 from quire.models.quantize import quantize_folder
 from quire.models.registry import load_model
-from quire.ops import Quantization
 from tests.checkpoints import Tensors, under, write
 from tests.mutations import mutate_json
 from tests.oracle import chunked_logits, edit_json, random_prompt, save_checkpoint
@@ -97,7 +96,7 @@ def test_int8_is_made_of_the_numbers_at_load_or_in_a_folder_of_its_own(tmp_path:
     folder, prompt = in_gptq(tmp_path), random_prompt(40)
     expected = chunked_logits(load_model(folder / "plain", quantization="int8"), prompt, 17)
     assert torch.equal(chunked_logits(load_model(folder / "coded", quantization="int8"), prompt, 17), expected)
-    quantize_folder(folder / "coded", tmp_path / "int8", Quantization("int8"))
+    quantize_folder(folder / "coded", tmp_path / "int8", "int8")
     assert torch.equal(chunked_logits(load_model(tmp_path / "int8"), prompt, 17), expected)
 
 

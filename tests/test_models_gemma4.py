@@ -173,7 +173,7 @@ def test_random_weights_are_those_of_a_model_that_runs(case: str, tmp_path: Path
     assert len(tokens) == 4
 
 
-INT4 = {"quantization": "int4", "quantization_group_size": 32}
+INT4 = {"quantization": "int4"}
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("gemma4_text-shared", {**INT4, "kv_cache_dtype": "fp8"}),
     ("gemma4_text-shared", {"quantization": "int8", "kv_cache_dtype": "int8"}),

@@ -7,16 +7,16 @@ import random
 import pytest
 import torch
 
-from quire.ops import Kernels, paged_attention, quantized
+from quire.ops import Kernels, paged_attention
 from quire.ops.cpu import library
 from quire.ops.cpu.kernels import CpuKernels
 from quire.ops.elementwise import activate
 from quire.ops.experts import LoopedExperts
 from quire.ops.linear import Product
-from quire.ops.quantized import Quantization
 from quire.ops.triton import rows
 from quire.ops.triton.kernels import TritonKernels
 from tests import test_triton_attention as of_triton
+from tests.quantized import coded
 from tests.test_cpu_attention import LAYER, Request, batch_of
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
@@ -106,8 +106,7 @@ def biased(kernels: Kernels, form: str, dtype: torch.dtype) -> tuple[list[Produc
         weight, bias = draw(outputs, inputs, seed=seed) * 0.4, draw(outputs, seed=seed + 50).to(dtype)
         if form == "dense":
             return kernels.pack([weight.to(dtype)], bias)
-        how = Quantization("int8") if form == "int8" else Quantization("int4", 32)
-        return kernels.pack_quantized(quantized.quantize(weight, how), bias)
+        return kernels.pack_coded([coded(weight, form)], bias)
 
     return [product(192, 64, seed) for seed in range(5)], [product(64, 96, seed) for seed in range(10, 15)]
 

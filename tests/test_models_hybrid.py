@@ -17,9 +17,10 @@ from quire.config import EngineConfig
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, ModelConfigError
 from quire.models import registry
+from quire.models.formats.quantizing import Quantization
 from quire.models.random_checkpoint import write_checkpoint
 from quire.models.registry import load_model
-from quire.ops import Quantization, choose_kernels
+from quire.ops import choose_kernels
 from quire.ops.cpu import library
 from quire.ops.experts import LoopedExperts
 from quire.ops.linear import Product
@@ -32,6 +33,7 @@ from tests.oracle import (
     random_prompt,
     save_checkpoint,
 )
+from tests.quantized import coded
 from tests.recurrent_engines import (
     ORDER,
     check_drafts,
@@ -298,7 +300,7 @@ def test_a_squared_relu_is_exact_and_keeps_what_is_not_a_number(dtype: torch.dty
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("how", [None, Quantization("int8"), Quantization("int4", 32)], ids=str)
+@pytest.mark.parametrize("how", [None, "int8", "int4"], ids=str)
 @pytest.mark.parametrize("name", library.usable())
 def test_experts_without_a_gate_are_those_one_by_one(name: str, how: Quantization | None) -> None:
     kernels, generator = choose_kernels(name), torch.Generator().manual_seed(0)
@@ -307,7 +309,7 @@ def test_experts_without_a_gate_are_those_one_by_one(name: str, how: Quantizatio
         weights = [drawn(generator, outputs, inputs) / 8 for _ in range(4)]
         if how is None:
             return [kernels.pack([weight.bfloat16()]) for weight in weights]
-        return [kernels.pack_quantized(kernels.quantize(weight, how)) for weight in weights]
+        return [kernels.pack_coded([coded(weight, how)]) for weight in weights]
 
     up, down = products(96, 64), products(64, 96)
     x, weights = drawn(generator, 30, 64).bfloat16(), drawn(generator, 30, 2).abs()

@@ -15,7 +15,7 @@ from quire.engine.engine import Engine
 from quire.errors import ConfigError, ModelConfigError
 from quire.models.quantize import quantize_folder
 from quire.models.registry import check_ranks, load_model
-from quire.ops import Kernels, KVCache, Quantization, RaggedBatch, sparse
+from quire.ops import Kernels, KVCache, RaggedBatch, sparse
 from quire.ops.kv_cache import KEY
 from tests import test_determinism as product
 from tests.oracle import (
@@ -230,7 +230,7 @@ def test_the_plan_counts_index_keys(folders: dict[str, str]) -> None:
 
 def test_a_quantized_folder_gives_the_bits_of_quantizing_at_load(folders: dict[str, str], tmp_path: Path) -> None:
     """Of which the indexer's products stay as they are."""
-    quantize_folder(Path(folders["glm_moe_dsa"]), tmp_path / "quantized", Quantization("int8"))
+    quantize_folder(Path(folders["glm_moe_dsa"]), tmp_path / "quantized", "int8")
     stored, made = load_model(tmp_path / "quantized"), load_model(folders["glm_moe_dsa"], quantization="int8")
     prompt = random_prompt(150)
     assert torch.equal(chunked_logits(stored, prompt, 150), chunked_logits(made, prompt, 70))

@@ -81,7 +81,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
         ("deepseek_v3", {"speculative_config": NGRAM, "kv_cache_dtype": "int8"}),
         pytest.param(
             "mixtral",
-            {"quantization": "int4", "quantization_group_size": 32, "speculative_config": NGRAM},
+            {"quantization": "int4", "speculative_config": NGRAM},
             marks=pytest.mark.slow,
         ),
         pytest.param("deepseek_v2", {"quantization": "int8", "async_scheduling": True}, marks=pytest.mark.slow),

@@ -10,7 +10,6 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.models.quantize import quantize_folder
-from quire.ops import Quantization
 from tests.oracle import save_checkpoint
 from tests.test_determinism import SETTINGS, Switches, alone, engine_of, prompts, run, setting
 
@@ -79,7 +78,7 @@ def test_drafts_are_the_same_on_every_rank(config: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_quantized_folder_is_read_in_part(tmp_path: Any) -> None:
     save_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=2)
-    quantize_folder(tmp_path / "model", tmp_path / "int4", Quantization("int4", 32))
+    quantize_folder(tmp_path / "model", tmp_path / "int4", "int4")
     found = []
     for ranks in (1, 2, 4):
         with LLM(str(tmp_path / "int4"), tensor_parallel_size=ranks, threads=1) as llm:

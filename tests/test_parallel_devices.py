@@ -26,8 +26,8 @@ from quire.engine.engine import Engine
 from quire.engine.machine import check_gpus
 from quire.engine.ranks import RankExecutor
 from quire.errors import ConfigError, RankLostError, RanksDisagreeError
+from quire.models.formats.quantizing import Quantization
 from quire.ops.experts import ExpertSlots
-from quire.ops.quantized import Quantization
 from quire.ops.triton import linear, linear_chunks
 from quire.ops.triton.experts import GroupedExperts
 from quire.ops.triton.experts_coded import CodedExperts
@@ -39,6 +39,7 @@ from quire.parallel.torch_group import TorchGroup
 from tests import rank_on_device
 from tests.devices import DelayedDevice, SpanKernels, on_device
 from tests.oracle import VOCAB, save_checkpoint
+from tests.quantized import coded
 from tests.test_parallel_group import all_of, ranks
 from tests.test_triton_experts import COUNT, HIDDEN, draw, layer, quantized_weight
 
@@ -137,7 +138,7 @@ def test_no_result_is_taken_from_a_step_in_which_a_rank_was_lost() -> None:
 # -- products ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [None, Quantization("int8"), Quantization("int4", 32)], ids=str)
+@pytest.mark.parametrize("how", [None, "int8", "int4"], ids=str)
 def test_a_rank_has_the_columns_of_the_whole_product(how: Quantization | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of so many outputs that the sums of a part would be cut into more chunks than those of the whole."""
     monkeypatch.setattr(linear_chunks, "PROGRAMS", 6)  # of a small device
@@ -147,7 +148,7 @@ def test_a_rank_has_the_columns_of_the_whole_product(how: Quantization | None, m
     def product(own: slice, outputs: int | None = None) -> Any:
         if how is None:
             return kernels.pack([weight[own]], None, outputs)
-        return kernels.pack_quantized(kernels.quantize(weight[own], how), None, outputs)
+        return kernels.pack_coded([coded(weight[own], how)], None, outputs)
 
     expected = product(slice(None)).matmul(x, torch.float32)[:, 64:192]
     assert torch.equal(product(slice(64, 192), len(weight)).matmul(x, torch.float32), expected)
@@ -194,14 +195,15 @@ SLOTS = (4, 0, 1, 3, 2, 0)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows of others' experts are never written
 @pytest.mark.parametrize("kind", ["dense", "int8"])
 def test_ranks_with_experts_of_their_own_have_the_bits_of_one(kind: str) -> None:
+    hidden = HIDDEN
     if kind == "dense":
         made, (gate_up, down) = GroupedExperts, layer(torch.float16)
     else:
-        made = CodedExperts
-        gate_up = [quantized_weight("int8", 2 * HIDDEN, HIDDEN, seed) for seed in range(COUNT)]
-        down = [quantized_weight("int8", HIDDEN, HIDDEN, 9 + seed) for seed in range(COUNT)]
+        made, hidden = CodedExperts, 96
+        gate_up = [quantized_weight("int8", 2 * hidden, hidden, seed) for seed in range(COUNT)]
+        down = [quantized_weight("int8", hidden, hidden, 9 + seed) for seed in range(COUNT)]
     ids = torch.tensor([[0, 4], [1, 2], [0, 3], [0, 1], [2, 3]])
-    x, weights = draw(len(ids), HIDDEN, dtype=torch.float16, seed=3), draw(*ids.shape, seed=4).abs()
+    x, weights = draw(len(ids), hidden, dtype=torch.float16, seed=3), draw(*ids.shape, seed=4).abs()
     expected = made(gate_up, down)(x, ids, weights)
 
     def compute(group: Group) -> torch.Tensor:

@@ -20,7 +20,6 @@ from quire.engine.ranks import PipelineExecutor
 from quire.errors import ConfigError, RanksDisagreeError, StepGivenUpError
 from quire.models.model import layers_of
 from quire.models.quantize import quantize_folder
-from quire.ops import Quantization
 from quire.ops.cpu.group import SharedGroup
 from quire.runner.model_runner import STEP_FAILED
 from quire.runner.pipeline_runner import PipelineRunner
@@ -117,7 +116,7 @@ def test_the_layers_of_the_stages() -> None:
 def test_each_stage_has_its_layers_alone(tmp_path: Path) -> None:
     """Of the weights, and of the KV of a token."""
     save_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=4, tie_word_embeddings=True)
-    quantize_folder(tmp_path / "model", tmp_path / "int4", Quantization("int4", 32))
+    quantize_folder(tmp_path / "model", tmp_path / "int4", "int4")
     for folder, stages_of_it in (("model", 4), ("int4", 2)):
         found, weights, kv = [], [], []
         for stages in (1, stages_of_it):

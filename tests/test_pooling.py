@@ -21,7 +21,6 @@ from quire.models.checkpoint import resolve
 from quire.models.dense import Dense
 from quire.models.pooling import PoolingConfig
 from quire.models.quantize import quantize_folder
-from quire.ops import Quantization
 from quire.runner.device import Device
 from quire.runner.pooling import TOO_LARGE, launch_sum
 from tests.oracle import edit_json, load_reference, random_prompt, save_checkpoint
@@ -343,7 +342,7 @@ def test_a_model_that_embeds_alone_refuses_everything_else_by_name(gemma):
 
 
 def test_a_quantized_copy_embeds_as_what_is_quantized_at_load(gemma, tmp_path):
-    quantize_folder(gemma, tmp_path / "quantized", Quantization("int8"))
+    quantize_folder(gemma, tmp_path / "quantized", "int8")
     made = embedded(gemma, PROMPTS, quantization="int8")
     assert embedded(tmp_path / "quantized", PROMPTS) == made != embedded(gemma, PROMPTS)
 

@@ -1,10 +1,9 @@
-"""`quire quantize --to compressed-tensors`: the grids that are found for groups, and files that others read."""
+"""The grids that are found for groups of weights; `quire quantize --to compressed-tensors`, whose files others read."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -17,16 +16,18 @@ from quire.cli.main import main
 from quire.errors import CheckpointError, ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.formats.choose import of_numbers
-from quire.models.formats.write_compressed_tensors import GROUP, Recipe
+from quire.models.formats.write_compressed_tensors import SCHEMES, Recipe
 from quire.models.quantize import quantize_folder
 from quire.models.registry import load_model
-from quire.ops import Kernels, Quantization, choose_kernels
-from quire.ops.quantize_groups import quantize_groups
-from quire.ops.quantized import quantize
+from quire.ops import Kernels, choose_kernels
+from quire.ops.coded import Scheme
+from quire.ops.cpu import library
+from quire.ops.quantize_groups import eight_bits, four_bits, quantize_groups, six_bits
 from tests.oracle import chunked_logits, random_prompt, save_checkpoint
-from tests.quantized import dequantize
-from tests.test_quantization import draw
+from tests.quantized import coded
+from tests.test_coded import draw
 
+QUIRES = {8: eight_bits, 6: six_bits, 4: four_bits}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -43,16 +44,29 @@ def hard(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype)
 
 
+FINDABLE = {
+    **{
+        f"{bits} bits of {inputs}": (scheme(inputs), inputs)
+        for bits, scheme in QUIRES.items()
+        for inputs in (96, 144, 512)
+    },
+    **{f"zeros by {group}": (Scheme("int4", 4, group), 2 * group) for group in (32, 64, 128)},
+}
+
+
+@pytest.mark.parametrize("isa", library.usable() or [pytest.param("none", marks=pytest.mark.skip("no library"))])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (4, 128), (8, 32)])
-def test_kernels_find_the_bits_of_plain_torch(bits: Literal[4, 8], group: int, dtype: torch.dtype) -> None:
-    for outputs, stored in ((7, dtype), (37, torch.float16)):
-        weight = hard(outputs, 2 * group, dtype)
+@pytest.mark.parametrize("case", FINDABLE)
+def test_kernels_find_the_bits_of_plain_torch(case: str, dtype: torch.dtype, isa: str) -> None:
+    scheme, inputs = FINDABLE[case]
+    assert scheme is not None
+    for outputs, stored, importance in ((7, dtype, None), (37, torch.bfloat16, draw(inputs).abs())):
+        weight = hard(outputs, inputs, dtype)
         expected, found = (
-            kernels.quantize_groups(weight, bits, group, stored) for kernels in (Kernels(), choose_kernels())
+            kernels.quantize_groups(weight, scheme, stored, importance) for kernels in (Kernels(), choose_kernels(isa))
         )
-        assert found.scheme == expected.scheme
-        for name in ("codes", "scales", "offsets"):
+        assert found.scheme == expected.scheme == scheme
+        for name in ("codes", "scales", "offsets", "block_scales", "block_offsets"):
             ours, theirs = getattr(found, name), getattr(expected, name)
             assert ours is theirs or torch.equal(ours, theirs), name
         assert found.restored().isfinite().all()
@@ -62,23 +76,44 @@ def error(restored: torch.Tensor, weight: torch.Tensor) -> float:
     return float(((restored - weight) ** 2).mean() / (weight**2).mean())
 
 
-def test_a_search_for_grids_errs_less_than_symmetric_ones() -> None:
+def test_a_search_for_grids_errs_less_than_the_plain_choice() -> None:
     weight = draw(64, 512) + 0.3 * draw(64, 512, seed=1) ** 2  # which leans to one side, as groups of real weights do
-    symmetric = error(dequantize(quantize(weight, Quantization("int4", 32))), weight)
-    assert error(quantize_groups(weight, 4, 32).restored(), weight) < 0.85 * symmetric
-    assert error(quantize_groups(weight, 8, 32).restored(), weight) < 1e-4
+    groups = weight.view(64, -1, 32)
+    step = groups.abs().amax(2, keepdim=True) / 7
+    symmetric = error(((groups / step).round() * step).view_as(weight), weight)
+    zeros = error(quantize_groups(weight, Scheme("int4", 4, 32)).restored(), weight)
+    four, six, eight = (error(coded(weight, how).restored(), weight) for how in ("int4", "int6", "int8"))
+    assert four < 0.9 * zeros < 0.7 * symmetric
+    assert six < 0.1 * four and eight < 1e-4
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 1e38])
-def test_numbers_that_no_scale_holds_are_an_error(bits: Literal[4, 8], wrong: float) -> None:
-    weight = draw(20, 64)
+def test_inputs_of_more_importance_err_less() -> None:
+    weight, importance = draw(64, 512), torch.ones(512)
+    importance[::4] = 100
+    scheme = four_bits(512)
+    assert scheme is not None
+    plain, weighed = (
+        (quantize_groups(weight, scheme, importance=given).restored() - weight).square() for given in (None, importance)
+    )
+    assert weighed[:, ::4].mean() < 0.7 * plain[:, ::4].mean()
+    assert weighed.mean() < 2 * plain.mean()
+
+
+@pytest.mark.parametrize("case", FINDABLE)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 3e38])
+def test_numbers_that_no_scale_holds_are_an_error(case: str, wrong: float) -> None:
+    scheme, inputs = FINDABLE[case]
+    assert scheme is not None
+    weight = draw(20, inputs)
     weight[3, 40] = wrong
     for kernels in (Kernels(), choose_kernels()):
+        if wrong == 3e38 and scheme.name == "int8":  # others square it
+            assert kernels.quantize_groups(weight, scheme).restored().isfinite().all()
+            continue
         with pytest.raises(CheckpointError, match="not finite, or too large"):
-            kernels.quantize_groups(weight, bits, 32)
-        with pytest.raises(CheckpointError, match="groups of 32 do not divide its 33 inputs"):
-            kernels.quantize_groups(draw(2, 33), bits, 32)
+            kernels.quantize_groups(weight, scheme)
+        with pytest.raises(CheckpointError, match="do not divide its 33 inputs"):
+            kernels.quantize_groups(draw(2, 33), scheme)
 
 
 def test_layers_with_more_bits_are_spread_over_the_model() -> None:
@@ -117,7 +152,7 @@ def test_that_library_restores_what_was_found_and_so_does_quire(folders: tuple[P
         if not parts:
             assert torch.equal(stored.tensor(name), weight), name
             continue
-        wanted = quantize_groups(weight, recipe.bits(module), GROUP, torch.bfloat16)
+        wanted = quantize_groups(weight, SCHEMES[recipe.bits(module)], torch.bfloat16)
         assert torch.equal(stored.tensor(name), wanted.restored()), name
         [target, *_] = match_targets(
             module, torch.nn.Linear(1, 1), [t for g in config.config_groups.values() for t in g.targets]
@@ -139,8 +174,8 @@ def test_what_cannot_be_written_is_refused(
     folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     to = ["quantize", str(folders[0]), "--to", "compressed-tensors", "--output", str(tmp_path / "out")]
-    assert main([*to, "--group-size", "64"]) == 2
-    assert "--group-size 64 is for --to int4" in capsys.readouterr().err
+    assert main([*to, "--threads", "0"]) == 2
+    assert "--threads 0 is out of range" in capsys.readouterr().err
     fused = save_checkpoint(tmp_path / "phi3", "phi3", num_hidden_layers=1)
     with pytest.raises(ConfigError, match="lays weights out in its own way"):
         quantize_folder(fused, tmp_path / "out", "compressed-tensors")

@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[str, torch.dtype, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "int8 cache": ("qwen3", torch.bfloat16, {}, {"kv_cache_dtype": "int8"}),
-    "int4 weights": ("qwen3", torch.bfloat16, {}, {"quantization": "int4", "quantization_group_size": 32}),
+    "int4 weights": ("qwen3", torch.bfloat16, {}, {"quantization": "int4"}),
     "torch": ("qwen3", torch.bfloat16, {}, {"cpu_kernels": "torch"}),
     "experts": ("qwen3_moe", torch.bfloat16, {}, {}),
     "latent attention": ("deepseek_v3", torch.bfloat16, {}, {}),

@@ -8,7 +8,8 @@ import re
 import pytest
 import torch
 
-from quire.ops import CodedWeight, Kernels, quantized
+from quire.ops import CodedWeight, Kernels
+from quire.ops import activations as of_torch
 from quire.ops.coded import Scheme
 from quire.ops.experts import LoopedExperts
 from quire.ops.linear import Product
@@ -109,9 +110,9 @@ def test_rows_become_the_codes_and_scales_of_the_reference(
     x[4, ::32], x[5], x[6] = 127, x[5] * 1e-38, 1e-38
     codes, scales, sums = activations.quantize_activations(x, padded, shares)
     if shares.scaled:
-        wanted, wanted_scales = quantized.quantize_activations(x, shares.scaled)
+        wanted, wanted_scales = of_torch.quantize_activations(x, shares.scaled)
     else:
-        wanted, of_rows = quantized.quantize_rows(x)
+        wanted, of_rows = of_torch.quantize_rows(x)
         wanted_scales = of_rows[:, None]
     assert torch.equal(codes[:, :inputs], wanted[:, :inputs]) and not codes[:, inputs:].any()
     count = wanted_scales.shape[1]

@@ -24,7 +24,6 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step import RequestInfo, Span
 from quire.engine.engine import Engine
 from quire.ops import CodedWeight, Kernels, KVCache, Product, self_test, self_test_layers
-from quire.ops.quantized import Quantization
 from quire.ops.triton import linear_fp8
 from quire.ops.triton.kernels import TritonKernels
 from quire.parallel.group import OneRank
@@ -42,7 +41,7 @@ from tests.test_pooling import embedding_gemma
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
 MAX_TOKENS = 3
-INT4: dict[str, Any] = {"quantization": "int4", "quantization_group_size": 32, "kv_cache_dtype": "int8"}
+INT4: dict[str, Any] = {"quantization": "int4", "kv_cache_dtype": "int8"}
 SETTINGS = [
     pytest.param((torch.float16, {"kv_cache_dtype": "int8"}), id="fp16, int8 cache"),
     pytest.param((torch.float32, {}), id="fp32", marks=pytest.mark.slow),
@@ -236,7 +235,7 @@ def test_layers_with_and_without_windows_have_tables_of_their_own(tmp_path):
 @pytest.mark.slow
 def test_the_self_test_of_the_doctor_passes(monkeypatch):
     monkeypatch.setattr(self_test, "DTYPES", (torch.float16,))
-    monkeypatch.setattr(self_test, "QUANTIZATIONS", (Quantization("int8"),))
+    monkeypatch.setattr(self_test, "QUANTIZATIONS", ("int8",))
     monkeypatch.setattr(self_test, "ROWS_DTYPE", torch.float16)  # the interpreter multiplies bf16 wrongly
     monkeypatch.setattr(self_test, "ROW_COUNTS", (1, 9))
     monkeypatch.setattr(self_test, "FP8_ROWS", 40)

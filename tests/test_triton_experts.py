@@ -9,11 +9,10 @@ import pytest
 import torch
 import triton
 
-from quire.ops import Fp8Weight, RaggedBatch, quantized
+from quire.ops import Fp8Weight, RaggedBatch
 from quire.ops.experts import LoopedExperts, LoopedHeads, Routing, count_experts, route
 from quire.ops.linear import Product
 from quire.ops.mxfp4 import Mxfp4Weight
-from quire.ops.quantized import Quantization
 from quire.ops.ragged import DeviceSpans
 from quire.ops.triton import expert_rows, experts, linear
 from quire.ops.triton import routing as routing_kernel
@@ -24,6 +23,7 @@ from quire.ops.triton.linear_dense import DenseProduct, Tile
 from quire.ops.triton.linear_mxfp4 import Mxfp4Product
 from quire.ops.triton.linear_vendor import VendorProduct
 from quire.ops.triton.weights import Weights
+from tests.quantized import coded
 from tests.triton_compile import EACH_ARCHITECTURE, compile_all
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
@@ -61,8 +61,7 @@ def layer(dtype: torch.dtype, hidden: int = HIDDEN, inner: int = INNER) -> tuple
 
 
 def quantized_weight(how: str, outputs: int, inputs: int, seed: int = 0) -> Product:
-    wanted = Quantization("int8") if how == "int8" else Quantization("int4", int(how.removeprefix("int4/")))
-    return linear.pack_quantized(quantized.quantize(draw(outputs, inputs, seed=seed) * 0.2, wanted), None, CPU)
+    return TritonKernels("cpu").pack_coded([coded(draw(outputs, inputs, seed=seed) * 0.2, how)])
 
 
 def launch_all() -> None:
@@ -371,8 +370,8 @@ def test_weights_that_kernels_cannot_read_at_once_are_copied() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     gate_up, down = layer(torch.float32)
     biased = linear.pack([draw(2 * INNER, HIDDEN)], draw(2 * INNER), CPU, DenseProduct)
-    coded = quantized_weight("int8", 2 * INNER, HIDDEN)
-    for product, message in ((biased, "biases"), (coded, "dense"), (down[0], "differ")):
+    in_codes = quantized_weight("int8", 2 * INNER, 96)
+    for product, message in ((biased, "biases"), (in_codes, "dense"), (down[0], "differ")):
         with pytest.raises(ValueError, match=message):
             GroupedExperts([*gate_up[1:], product], down)
     with pytest.raises(ValueError, match="do not fit"):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.errors import CheckpointError
-from quire.ops import Fp8Weight, Kernels, quantized
+from quire.ops import Fp8Weight
 from quire.ops.linear import Product
-from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.triton import coded, linear, linear_chunks, linear_dense
 from quire.ops.triton.kernels import TritonKernels
 from quire.ops.triton.linear_chunks import MOST_CHUNKS, PROGRAMS, Chunks, waves
 from quire.ops.triton.linear_dense import SHORT, TALL, DenseProduct, quicker
 from quire.ops.triton.linear_vendor import VendorProduct
+from tests.quantized import coded as in_codes
 from tests.triton_compile import EACH_ARCHITECTURE, compile_all
 from tests.triton_products import products_row_by_row  # noqa: F401  # for every test
 
@@ -21,8 +20,6 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16)
 """The interpreter multiplies bf16 wrongly, and does not round to it."""
 MAKES: tuple[linear.Make, ...] = (VendorProduct, DenseProduct)
-INT8 = Quantization("int8")
-HOWS = (INT8, *(Quantization("int4", group) for group in (32, 64, 128)))
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -33,8 +30,8 @@ def dense(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
     return linear.pack([weight], bias, CPU, DenseProduct)
 
 
-def quantized_product(weight: QuantizedWeight, bias: torch.Tensor | None = None) -> Product:
-    return linear.pack_quantized(weight, bias, CPU)
+def quantized_product(weight: torch.Tensor, how: str, bias: torch.Tensor | None = None) -> Product:
+    return TritonKernels("cpu").pack_coded([in_codes(weight, how)], bias)
 
 
 def launch_all() -> None:
@@ -122,47 +119,13 @@ def test_a_row_that_is_not_finite_leaves_the_other_rows_as_they_are() -> None:
     assert torch.equal(after[rest], before[rest])
 
 
-# Quantized weights
-
-
-@pytest.mark.parametrize("how", HOWS, ids=str)
-def test_quantized_products_have_the_bits_of_their_reference(
-    how: Quantization, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linear_chunks, "PROGRAMS", 1)  # one chunk
-    weight, bias, x = quantized.quantize(draw(33, 384), how), draw(33, seed=2), draw(3, 384, seed=3)
-    assert torch.equal(quantized_product(weight, bias).matmul(x), Kernels().pack_quantized(weight, bias).matmul(x))
-
-
-@pytest.mark.parametrize("how", HOWS, ids=str)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
-def test_weights_are_quantized_as_the_reference_does(how: Quantization, dtype: torch.dtype) -> None:
-    weight = draw(70, 256, dtype=dtype, seed=1) * 0.02
-    weight[3], weight[69, 1] = 0, 3
-    found, expected = linear.quantize(weight, how, CPU), quantized.quantize(weight, how)
-    assert torch.equal(found.packed, expected.packed)
-    assert torch.equal(found.scales, expected.scales)
-
-
-@pytest.mark.parametrize("how", HOWS[:2], ids=str)
-def test_weights_that_a_format_cannot_hold_are_refused(how: Quantization) -> None:
-    weight = draw(40, 128)
-    weight[35, 77] = torch.inf
-    with pytest.raises(CheckpointError, match="not finite"):
-        linear.quantize(weight, how, CPU)
-    with pytest.raises(CheckpointError, match="inputs"):
-        linear.quantize(torch.zeros(1, 33 if how.group else 0), how, CPU)
-
-
 # The same bits
 
 
 def every_product(outputs: int, inputs: int) -> list[tuple[Product, torch.dtype]]:
     weight = draw(outputs, inputs)
     found = [(dense(weight.to(dtype), weight[:, 0].to(dtype)), dtype) for dtype in DTYPES]
-    return found + [
-        (quantized_product(quantized.quantize(weight, how), weight[:, 0]), torch.bfloat16) for how in HOWS[::2]
-    ]
+    return found + [(quantized_product(weight, how, weight[:, 0]), torch.bfloat16) for how in ("int8", "int4")]
 
 
 def test_a_rows_bits_do_not_depend_on_the_other_rows() -> None:
@@ -238,7 +201,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for product in products:
         with pytest.raises(ValueError, match="bfloat16"):
             product.matmul(draw(2, 64, dtype=torch.bfloat16))
-    for product in (*products, quantized_product(quantized.quantize(draw(8, 64), INT8))):
+    for product in (*products, quantized_product(draw(8, 64), "int8")):
         with pytest.raises(ValueError, match="64 columns"):
             product.matmul(draw(2, 65))
         with pytest.raises(ValueError, match="out_dtype"):
@@ -247,7 +210,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_strided_rows_are_taken_as_they_stand() -> None:
     x = draw(6, 128)
-    for product in (dense(draw(8, 64)), quantized_product(quantized.quantize(draw(8, 64), INT8))):
+    for product in (dense(draw(8, 64)), quantized_product(draw(8, 64), "int8")):
         assert torch.equal(product.matmul(x[::2, ::2]), product.matmul(x[::2, ::2].contiguous()))
 
 

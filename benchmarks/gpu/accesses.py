@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.gpu.job import Job, OutOfTime
 from benchmarks.gpu.parity import Step, fp8_weight
-from quire.ops import KVCache
-from quire.ops.quantized import Quantization
+from quire.ops import CodedWeight, KVCache
+from quire.ops.coded import Scheme
 from quire.ops.triton.kernels import TritonKernels
 
 TOOL = "compute-sanitizer"
@@ -63,7 +63,8 @@ def case(device: str) -> None:
     kernels.attend(q, kv, step.on_device(device), layer=0, scale=0.125, window=None)
     weight = torch.randn(200, 520, device=device).to(dtype)
     products = [kernels.pack([weight])]
-    products.append(kernels.pack_quantized(kernels.quantize(weight.cpu(), Quantization("int8"))))
+    codes = torch.randint(-127, 128, (200, 520), dtype=torch.int8)
+    products.append(kernels.pack_coded([CodedWeight(Scheme("W8", 8, 0), codes, factors=torch.ones(200))]))
     products.append(kernels.pack_fp8([fp8_weight(200, 520)], dtype))
     for rows in (1, 70):
         for product in products:

@@ -85,7 +85,7 @@ SETTINGS: dict[str, list[Setting]] = {
         Setting(_LATENT, {}, shape="deepseek-v2-tiny"),
         Setting(
             _LATENT,
-            {"quantization": "int4", "quantization_group_size": 32, "kv_cache_dtype": "fp8"},
+            {"quantization": "int4", "kv_cache_dtype": "fp8"},
             shape="deepseek-v2-tiny",
         ),
     ],

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.parity import Rig, Step, fp8_weight
-from quire.ops import Kernels, Quantization
+from quire.ops import Kernels, choose_kernels
 from quire.ops import experts as looped
+from quire.ops.coded import CodedProduct
 from quire.ops.experts import LoopedExperts, LoopedHeads, Routing
-from quire.ops.quantized import QuantizedProduct
+from quire.ops.quantize_groups import scheme_of
 
 WEIGHTS_TOLERANCE = 1e-5
 """Of the routing's weights, fp32: the device's exponentials, and sums of 256 in another order."""
@@ -64,7 +65,7 @@ def run(job: Job, dtype: str) -> None:
     for scheme, cases in CODED.items():
         for case in TINY_CASES if job.rehearse else cases:
             job.check_time()
-            _coded(rig, case, Quantization(scheme, 64 if scheme == "int4" else None), counts)
+            _coded(rig, case, scheme, counts)
     for case in TINY_CASES if job.rehearse else CASES[:2]:
         _fp8(rig, case, counts)
     for heads in HEADS[-1:] if job.rehearse else HEADS:
@@ -107,11 +108,12 @@ def _experts(rig: Rig, case: Case, counts: tuple[int, ...]) -> None:
     rig.same_rows(str(case), experts, sent)
 
 
-def _coded(rig: Rig, case: Case, how: Quantization, counts: tuple[int, ...]) -> None:
+def _coded(rig: Rig, case: Case, how: str, counts: tuple[int, ...]) -> None:
     """Near the reference, and with the bits of the products that serve one expert after the other."""
-    both = [[Kernels().quantize(weight, how) for weight in weights] for weights in _weights(rig, case)]
-    reference = LoopedExperts(*([QuantizedProduct(weight) for weight in weights] for weights in both))
-    products = [[rig.kernels.pack_quantized(weight) for weight in weights] for weights in both]
+    quantize = choose_kernels().quantize_groups
+    both = [[quantize(each, scheme_of(how, each.shape[1])) for each in weights] for weights in _weights(rig, case)]
+    reference = LoopedExperts(*([CodedProduct([weight]) for weight in weights] for weights in both))
+    products = [[rig.kernels.pack_coded([weight]) for weight in weights] for weights in both]
     x, ids, weights = _tokens(rig, case, counts[-1])
     sent = rig.sent(x), ids.to(rig.job.device), weights.to(rig.job.device)
     experts = rig.kernels.experts(*products)

@@ -8,9 +8,10 @@ from torch import Tensor
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.parity import Rig, fp8_weight
 from quire.models.gguf.types import FP4, IQ4
-from quire.ops import CodedWeight, Kernels, Product, Quantization
-from quire.ops.coded import Scheme
-from quire.ops.quantized import QuantizedProduct
+from quire.ops import CodedWeight, Kernels, Product, choose_kernels
+from quire.ops.coded import CodedProduct, Scheme
+from quire.ops.quantize_groups import SCHEMES as QUIRES
+from quire.ops.quantize_groups import scheme_of
 from quire.ops.triton import linear_fp8
 from quire.ops.triton.linear_dense import DenseProduct
 from quire.ops.triton.linear_fp8 import Fp8Product
@@ -49,7 +50,7 @@ def run(job: Job, dtype: str) -> None:
             _product(rig, what, product, x, exact + bias, counts)
             if kernels.deterministic:
                 _same_rows(rig, what, product, x, counts)
-    for how in (Quantization("int8"), Quantization("int4", 64), Quantization("int4", 128)):
+    for how in QUIRES:
         for out_features, in_features in [(40, 128)] if job.rehearse else [(4096, 1024), (5120, 17408)]:
             _quantized(rig, how, rig.draw(out_features, in_features, spread=0.02), counts)
     for scheme in SCHEMES:
@@ -119,14 +120,11 @@ def coded_weight(scheme: Scheme, outputs: int, inputs: int, seed: int = 0) -> Co
     return CodedWeight(scheme, codes, whole, offsets, numbers(scheme.block, unit), block_offsets)
 
 
-def _quantized(rig: Rig, how: Quantization, weight: Tensor, counts: tuple[int, ...]) -> None:
+def _quantized(rig: Rig, how: str, weight: Tensor, counts: tuple[int, ...]) -> None:
     what = f"{how} product, {weight.shape[0]} x {weight.shape[1]}"
-    wanted = Kernels().quantize(weight, how)
-    found = rig.kernels.quantize(rig.sent(weight), how)
-    rig.same(f"{what}: codes", found.packed, wanted.packed)
-    rig.same(f"{what}: scales", found.scales, wanted.scales)
+    coded = choose_kernels().quantize_groups(weight, scheme_of(how, weight.shape[1]))
     x = rig.draw(counts[-1], weight.shape[1])
-    product = rig.kernels.pack_quantized(found)
-    exact = QuantizedProduct(wanted).matmul(x)
+    product = rig.kernels.pack_coded([coded])
+    exact = CodedProduct([coded]).matmul(x)
     _product(rig, what, product, x, exact, counts)
     _same_rows(rig, what, product, x, counts)

@@ -22,8 +22,8 @@ from benchmarks.gpu.sweep import Choice, sweep, tile_words
 from benchmarks.gpu.sweep_products import TINY, Weight, copies
 from benchmarks.gpu.workloads import figure
 from quire.bench.ceilings import Cost
-from quire.ops import Fp8Weight, Product, Quantization, QuantizedWeight
-from quire.ops.quantized import layout
+from quire.ops import CodedWeight, Fp8Weight, Product
+from quire.ops.quantize_groups import scheme_of
 from quire.ops.triton import coded, linear_fp8
 from quire.ops.triton.coded import Tile
 from quire.ops.triton.kernels import TritonKernels
@@ -120,7 +120,7 @@ def _beside(job: Job, how: str, weight: Weight, x: torch.Tensor) -> dict[str, fl
     return found
 
 
-BYTES = {"int8": 1.0, "int4": 0.5 + 2 / 64, "fp8": 1 + 4 / 128}
+BYTES = {"int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32 + 4 / 256, "fp8": 1 + 4 / 128}
 """Of a number, with its share of scales."""
 
 
@@ -129,9 +129,12 @@ def product_of(job: Job, how: str, outputs: int, inputs: int, seed: int, dtype: 
     kernels = TritonKernels(job.device, deterministic=True)
     generator = torch.Generator(job.device).manual_seed(seed)
 
-    def codes(shape: tuple[int, ...], low: int, high: int) -> torch.Tensor:
-        numbers = torch.randint(low, high, shape, dtype=torch.int16, generator=generator, device=job.device)
-        return numbers.to(torch.int8)
+    def codes(columns: int, dtype: torch.dtype) -> torch.Tensor:
+        numbers = torch.randint(0, 127, (outputs, columns), dtype=torch.int16, generator=generator, device=job.device)
+        return numbers.to(dtype)
+
+    def units(columns: int) -> torch.Tensor:
+        return torch.full((outputs, columns), 0.001, dtype=torch.bfloat16, device=job.device)
 
     if how == "dense":
         numbers = torch.randn(outputs, inputs, generator=generator, device=job.device) * 0.02
@@ -141,11 +144,13 @@ def product_of(job: Job, how: str, outputs: int, inputs: int, seed: int, dtype: 
         both = torch.randint(0, 254, (outputs, inputs), generator=generator, dtype=torch.int16, device=job.device)
         finite = (both + (both > 126)).to(torch.uint8)  # 127 and 255 are no numbers
         return kernels.pack_fp8([Fp8Weight(finite, scales, 128)], dtype)
-    quantization = Quantization("int8") if how == "int8" else Quantization("int4", min(64, inputs))
-    wanted = layout(quantization, outputs, inputs)
-    packed = codes(wanted.packed, -127, 128).view(wanted.packed_dtype)
-    scales = torch.full(wanted.scales, 0.001, dtype=wanted.scales_dtype, device=job.device)
-    return kernels.pack_quantized(QuantizedWeight(quantization, packed, scales, inputs, outputs))
+    scheme = scheme_of(how, inputs)
+    groups, blocks = inputs // scheme.group, inputs // (scheme.block or inputs)
+    if how == "int8":
+        return kernels.pack_coded([CodedWeight(scheme, codes(inputs, torch.int8), units(groups))])
+    scales, offsets = (codes(groups, torch.uint8) for _ in range(2))
+    packed = codes(inputs // 2, torch.uint8)
+    return kernels.pack_coded([CodedWeight(scheme, packed, scales, offsets, units(blocks), units(blocks))])
 
 
 def _figure(

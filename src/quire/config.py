@@ -109,10 +109,7 @@ class EngineConfig:
         "auto", "data type of weights and KV cache; auto: the checkpoint's, or float32 where that is fp16 on a CPU"
     )
     quantization: Literal["int8", "int4"] | None = option(
-        None, "quantize the weights of linear layers while loading (int4: the head in int8); default: as stored"
-    )
-    quantization_group_size: Literal[32, 64, 128] | None = option(
-        None, "int4: inputs per scale; smaller groups are more accurate and take more memory; default: 64"
+        None, "quantize weights while loading (int4: where it costs most, to 6 or 8 bits); default: as stored"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs; auto: on a GPU if there is one")
     cpu_kernels: Literal[
@@ -326,11 +323,6 @@ class EngineConfig:
                     parse_size(size)
                 except ConfigError as error:
                     raise ConfigError(f"{name}: {error}") from None
-        if self.quantization == "int8" and self.quantization_group_size is not None:
-            raise ConfigError(
-                f"quantization_group_size={self.quantization_group_size} is for int4, but quantization=int8 has one "
-                "scale per output; leave the group size out, or use int4"
-            )
         if self.enforce_eager and self.cuda_graphs == "eager":
             raise ConfigError(
                 "enforce_eager=True turns CUDA graphs off, but cuda_graphs=eager captures all of them at start; leave "

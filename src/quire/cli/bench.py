@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quire.bench.ceilings import Machine
     from quire.bench.cells import Cell, OnToken
     from quire.llm import LLM
-    from quire.ops import Quantization
+    from quire.models.formats.quantizing import Quantization
 
 FORCED = {"prefix_cache": "off", "generation_config": "off"}
 """Options whose values the cells' definition requires."""
@@ -165,13 +165,12 @@ def _random_checkpoint(shape: str, workdir: str | None, given: Given) -> Iterato
             if on_load:
                 on_load("importing torch", 0.0)
             from quire.models.random_checkpoint import random_checkpoint
-            from quire.ops import Quantization
 
             def progress(share: float) -> None:
                 if on_load:
                     on_load("writing random weights", share)
 
-            how = Quantization.of(given.engine.get("quantization"), given.engine.get("quantization_group_size"))
+            how = given.engine.get("quantization")
             _check_memory(shape, how, given.engine.get("device", "auto"))
             folder = stack.enter_context(random_checkpoint(shape, workdir, progress, how))
         yield folder
@@ -184,8 +183,8 @@ def _check_memory(shape: str, how: Quantization | None, device: str) -> None:
         ConfigError: they do not fit.
     """
     from quire.devices import find_device
+    from quire.models.formats.quantizing import QUANTIZATIONS
     from quire.models.random_checkpoint import model_config, weight_bytes
-    from quire.ops.quantized import SCHEMES, Quantization
     from quire.runner.memory_plan import format_size, free_memory
 
     if (find_device()[0] if device == "auto" else device) != "cpu":
@@ -193,7 +192,7 @@ def _check_memory(shape: str, how: Quantization | None, device: str) -> None:
     config, free = model_config(shape), free_memory()
     needed = weight_bytes(config, how)
     if needed > free:
-        sizes = (f"{name} {format_size(weight_bytes(config, Quantization.of(name, None)))}" for name in SCHEMES)
+        sizes = (f"{name} {format_size(weight_bytes(config, name))}" for name in QUANTIZATIONS)
         raise ConfigError(
             f"the weights of {shape} in {how or 'bfloat16'} take {format_size(needed)}, and {format_size(free)} of "
             f"memory are free; choose a smaller shape, or --quantization ({', '.join(sizes)})"
@@ -264,7 +263,7 @@ class Report:
             "engine": "quire",
             "model": model,
             "dtype": str(llm.model.dtype).removeprefix("torch."),
-            "quantization": None if llm.model.quantization is None else str(llm.model.quantization),
+            "quantization": llm.model.quantization,
             "startup_s": round(startup, 2),
         }
 

@@ -19,9 +19,10 @@ from quire.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from quire.models.checkpoint import Checkpoint
     from quire.models.config import DecoderConfig
+    from quire.models.formats.quantizing import Quantization
     from quire.models.model import ModelSizes
 
-WEIGHTS = "bf16", "int8", "int4"
+
 CACHES = ("auto", "bf16"), ("int8", "int8")
 
 
@@ -97,6 +98,7 @@ def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, 
     from quire.models.checkpoint import Checkpoint
     from quire.models.fields import Fields
     from quire.models.formats.choose import without_read_formats
+    from quire.models.formats.quantizing import QUANTIZATIONS
     from quire.models.identify import identify, tokenizer_of
     from quire.models.model import ModelSizes
     from quire.models.registry import read_config
@@ -108,7 +110,7 @@ def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, 
     config = read_config(without_read_formats(fields), generation)
     sizes = ModelSizes(config, torch.bfloat16)
     length = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
-    weights = {"bf16": sizes.weight_bytes} | {name: _quantized_bytes(sizes, config, name) for name in WEIGHTS[1:]}
+    weights = {"bf16": sizes.weight_bytes} | {how: _quantized_bytes(sizes, config, how) for how in QUANTIZATIONS}
     kv, full, states = _kept(sizes, length)
     fits = [
         (weight, cache, (memory - size) / full[cache] if memory >= size else -1.0)
@@ -164,26 +166,15 @@ def _kept(sizes: ModelSizes, length: int) -> tuple[dict[str, int], dict[str, int
     return kv, full, states
 
 
-def _quantized_bytes(sizes: Any, config: DecoderConfig, scheme: str) -> int:
-    """Bytes of the weights if all matrices are quantized: tensors of two dimensions, including the table of a tied
-    head.
-    """
-    from quire.models.weights import EMBEDDING, HEAD
-    from quire.ops.quantized import DEFAULT_GROUP, Quantization, layout
+def _quantized_bytes(sizes: ModelSizes, config: DecoderConfig, how: Quantization) -> int:
+    """Bytes of the weights that a step reads if they are quantized, with the table only if it is the head, too."""
+    from quire.models.formats.quantizing import TABLES, Recipe
 
-    how = Quantization("int8") if scheme == "int8" else Quantization("int4", DEFAULT_GROUP)
-    saved = 0
+    recipe, saved = Recipe(how, config.num_layers), 0
     for name, shape in config.tensor_shapes().items():
-        if len(shape) != 2 or (name == EMBEDDING and not config.tie_word_embeddings) or "per_layer" in name:
-            continue
-        own = how.of_head() if name in (EMBEDDING, HEAD) else how
-        try:
-            found = layout(own, *shape)
-        except CheckpointError:  # a width that is not a multiple of the group size is not quantized
-            continue
-        packed = math.prod(found.packed) * found.packed_dtype.itemsize
-        saved += 2 * math.prod(shape) - packed - math.prod(found.scales) * found.scales_dtype.itemsize
-    return int(sizes.weight_bytes) - saved
+        if name not in TABLES or (name == TABLES[0] and config.tie_word_embeddings):
+            saved += 2 * math.prod(shape) - recipe.num_bytes(name, shape)
+    return sizes.weight_bytes - saved
 
 
 def _advice(fits: list[tuple[str, str, float]], length: int) -> str:

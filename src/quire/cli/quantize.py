@@ -1,9 +1,9 @@
 """Save a model with quantized weights in a new folder.
 
-Use the folder like any checkpoint, e.g. 'quire generate DIR'. Linear layers become int8 or int4 (with int4, the head
-becomes int8) in Quire's own layout, which loads fast, since it is memory-mapped; or 4 bits, and 8 where 4 cost most, in
-compressed-tensors, a format of vLLM and SGLang. Norms, biases and the embedding table do not change. gguf-q4_k writes
-one file for llama.cpp (its Q4_K_M), with the tokenizer and the chat template.
+Use the folder like any checkpoint, e.g. 'quire generate DIR'. Weights become int8 or int4 (where 4 bits cost most, 6 or
+8) in Quire's own format; or 4 bits, and 8 where 4 cost most, in compressed-tensors, a format of vLLM and SGLang, which
+leaves the head and the embedding table as they are. Norms and biases do not change. gguf-q4_k writes one file for
+llama.cpp (its Q4_K_M), with the tokenizer and the chat template.
 The folder or file appears only when it is complete."""
 
 from __future__ import annotations
@@ -11,12 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 from quire.errors import ConfigError
-
-if TYPE_CHECKING:
-    from quire.ops.quantized import Quantization
 
 FORMATS = ("int8", "int4", "compressed-tensors", "gguf-q4_k")
 
@@ -25,16 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments and flags of `quire quantize`."""
     parser.usage = "quire quantize MODEL --to {int8,int4,compressed-tensors,gguf-q4_k} --output DIR [options]"
     parser.add_argument("model", metavar="MODEL", help="folder, GGUF file, org/name on the Hub, or 'demo'")
-    parser.add_argument(
-        "--to", required=True, choices=FORMATS, help="data type or format of the linear layers' weights"
-    )
+    parser.add_argument("--to", required=True, choices=FORMATS, help="data type or format of the weights")
     parser.add_argument("--output", required=True, metavar="DIR", help="a new or empty folder; gguf-q4_k: a new file")
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        metavar="{32,64,128}",
-        help="int4: inputs per scale; smaller groups are more accurate and take more memory (default: 64)",
-    )
     parser.add_argument(
         "--calibrate",
         metavar="FILE",
@@ -67,38 +55,28 @@ def run(args: argparse.Namespace) -> int:
         from quire.models.hub import resolve
         from quire.models.quantize import GGUF, check_output, check_output_file, quantize_folder, quantize_to_gguf
 
-        how = _how(args)
+        _check(args, GGUF)
         if args.threads:
             torch.set_num_threads(args.threads)
-        (check_output_file if how == GGUF else check_output)(output)  # before a download
+        (check_output_file if args.to == GGUF else check_output)(output)  # before a download
         base = resolve(args.model, args.revision)
-        if how == GGUF:
+        if args.to == GGUF:
             texts = _texts(args.calibrate, base) if args.calibrate else ()
             quantize_to_gguf(base, output, _templates(base), report, texts, gptq=args.rounding == "gptq")
-        elif how is not None:
-            quantize_folder(base, output, how, report)
+        else:
+            quantize_folder(base, output, args.to, report)
     if not args.quiet:
         sizes = [(str(folder), f"{_weight_bytes(folder) / 2**20:,.1f} MiB") for folder in (base, output)]
-        print_table(f"Weights, quantized to {how}", sizes)
+        print_table(f"Weights, quantized to {args.to}", sizes)
     return 0
 
 
-def _how(args: argparse.Namespace) -> Quantization | Literal["compressed-tensors", "gguf-q4_k"] | None:
-    """The format, checked; raises ConfigError."""
-    from quire.models.quantize import COMPRESSED, GGUF
-    from quire.ops.quantized import Quantization
-
-    if args.to != GGUF and (args.calibrate or args.rounding != "nearest"):
-        raise ConfigError(f"--calibrate and --rounding are for --to {GGUF}, not {args.to}; leave them out")
+def _check(args: argparse.Namespace, calibrated: str) -> None:
+    """Check what goes together; `calibrated`: the format that can be calibrated. Raises ConfigError."""
+    if args.to != calibrated and (args.calibrate or args.rounding != "nearest"):
+        raise ConfigError(f"--calibrate and --rounding are for --to {calibrated}, not {args.to}; leave them out")
     if args.rounding != "nearest" and not args.calibrate:
         raise ConfigError(f"--rounding {args.rounding} needs --calibrate FILE, a text of what the model is used for")
-    if args.to in (COMPRESSED, GGUF):
-        if args.group_size is not None:
-            raise ConfigError(
-                f"--group-size {args.group_size} is for --to int4; {args.to} has groups of 32; leave it out"
-            )
-        return COMPRESSED if args.to == COMPRESSED else GGUF
-    return Quantization.of(args.to, args.group_size)
 
 
 def _templates(folder: Path) -> dict[str, str]:

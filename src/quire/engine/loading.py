@@ -146,7 +146,6 @@ def load(
         lambda done, total: report(loading, done / total),
         choose_kernels(config.cpu_kernels, device.torch, config.deterministic),
         config.quantization,
-        config.quantization_group_size,
         open_checkpoint,
         mtp=spec is not None and spec.method == "mtp",
         sharing=Sharing(group, stage, config.pipeline_parallel_size, config.redundant_experts),

@@ -157,7 +157,6 @@ class EngineProcess:
         from quire.engine import fingerprint
 
         engine, plan, model = self.engine, self.engine.memory_plan, self.engine.model
-        how = model.quantization
         return wire.EngineInfo(
             boot=self._start.boot,
             path=str(engine.path),
@@ -186,8 +185,7 @@ class EngineProcess:
                 "max_model_len": engine.max_model_len,
                 "num_kv_blocks": plan.num_blocks - 1,  # as the option counts: without the null block
                 "dtype": str(model.dtype).removeprefix("torch."),
-                "quantization": how.scheme if how else None,
-                "quantization_group_size": how.group if how else None,
+                "quantization": model.quantization,
             },
             kv_transfer=engine.tiers.exporter.told() if engine.tiers.exporter else {},
             checkpoint=engine.fingerprint["checkpoint"],

@@ -12,7 +12,7 @@ class Linear:
     """`y = x W^T + b`, where a row's bits do not depend on other rows.
 
     Args:
-        weight: packed [out, in], made by `Kernels.pack` or `Kernels.pack_quantized`; this rank's shard.
+        weight: packed [out, in], made by `Kernels.pack` or another of its ways to pack; this rank's shard.
         inputs: gathers the ranks' columns of x; None if x is whole.
         outputs: gathers the ranks' columns of y; None if y stays sharded.
         reduces: the group over which y is summed, if the product is row-parallel.

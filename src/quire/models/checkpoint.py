@@ -22,11 +22,12 @@ from quire.errors import (
     NoSafetensorsError,
     UnexpectedTensorError,
 )
+from quire.layers.embedding import Table
 from quire.models.fields import Fields, has_file
 from quire.models.gguf.file import GgufTensor, read_gguf
 from quire.models.gguf.folder import notes_of
 from quire.models.gguf.parts import read_model, stored_files
-from quire.models.gguf.tensors import GgufTensors, QuantizedTable
+from quire.models.gguf.tensors import GgufTensors
 from quire.models.hub import resolve
 from quire.models.identify import identify
 from quire.models.safetensors_file import FLOAT_DTYPES, map_tensor
@@ -51,12 +52,14 @@ class Checkpoint:
         generation: fields of generation_config.json; empty if the file is absent.
         entries: every tensor by name.
         notes: on how its weights are stored, for the user.
+        quantization: "int8" or "int4" where Quire quantized its weights, which have the model's names then; else None.
 
     Raises:
         CheckpointError: one of its kinds, for whatever is wrong with the folder.
     """
 
     notes: tuple[str, ...] = ()
+    quantization: str | None = None
     _gguf: GgufTensors | None = None
 
     def __init__(self, folder: Path) -> None:
@@ -90,13 +93,18 @@ class Checkpoint:
             return self._gguf.tensor(name)
         return map_tensor(self.entries[name], dtypes)
 
-    def coded(self, name: str) -> StoredWeight | None:
-        """A tensor as it is stored, if that is in MXFP4, in fp8 or coded; otherwise None."""
-        return None if self._gguf is None else self._gguf.coded(name)
+    def coded(self, name: str, rows: range | None = None) -> StoredWeight | None:
+        """A tensor, or some of its rows, as it is stored, if that is in MXFP4, in fp8 or coded; otherwise None."""
+        return of_rows(None if self._gguf is None else self._gguf.coded(name), rows)
 
-    def table(self, name: str) -> QuantizedTable | None:
+    def table(self, name: str) -> Table | None:
         """A matrix whose rows are restored when they are read, if it is quantized and need not be restored whole."""
         return None if self._gguf is None else self._gguf.table(name)
+
+
+def of_rows(weight: StoredWeight | None, rows: range | None) -> StoredWeight | None:
+    """Some outputs of a weight; `rows`: None: all."""
+    return weight if weight is None or rows is None else weight.outputs(rows)
 
 
 def content_hash(folder: Path) -> str:

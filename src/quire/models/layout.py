@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.errors import TensorShapeError, UnexpectedTensorError
-from quire.models.checkpoint import Checkpoint
-from quire.models.gguf.tensors import QuantizedTable
+from quire.layers.embedding import Table
+from quire.models.checkpoint import Checkpoint, of_rows
 from quire.models.safetensors_file import FLOAT_DTYPES
 from quire.models.safetensors_header import TensorEntry
 from quire.ops import StoredWeight
@@ -118,7 +118,7 @@ class LaidOutCheckpoint(Checkpoint):
             return tensor
         return tensor.view(-1, len(order), *tensor.shape[1:])[:, list(order)].reshape(tensor.shape)
 
-    def coded(self, name: str) -> StoredWeight | None:
+    def coded(self, name: str, rows: range | None = None) -> StoredWeight | None:
         """See `Checkpoint`; with the model's name, its outputs of a fused tensor, and permuted heads.
 
         None for one of several experts in a tensor.
@@ -126,7 +126,13 @@ class LaidOutCheckpoint(Checkpoint):
         stored, where = self._parts[name]
         if stored in self._transposed or any(isinstance(index, int) for index in where):
             return None
-        weight, order = self._base.coded(stored), self._layout.order
+        return of_rows(self._outputs_of(name, self._base.coded(stored), stored, where), rows)
+
+    def _outputs_of(
+        self, name: str, weight: StoredWeight | None, stored: str, where: tuple[int | slice, ...]
+    ) -> StoredWeight | None:
+        """The outputs of a stored weight that a name means, in its order."""
+        order = self._layout.order
         if weight is None or (not where and (order is None or not HEADS.fullmatch(name))):
             return weight
         rows = torch.arange(weight.out_features)
@@ -138,7 +144,7 @@ class LaidOutCheckpoint(Checkpoint):
             return weight.outputs(rows if heads else range(int(rows[0]), int(rows[-1]) + 1))
         return weight.outputs(rows.view(-1, len(order))[:, list(order)].flatten())
 
-    def table(self, name: str) -> QuantizedTable | None:
+    def table(self, name: str) -> Table | None:
         """See `Checkpoint`."""
         stored, where = self._parts[name]
         return None if where else self._base.table(stored)

@@ -16,9 +16,8 @@ from quire.models.layer_groups import LayerGroup
 from quire.models.mtp import MultiTokenPrediction
 from quire.models.sharing import Sharing
 from quire.models.weights import EXPERT, Weights
-from quire.ops import KVCache, KVShape, Quantization, RaggedBatch
+from quire.ops import KVCache, KVShape, RaggedBatch
 from quire.ops.kv_cache import KVCacheDtype
-from quire.ops.quantized import BLOCK
 from quire.ops.recurrent import RecurrentShape
 from quire.parallel.group import Group, OneRank, Split, own_heads
 
@@ -81,7 +80,7 @@ class ModelSizes:
     stage: Group = OneRank()
 
     def __init__(
-        self, config: DecoderConfig, dtype: torch.dtype, quantization: Quantization | None = None, expands: bool = False
+        self, config: DecoderConfig, dtype: torch.dtype, quantization: str | None = None, expands: bool = False
     ) -> None:
         layer = config.layer
         self.config = config
@@ -183,6 +182,7 @@ class Model(ModelSizes):
         # The largest tensor first, so that peak memory is not the whole model plus this tensor.
         head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         self.head = weights.linear(head, split=Split.VOCABULARY)
+        self._head_in_table = config.tie_word_embeddings and not weights.is_coded(head)
         self.embedding = weights.embedding("model.embed_tokens", _embedding_scale(config, self.dtype))
         self._per_layer_inputs = _per_layer_inputs(config, weights) if config.per_layer_width else None
         ropes = [(config.ropes or (config.rope,) * config.num_layers)[index] for index in own]
@@ -240,7 +240,7 @@ class Model(ModelSizes):
         found = [self.embedding.weight, *([self._per_layer_inputs.table.weight] if self._per_layer_inputs else [])]
         tables = [table for table in found if isinstance(table, torch.Tensor)]  # as all are on a GPU
         size = sum(table.nbytes for table in tables)
-        if self.config.tie_word_embeddings and self.quantization is None:  # the head is a part of the table
+        if self._head_in_table:
             size -= self.head.product.out_features * self.embedding.hidden_size * tables[0].itemsize
         return size
 
@@ -258,7 +258,7 @@ class Model(ModelSizes):
             name += ", long rotary factors"
         if self.quantization is None:
             return name
-        return f"{name}, weights {self.quantization}, activations int8 by {BLOCK}"
+        return f"{name}, weights {self.quantization}, activations int8"
 
     def new_caches(
         self,

@@ -1,4 +1,4 @@
-"""Quantizes a checkpoint into a new folder, which is loaded by mapping it into memory: see `quantized_folder`."""
+"""Quantizes a checkpoint into a new folder, which is loaded by mapping it into memory: see `formats.quire`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,18 @@ import math
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
-import torch
-
 from quire.errors import ConfigError
-from quire.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, content_hash
+from quire.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, choose_dtype, content_hash
 from quire.models.formats import write_compressed_tensors
-from quire.models.formats.choose import of_numbers
-from quire.models.quantized_folder import PACKED, RECORD_FILE, SCALES, Record, read_record
-from quire.models.registry import build_model, read_config
+from quire.models.formats.quantizing import Quantization, QuantizingCheckpoint, Recipe
+from quire.models.formats.quire import RECORD_FILE, Record, kind_of, parts_of, read_record
+from quire.models.registry import in_layout
 from quire.models.safetensors_file import Writer, header_room
-from quire.models.weights import HEAD, is_plain
-from quire.ops import Kernels, Quantization, QuantizedWeight, choose_kernels
-from quire.version import __version__
+from quire.models.weights import check_tensors
+from quire.ops import choose_kernels
 
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "README*")
 """Files that are copied besides the weights: configuration, tokenizer, chat template, licence."""
@@ -48,8 +43,7 @@ def quantize_folder(
     Args:
         base: folder of the checkpoint.
         output: a folder that does not exist yet, or is empty.
-        how: the quantization of its linear layers, in Quire's own layout; or the format of others, see
-            `write_compressed_tensors`.
+        how: to what, in Quire's own format; or the format of others, see `write_compressed_tensors`.
 
     Raises:
         ConfigError: `output` is not empty or cannot be written, or `base` is quantized already.
@@ -63,10 +57,10 @@ def quantize_folder(
     try:
         partial.mkdir(parents=True)
         _copy_small_files(base, partial)
-        if isinstance(how, Quantization):
-            write_quantized(checkpoint, partial, how, str(base.resolve()), report)
-        else:
+        if how == COMPRESSED:
             _write_compressed(checkpoint, partial, report)
+        else:
+            write_quantized(checkpoint, partial, how, str(base.resolve()), report)
         partial.rename(output)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror or error}; choose another output") from error
@@ -120,16 +114,10 @@ def _write_compressed(checkpoint: Checkpoint, folder: Path, report: OnProgress) 
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def write_quantized(
-    checkpoint: Checkpoint,
-    folder: Path,
-    how: Quantization,
-    base: str,
-    report: OnProgress,
-) -> None:
+def write_quantized(checkpoint: Checkpoint, folder: Path, how: Quantization, base: str, report: OnProgress) -> None:
     """Write a checkpoint's quantized weights, and the record, into a folder that has its config.json already.
 
-    Each product is written and its memory freed as soon as it is quantized, so a model may be larger than memory.
+    A weight is written and its memory freed as soon as it is quantized, so a model may be larger than memory.
 
     Args:
         base: the checkpoint's name in the record.
@@ -139,45 +127,32 @@ def write_quantized(
         CheckpointError: see `quantize_folder`.
     """
     base_hash = content_hash(checkpoint.folder)
-    numbers = of_numbers(checkpoint)
-    shapes = read_config(numbers.config, numbers.generation).tensor_shapes()
+    dtype = choose_dtype(checkpoint, "auto", on_cpu=False)[0]
+    laid_out, config, _ = in_layout(checkpoint)
+    shapes = config.tensor_shapes()
+    check_tensors(laid_out, shapes, config.tie_word_embeddings, config.skipped())
+    quantizing = QuantizingCheckpoint(laid_out, Recipe(how, config.num_layers), choose_kernels())
     # Tensors whose size is not a multiple of 32 numbers, and so perhaps not of `ALIGNMENT`, come last.
-    plain = sorted(
-        (name for name in shapes if is_plain(name, shapes[name])), key=lambda name: math.prod(shapes[name]) % 32 > 0
-    )
+    names = sorted(shapes, key=lambda name: (quantizing.scheme(name) is None, math.prod(shapes[name]) % 32 > 0))
+    done, total = 0, sum(map(math.prod, shapes.values()))
     phase = f"quantizing to {how}"
     report(phase, 0.0)
-    with Writer(folder / SINGLE_FILE, header_room([*shapes, HEAD, *shapes, HEAD])) as writer:
-
-        def spill(name: str, weight: QuantizedWeight) -> QuantizedWeight:
-            writer.add(name + PACKED, weight.packed)
-            writer.add(name + SCALES, weight.scales)
-            return replace(weight, packed=weight.packed.to("meta"), scales=weight.scales.to("meta"))
-
-        def progress(done: int, total: int) -> None:
+    with Writer(
+        folder / SINGLE_FILE, header_room(name + part for name in names for part in kind_of(quantizing.scheme(name)))
+    ) as writer:
+        for name in names:
+            coded = quantizing.coded(name)
+            parts = {"": laid_out.tensor(name)} if coded is None else parts_of(coded)
+            for part, tensor in parts.items():
+                writer.add(name + part, tensor.contiguous())
+            done += math.prod(shapes[name])
             report(phase, done / total)
-
-        kernels = Quantizing(choose_kernels())
-        _, weights = build_model(checkpoint, "auto", progress, kernels, how, spill=spill)
-        for count, name in enumerate(plain, start=1):
-            writer.add(name, weights.as_stored(name))
-            report("writing", count / len(plain))
-    Record(how.scheme, how.group, base, base_hash, content_hash(folder), __version__).write(folder)
-
-
-class Quantizing(Kernels):
-    """Kernels for a model that is written and never run. The fastest kernels quantize its weights. Products are those
-    of plain torch, made of weights that have only a shape by then; others would copy each weight."""
-
-    def __init__(self, fastest: Kernels) -> None:
-        super().__init__()
-        self._fastest = fastest
-
-    def threads(self, count: int) -> AbstractContextManager[None]:
-        return self._fastest.threads(count)
-
-    def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
-        return self._fastest.quantize(weight, how)
+    file = folder / "config.json"
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    if not {"dtype", "torch_dtype"} & fields.keys():  # which the tensors say no more
+        fields["dtype"] = str(dtype).removeprefix("torch.")
+        file.write_text(json.dumps(fields, indent=2), encoding="utf-8")
+    Record(how, base, base_hash, content_hash(folder)).write(folder)
 
 
 def check_output(output: Path) -> None:
@@ -206,7 +181,8 @@ def _check_not_quantized(base: Path) -> None:
     record = read_record(base)
     if record is not None:
         raise ConfigError(
-            f"{base} is quantized already, to {record.how}; give the model that it was made from, {record.base}"
+            f"{base} is quantized already, to {record.quantization}; give the model that it was made from, "
+            f"{record.base}"
         )
 
 

@@ -23,13 +23,12 @@ import torch
 from quire.errors import CheckpointError, ConfigError
 from quire.models.checkpoint import SINGLE_FILE, Checkpoint
 from quire.models.fields import Fields
+from quire.models.formats.quantizing import Quantization, Recipe
+from quire.models.formats.quire import read_record
 from quire.models.quantize import write_quantized
-from quire.models.quantized_folder import read_record
 from quire.models.registry import read_config
 from quire.models.safetensors_file import FLOAT_DTYPES, write_file
 from quire.models.safetensors_header import TensorEntry
-from quire.models.weights import EMBEDDING, HEAD, is_plain
-from quire.ops.quantized import Quantization, layout
 
 _COMMON = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "dtype": "bfloat16"}
 
@@ -321,22 +320,10 @@ def weight_bytes(config: Mapping[str, Any], how: Quantization | None = None) -> 
     """Bytes of such a model's weights in bf16, or quantized."""
     fields = read_config(Fields(config, "config.json"), Fields({}, "none"))
     shapes = fields.tensor_shapes()
-    total = sum(_bytes(name, shape, how) for name, shape in shapes.items())
-    if how is not None and fields.tie_word_embeddings:  # the head is the table's numbers once more
-        total += _quantized_bytes(shapes[EMBEDDING], how.of_head())
-    return total
-
-
-def _bytes(name: str, shape: tuple[int, ...], how: Quantization | None) -> int:
-    if how is None or is_plain(name, shape):
-        return 2 * math.prod(shape)
-    return _quantized_bytes(shape, how.of_head() if name == HEAD else how)
-
-
-def _quantized_bytes(shape: tuple[int, ...], how: Quantization) -> int:
-    wanted = layout(how, *shape)
-    packed = math.prod(wanted.packed) * wanted.packed_dtype.itemsize
-    return packed + math.prod(wanted.scales) * wanted.scales_dtype.itemsize
+    if how is None:
+        return sum(2 * math.prod(shape) for shape in shapes.values())
+    recipe = Recipe(how, fields.num_layers)
+    return sum(recipe.num_bytes(name, shape) for name, shape in shapes.items())
 
 
 @contextmanager
@@ -350,7 +337,7 @@ def random_checkpoint(
         ConfigError: there is no such shape, or the folder holds something else or cannot be written.
     """
     config = model_config(shape)
-    name = shape if how is None else f"{shape}-{how.scheme}" + (f"-{how.group}" if how.group else "")
+    name = shape if how is None else f"{shape}-{how}"
     if workdir is None:
         _remove_abandoned(Path(tempfile.gettempdir()), f"{TEMPORARY}*")
         with tempfile.TemporaryDirectory(prefix=TEMPORARY) as temporary, _in_use(Path(temporary)):
@@ -432,7 +419,7 @@ def _check_room(folder: Path, needed: int, how: Quantization | None) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         choices = ["another --workdir", "a smaller shape"]
-        if how is None or how.scheme != "int4":
+        if how != "int4":
             choices.append("quantization=int4")
         raise ConfigError(
             f"the weights take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free where {folder.parent} is; "
@@ -507,5 +494,5 @@ def _holds(folder: Path, config: Mapping[str, Any], how: Quantization | None) ->
         record = read_record(folder)
     except (OSError, ValueError, CheckpointError):
         return False
-    same = (record and record.how) == how
+    same = (record and record.quantization) == how
     return bool(found == dict(config)) and same and (folder / SINGLE_FILE).is_file()

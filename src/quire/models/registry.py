@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from quire.models.checkpoint import Checkpoint, choose_dtype
 from quire.models.config import DecoderConfig
 from quire.models.fields import Fields
 from quire.models.formats.choose import of_numbers
+from quire.models.formats.quantizing import Quantization, QuantizingCheckpoint, Recipe, is_plain
+from quire.models.formats.quire import choose_quantization, read_record
 from quire.models.layout import TABLE, WITHOUT_HEAD, LaidOutCheckpoint
 from quire.models.model import Model
-from quire.models.quantized_folder import choose_quantization, read_record
 from quire.models.sharing import Sharing
-from quire.models.weights import Progress, Spill, Weights
-from quire.ops import Kernels, Quantization, choose_kernels
+from quire.models.weights import Progress, Weights, check_tensors
+from quire.ops import Kernels, choose_kernels
 from quire.ops.memory import give_back
-from quire.ops.quantized import Scheme
 from quire.ops.threads import usable_threads
 from quire.parallel.group import can_share
 
@@ -89,8 +89,7 @@ def load_model(
     dtype: str = "auto",
     progress: Progress | None = None,
     kernels: Kernels | None = None,
-    quantization: Scheme | None = None,
-    group: int | None = None,
+    quantization: Quantization | None = None,
     open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
     mtp: bool = False,
     sharing: Sharing | None = None,
@@ -105,7 +104,6 @@ def load_model(
         progress: called with (bytes read, total bytes) during loading.
         kernels: by default, the best ones for this machine.
         quantization: quantizes its linear layers; None: as in the checkpoint, which may be quantized.
-        group: for int4, the number of inputs that share a scale; None: the default.
         open_checkpoint: opens the folder.
         mtp: also load the multi-token prediction layer.
         sharing: how ranks share it; None for a single one.
@@ -118,10 +116,11 @@ def load_model(
     """
     checkpoint = open_checkpoint(Path(path))
     record = read_record(checkpoint.folder)
-    how = choose_quantization(checkpoint.folder, record, quantization, group)
-    kernels, stored = kernels or choose_kernels(), record is not None
-    options = stored, mtp, sharing, one_kv_group, max_model_len
-    model = build_model(checkpoint, dtype, progress, kernels, how, *options)[0]
+    how = choose_quantization(checkpoint.folder, record, quantization)
+    if record is not None:
+        record.check(checkpoint.folder)
+    options = how, mtp, sharing, one_kv_group, max_model_len
+    model = build_model(checkpoint, dtype, progress, kernels or choose_kernels(), *options)[0]
     give_back()
     return model
 
@@ -132,29 +131,28 @@ def build_model(
     progress: Progress | None,
     kernels: Kernels,
     quantization: Quantization | None,
-    stored: bool = False,
     mtp: bool = False,
     sharing: Sharing | None = None,
     one_kv_group: bool = False,
     max_model_len: int | None = None,
-    spill: Spill | None = None,
 ) -> tuple[Model, Weights]:
     """Make the model, and return it with its weights: see `load_model` and `Weights`."""
-    compute_dtype, note = choose_dtype(checkpoint, dtype, kernels.device.type == "cpu")
-    notes = [note, _own_code_note(checkpoint.config)]
-    checkpoint = of_numbers(checkpoint)
-    notes += checkpoint.notes
-    config = replace(read_config(checkpoint.config, checkpoint.generation), one_kv_group=one_kv_group)
-    layout = config.layout or (WITHOUT_HEAD if TABLE in checkpoint.entries else None)
-    if layout is not None and not stored:  # Quire's own quantized folders have the model's layout
-        checkpoint = LaidOutCheckpoint(checkpoint, layout)
-        notes.append(_passed_over_note(checkpoint))
-    config = config.within(max_model_len)
+    stored, on_cpu = checkpoint, kernels.device.type == "cpu"
+    checkpoint, config, notes = in_layout(checkpoint)
+    # Quire's own folders say their type: scales are not of it.
+    compute_dtype, note = choose_dtype(stored if checkpoint.quantization is None else checkpoint, dtype, on_cpu)
+    notes = [note, _own_code_note(checkpoint.config), *notes]
+    config = replace(config, one_kv_group=one_kv_group).within(max_model_len)
     if mtp:
         config = config.with_mtp()
-    shapes, tied, skipped = config.tensor_shapes(), config.tie_word_embeddings, config.skipped()
+    shapes, skipped = config.tensor_shapes(), config.skipped()
     if skipped and not mtp:
         notes.append(_mtp_note(checkpoint, skipped))
+    check_tensors(checkpoint, shapes, config.tie_word_embeddings, skipped)
+    if quantization is not None:
+        recipe = Recipe(quantization, config.num_layers)
+        checkpoint = QuantizingCheckpoint(checkpoint, recipe, choose_kernels())  # of the host, where the file is mapped
+        notes.append(_left_note(checkpoint, shapes))
     sharing, slots = sharing or Sharing(), 0
     if sharing.redundant_experts is not None and config.routing is not None:
         slots = config.routing.num_experts + sharing.redundant_experts
@@ -163,20 +161,14 @@ def build_model(
         shapes,
         compute_dtype,
         kernels,
-        tied,
         progress,
-        quantization,
-        stored,
-        skipped,
         group=sharing.head,
         expert_slots=slots,
         expert_group=sharing.experts,
         norm_offset=config.norm_offset,
-        spill=spill,
     )
     with kernels.threads(usable_threads()):
         model = Model(config, weights, sharing)
-    weights.check_all_taken()
     model.architecture = _architecture(checkpoint.config)
     model.weight_bytes -= weights.bytes_saved()
     model.expert_bytes -= weights.bytes_saved(experts=True)
@@ -184,6 +176,19 @@ def build_model(
         weights.complete()
     model.notes = tuple(text for text in (*notes, _rope_note(config)) if text)
     return model, weights
+
+
+def in_layout(checkpoint: Checkpoint) -> tuple[Checkpoint, DecoderConfig, list[str | None]]:
+    """A checkpoint with plain weights, or such as Quire quantized, under the names that the model expects; its
+    configuration; and notes for the user. Raises CheckpointError, one of its kinds."""
+    checkpoint = of_numbers(checkpoint)
+    notes: list[str | None] = list(checkpoint.notes)
+    config = read_config(checkpoint.config, checkpoint.generation)
+    layout = config.layout or (WITHOUT_HEAD if TABLE in checkpoint.entries else None)
+    if layout is not None and checkpoint.quantization is None:
+        checkpoint = LaidOutCheckpoint(checkpoint, layout)
+        notes.append(_passed_over_note(checkpoint))
+    return checkpoint, config, notes
 
 
 def check_ranks(
@@ -318,6 +323,16 @@ def _passed_over_note(checkpoint: LaidOutCheckpoint) -> str | None:
     return (
         f"only the text model of this checkpoint is loaded: {len(entries)} tensors ({size:,.1f} MiB) of its other "
         f"parts are not, such as {entries[0].name!r}; requests with images are refused"
+    )
+
+
+def _left_note(checkpoint: QuantizingCheckpoint, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    left = [name for name, shape in shapes.items() if not is_plain(name, shape) and checkpoint.scheme(name) is None]
+    if not left:
+        return None
+    return (
+        f"{len(left)} weights, such as {left[0]!r} {list(shapes[left[0]])}, are not quantized, since groups of 32 or "
+        "16 do not divide their inputs"
     )
 
 

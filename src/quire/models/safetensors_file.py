@@ -22,10 +22,8 @@ from quire.ops.memory import map_file
 
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Allowed types of weights."""
-PACKED_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "F32": torch.float32, "F16": torch.float16}
-"""Types of the tensors of quantized weights."""
-_WHOLE = {"I32": torch.int32, "I64": torch.int64}
-_NAMES = {dtype: name for name, dtype in (FLOAT_DTYPES | PACKED_DTYPES | _WHOLE).items()}
+_WHOLE = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64}
+_NAMES = {dtype: name for name, dtype in (FLOAT_DTYPES | _WHOLE).items()}
 
 ALIGNMENT = 64
 """Tensors in a written file begin at multiples of this, where vectors are loaded fastest."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,35 +20,13 @@ from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.models.checkpoint import Checkpoint
-from quire.models.config import PER_LAYER_TABLE
-from quire.models.quantized_folder import PACKED, RECORD_FILE, SCALES, product_name, read_weight
 from quire.models.safetensors_file import FLOAT_DTYPES, read_ahead
-from quire.ops import (
-    BlockWeight,
-    CodedWeight,
-    Fp8Weight,
-    Kernels,
-    Mxfp4Weight,
-    Product,
-    Quantization,
-    QuantizedWeight,
-    StoredWeight,
-)
-from quire.ops.quantized import layout
+from quire.ops import CodedWeight, Fp8Weight, Kernels, Mxfp4Weight, Product, StoredWeight
 from quire.parallel.group import Gather, Group, OneRank, Split, share
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 ROUTER = ".gate.weight"
-RECURRENT = (
-    *("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight", ".in_proj_dt.weight"),
-    *(f"self_attn.{name}_proj.weight" for name in ("f_a", "f_b", "g_a", "g_b", "b")),
-)
-"""Weights of a recurrent layer's decays, betas and gates: small, and small errors in them accumulate."""
-INDEXER = tuple(f".indexer.{name}.weight" for name in ("wq_b", "wk", "weights_proj"))
-"""Weights that select positions: a small error would change the selection."""
-BY_HEADS = ".kv_b_proj.weight"
-"""Latent attention's, which is split into a small product per head."""
 EXPERT = re.compile(r".*\.experts\.\d+\..*")
 """A routed expert; a step reads only the chosen ones."""
 NUMBERED = re.compile(r"(.*\.experts\.)\d+(\..*)")
@@ -60,8 +37,6 @@ NAMES_SHOWN = 5
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, total bytes) during loading."""
-Spill = Callable[[str, QuantizedWeight], QuantizedWeight]
-"""Called with each product's name and its quantized weight; the result is used instead."""
 
 
 class Weights:
@@ -71,26 +46,14 @@ class Weights:
     twice.
 
     Args:
-        checkpoint: has the tensors.
-        shapes: every tensor of the model before quantization, by name.
+        checkpoint: has the tensors, see `check_tensors`.
+        shapes: every tensor of the model, by name.
         dtype: the data type to convert them to.
         kernels: the implementation for which layers are made.
-        tied: the head is the embedding table.
         progress: called with the progress of loading.
-        quantization: of the linear layers; None if they are not quantized.
-        stored: they are quantized in the checkpoint; otherwise they are quantized when they are read.
-        skipped: prefixes of tensors that the model may ignore.
         group: the ranks that share the model; this rank reads its own shard.
         expert_slots, expert_group: see `LayerWeights`.
         norm_offset: see `DecoderConfig`.
-        spill: gets quantized weights that are not to stay in memory.
-
-    Attributes:
-        products: every quantized weight so far, by the name of its product.
-
-    Raises:
-        MissingTensorError, TensorShapeError, TensorDtypeError, UnexpectedTensorError: the checkpoint does not match its
-            configuration; the message names the tensors.
     """
 
     def __init__(
@@ -99,39 +62,24 @@ class Weights:
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         kernels: Kernels,
-        tied: bool,
         progress: Progress | None = None,
-        quantization: Quantization | None = None,
-        stored: bool = False,
-        skipped: tuple[str, ...] = (),
         group: Group | None = None,
         expert_slots: int = 0,
         expert_group: Group | None = None,
         norm_offset: float | None = None,
-        spill: Spill | None = None,
     ) -> None:
-        self.dtype, self.kernels, self.quantization = dtype, kernels, quantization
+        self.dtype, self.kernels, self.quantization = dtype, kernels, checkpoint.quantization
         self.group, self.expert_slots = group or OneRank(), expert_slots
         self.expert_group = expert_group or self.group
-        self._norm_offset, self._spill = norm_offset, spill
-        self.products: dict[str, QuantizedWeight] = {}
-        self._checkpoint, self._shapes, self._stored = checkpoint, shapes, stored
+        self._norm_offset = norm_offset
+        self._checkpoint, self._shapes = checkpoint, shapes
         self._progress = progress
-        plain = {name: shape for name, shape in shapes.items() if not stored or is_plain(name, shape)}
-        _check_missing(checkpoint, plain)
-        _check_shapes(checkpoint, plain)
-        if quantization is not None and not stored:
-            _check_quantization(checkpoint, shapes, quantization)
-        packed = [name for name in checkpoint.entries if stored and name.endswith((PACKED, SCALES))]
-        passed_over = [name for name in checkpoint.entries if name.startswith(skipped)]
-        _check_left_over(checkpoint, {*plain, *packed, *passed_over}, tied)
-        self._bytes_total = sum(checkpoint.entries[name].num_bytes for name in (*plain, *packed))
+        self._bytes_total = sum(checkpoint.entries[name].num_bytes for name in shapes)
         self._bytes_read = 0
         self._elsewhere: dict[str, int] = {}
         self._saved: dict[str, int] = {}  # by product: bytes saved by computing with weights as they are stored
         self._forms: dict[str, type | None] = {}  # by the experts of a layer: what their codes are
         self._taken: set[str] = set()
-        self._complete = False
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor in `dtype`, by default that of the computation, on the kernels' device.
@@ -228,21 +176,12 @@ class Weights:
         joined_bias = None if biases is None else _joined(biases)
         whole = sum(self._shapes[f"{name}.weight"][0] for name in names)
         shared = (whole,) if sum(map(len, rows)) < whole else ()
-        codes = self._codes(parts) if self.quantization is None else []
+        codes = self._codes(parts)
         self._check_experts(names[0], type(codes[0]) if codes else None)
         if codes:
             return self._coded(product_name(names), codes, joined_bias, *shared)
-        if self.quantization is None:
-            own_parts = [self._rows(f"{name}.weight", own) for name, own in parts]
-            return self.kernels.pack(own_parts, joined_bias, *shared)
-        how = _how(f"{names[0]}.weight", self.quantization)
-        product = product_name(names)
-        quantized = self._read(names, product, how, rows) if self._stored else self._quantized(parts, product, how)
-        if self._spill is not None:
-            quantized = self._spill(product, quantized)
-        if not self._complete:
-            self.products[product] = quantized
-        return self.kernels.pack_quantized(quantized, joined_bias, *shared)
+        own_parts = [self._rows(f"{name}.weight", own) for name, own in parts]
+        return self.kernels.pack(own_parts, joined_bias, *shared)
 
     def _check_experts(self, name: str, form: type | None) -> None:
         """Experts of a layer are computed together, so all have codes of one kind (`form`), or none has."""
@@ -255,18 +194,14 @@ class Weights:
 
     def _codes(self, parts: Sequence[tuple[str, range]]) -> list[StoredWeight]:
         """Weights that are used as they are stored; empty if one of them cannot be, or is of another kind."""
-        codes = [self._as_kernels_take_it(self._checkpoint.coded(f"{name}.weight")) for name, _ in parts]
+        codes = [self._checkpoint.coded(f"{name}.weight", own) for name, own in parts]
         kept = [
             code for code in codes if type(code) is type(codes[0]) and code is not None and self.kernels.keeps(code)
         ]
         if len(kept) < len(parts):
             return []
-        found = [code.outputs(own) for code, (_, own) in zip(kept, parts, strict=True)]
         self._count(*(f"{name}.weight" for name, _ in parts))
-        return found
-
-    def _as_kernels_take_it(self, code: StoredWeight | None) -> StoredWeight | None:
-        return code.decoded() if isinstance(code, BlockWeight) and not self.kernels.takes_blocks else code
+        return kept
 
     def _coded(
         self, name: str, codes: Sequence[StoredWeight], bias: torch.Tensor | None, outputs: int | None = None
@@ -277,32 +212,14 @@ class Weights:
         in_mxfp4 = [part for part in codes if isinstance(part, Mxfp4Weight)]
         in_fp8 = [part for part in codes if isinstance(part, Fp8Weight)]
         coded = [part for part in codes if isinstance(part, CodedWeight)]
-        blocks = [part for part in codes if isinstance(part, BlockWeight)]
         try:
             if in_mxfp4:
                 return self.kernels.pack_mxfp4(in_mxfp4, bias)
             if coded:
                 return self.kernels.pack_coded(coded, bias, outputs)
-            if blocks:
-                return self.kernels.pack_blocks(blocks, bias)
             return self.kernels.pack_fp8(in_fp8, self.dtype, bias, outputs)
         except CheckpointError as error:
             raise CheckpointError(f"{self._checkpoint.folder}: {name}.weight as it is stored: {error}") from error
-
-    def _read(self, names: Sequence[str], product: str, how: Quantization, rows: Sequence[range]) -> QuantizedWeight:
-        shapes = [self._shapes[f"{name}.weight"] for name in names]
-        starts = list(itertools.accumulate((shape[0] for shape in shapes), initial=0))
-        quantized = read_weight(self._checkpoint, product, how, starts[-1], shapes[0][1])
-        self._count(product + PACKED, product + SCALES)
-        return quantized.outputs([start + row for start, own in zip(starts, rows, strict=False) for row in own])
-
-    def _quantized(self, parts: Sequence[tuple[str, range]], product: str, how: Quantization) -> QuantizedWeight:
-        """Quantize the stored numbers, so that the result does not depend on the data type of the computation."""
-        weight = _joined([_of(self.as_stored(f"{name}.weight"), own) for name, own in parts])
-        try:
-            return self.kernels.quantize(weight, how)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self._checkpoint.folder}: {product}.weight cannot be {how}: {error}") from error
 
     def elsewhere(self, prefix: str) -> None:
         """See `LayerWeights.elsewhere`."""
@@ -311,25 +228,19 @@ class Weights:
         self._count(*(name for name in self._checkpoint.entries if name.startswith(prefix)))
 
     def complete(self) -> None:
-        """The model is complete. Weights that are read later, such as experts from other ranks, are not recorded."""
-        self.products.clear()
-        self._complete, self._progress = True, None
-
-    def check_all_taken(self) -> None:
-        """Once the model is complete, check that all packed tensors have been used."""
-        left = sorted(name for name in self._checkpoint.entries if self._stored and name not in self._taken)
-        left = [name for name in left if name.endswith((PACKED, SCALES))]
-        if left:
-            raise _no_place(self._checkpoint, left)
+        """The model is complete: the progress of what is read later, such as experts from other ranks, is not told."""
+        self._progress = None
 
     def bytes_saved(self, experts: bool = False) -> int:
         """Bytes that this rank's products (with `experts`, only those of experts) take less than all products in the
-        computation's data type: by quantization, by formats with fewer bits, and as other ranks have shards of them.
+        computation's data type: by formats with fewer bits, and as other ranks have shards of them.
         """
-        products = [w for name, w in self.products.items() if not experts or EXPERT.fullmatch(name)]
-        quantized = sum(w.out_features * w.in_features * self.dtype.itemsize - w.nbytes for w in products)
-        others = [*self._elsewhere.items(), *self._saved.items()]
-        return quantized + sum(size for name, size in others if not experts or EXPERT.fullmatch(name))
+        found = [*self._elsewhere.items(), *self._saved.items()]
+        return sum(size for name, size in found if not experts or EXPERT.fullmatch(name))
+
+    def is_coded(self, *names: str) -> bool:
+        """Whether the product of these weights has them as they are stored."""
+        return product_name(names) in self._saved
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         """Load a norm."""
@@ -378,16 +289,29 @@ class WeightsUnder:
         return self._weights.norm(self._prefix + name, eps)
 
 
-def is_plain(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor stays as it is in a quantized model: what is no matrix, routers, `BY_HEADS`, `RECURRENT`,
-    `INDEXER`, embedding tables."""
-    plain = ROUTER, BY_HEADS, *RECURRENT, *INDEXER
-    return len(shape) != 2 or name in (EMBEDDING, PER_LAYER_TABLE) or name.endswith(plain)
+def product_name(names: Sequence[str]) -> str:
+    """The name of the product of several concatenated weights: "a.q_proj+k_proj" for "a.q_proj" and "a.k_proj"."""
+    return "+".join([names[0], *(name.rpartition(".")[2] for name in names[1:])])
 
 
-def _how(name: str, quantization: Quantization) -> Quantization:
-    """How one weight of a quantized model is quantized."""
-    return quantization.of_head() if name in (EMBEDDING, HEAD) else quantization
+def check_tensors(
+    checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], tied: bool, skipped: tuple[str, ...] = ()
+) -> None:
+    """Check that a checkpoint has the tensors of a model, and no others.
+
+    Args:
+        shapes: every tensor of the model, by name.
+        tied: the head is the embedding table.
+        skipped: prefixes of tensors that the model may ignore.
+
+    Raises:
+        MissingTensorError, TensorShapeError, TensorDtypeError, UnexpectedTensorError: the checkpoint does not match its
+            configuration; the message names the tensors.
+    """
+    _check_missing(checkpoint, shapes)
+    _check_shapes(checkpoint, shapes)
+    passed_over = [name for name in checkpoint.entries if name.startswith(skipped)]
+    _check_left_over(checkpoint, {*shapes, *passed_over}, tied)
 
 
 def _of(tensor: torch.Tensor, rows: range) -> torch.Tensor:
@@ -408,8 +332,8 @@ def _check_missing(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]
     missing = [name for name in shapes if name not in checkpoint.entries]
     if missing:
         hint = " If the head is the embedding table, say tie_word_embeddings: true." if missing == [HEAD] else ""
-        if any(name.endswith(PACKED) for name in checkpoint.entries):
-            hint = f" Its tensors are quantized: copy {RECORD_FILE}, which belongs to them, too."
+        if any(re.search(r"\.codes(_of_\d_bits)?$", name) for name in checkpoint.entries):
+            hint = " Its tensors are quantized: copy quire_quantization.json, which belongs to them, too."
         if all(EXPERT.fullmatch(name) for name in missing):
             hint += f" Are there as many experts as {EXPERT_FIELDS} says?"
         raise MissingTensorError(
@@ -435,15 +359,6 @@ def _check_shapes(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
             f"{', '.join(sorted(FLOAT_DTYPES))}: {_listed(foreign)} ({entries[foreign[0]].dtype}). Quantized "
             "checkpoints are not supported; use the one that it was made from."
         )
-
-
-def _check_quantization(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], how: Quantization) -> None:
-    for name, shape in shapes.items():
-        if not is_plain(name, shape):
-            try:
-                layout(_how(name, how), *shape)
-            except CheckpointError as error:
-                raise CheckpointError(f"{checkpoint.folder}: {name} cannot be {_how(name, how)}: {error}") from error
 
 
 def _check_left_over(checkpoint: Checkpoint, known: Collection[str], tied: bool) -> None:

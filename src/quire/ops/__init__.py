@@ -1,7 +1,6 @@
 """The kernels behind the layers, each offered once, by what it computes: see `kernels`."""
 
 from quire.ops.attention import paged_attention, store_kv
-from quire.ops.blocks import BlockForm, BlockWeight
 from quire.ops.choose import choice_note, choose_kernels, lost_kernels
 from quire.ops.coded import CodedWeight
 from quire.ops.elementwise import activate, rms_norm, rotate
@@ -19,14 +18,11 @@ from quire.ops.kernels import (
 from quire.ops.kv_cache import BLOCK_SIZES, KVCache, KVShape
 from quire.ops.linear import PackedWeight, Product
 from quire.ops.mxfp4 import Mxfp4Weight
-from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import RaggedBatch
 
 __all__ = [
     "BLOCK_SIZES",
     "AttentionParts",
-    "BlockForm",
-    "BlockWeight",
     "CodedWeight",
     "ExpertsParts",
     "Fp8Weight",
@@ -40,8 +36,6 @@ __all__ = [
     "Mxfp4Weight",
     "PackedWeight",
     "Product",
-    "Quantization",
-    "QuantizedWeight",
     "RaggedBatch",
     "StoredWeight",
     "activate",

@@ -1,7 +1,8 @@
-"""Weights as published files store them: codes, what they stand for, and scales in groups; the definition.
+"""Weights in codes, what these stand for, and scales in groups; the definition.
 
-One description serves all formats that store whole numbers with scales: Q4_0 to Q6_K and IQ4_XS of GGUF, AWQ, GPTQ,
-compressed-tensors, NVFP4. Nothing that a file says is rounded again: scales keep the file's own type, and a number is
+One description serves all formats that store whole numbers with scales: Quire's int8 and int4 (`ops.quantize_groups`),
+Q4_0 to Q6_K and IQ4_XS of GGUF, AWQ, GPTQ, compressed-tensors, NVFP4. Nothing that a file says is rounded again: scales
+keep the file's own type, and a number is
 
     factor[o] * (scale[o, g] * TABLE[code[o, i]] - offset[o, g])
 
@@ -10,11 +11,10 @@ are multiplied by those of their block. Whole offsets without a block's count st
 points of AWQ and GPTQ do. MXFP4 (`ops.mxfp4`) and fp8 (`ops.fp8`) are apart, since they meet activations that are not
 quantized.
 
-Products quantize activations as those of int8 and int4 do (`ops.quantized`), with a scale for `Scheme.shared` inputs
-of a row. What a `Scheme.segment` of inputs brings is a whole number, and exact. Segments are summed in ascending order,
-each times its scale and less its offset times the sum of the activations' codes, and where each has a scale of
-activations of its own, times that; otherwise those of 256 inputs are summed first, and these sums, times the row's
-scale. Factors come last.
+Products quantize activations to int8 (`ops.activations`), with a scale for `Scheme.shared` inputs of a row. What a
+`Scheme.segment` of inputs brings is a whole number, and exact. Segments are summed in ascending order, each times its
+scale and less its offset times the sum of the activations' codes, and where each has a scale of activations of its own,
+times that; otherwise those of 256 inputs are summed first, and these sums, times the row's scale. Factors come last.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 
 from quire.errors import CheckpointError
-from quire.ops.quantized import BLOCK, fused_multiply_add, quantize_activations, quantize_rows
+from quire.ops.activations import BLOCK, fused_multiply_add, quantize_activations, quantize_rows
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 WHOLE = (torch.uint8, torch.int8)
@@ -44,8 +44,9 @@ class Scheme:
         table: with 4 bits, the 16 whole numbers (from -128 to 127) that codes stand for. None: for themselves, 0 to 15
             or -128 to 127.
         block: inputs that share a scale of scales, a multiple of `group`; None: scales stand for themselves.
-        activations: whether blocks of a row of activations have scales when it is quantized (see `shared`), or the
-            whole `row` has one, since the format says so.
+        activations: whether each "group" of a row of activations has a scale of its own when it is quantized, as many
+            inputs as the weight's; or each "block" of 256 where there are blocks, as in llama.cpp; or the whole "row",
+            since the format says so.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Scheme:
     group: int
     table: tuple[int, ...] | None = None
     block: int | None = None
-    activations: Literal["block", "row"] = "block"
+    activations: Literal["group", "block", "row"] = "block"
 
     @property
     def segment(self) -> int:
@@ -63,8 +64,14 @@ class Scheme:
     @property
     def shared(self) -> int:
         """Inputs of activations that share a scale: as many as the weight's, which costs one more multiplication for
-        each group; 256 (`ops.quantized.BLOCK`) where there are no groups, or blocks of them, as in llama.cpp."""
-        return self.segment if self.group and self.block is None and self.activations == "block" else BLOCK
+        each group; 256 (`ops.activations.BLOCK`) where there are no groups, or where `activations` says so."""
+        alone = self.activations == "group" or (self.activations == "block" and self.block is None)
+        return self.segment if self.group and alone else BLOCK
+
+    @property
+    def held_bits(self) -> int:
+        """Of a code in a file of Quire's, and in memory: numbers of 8 bits in blocks fit 6, as those of Q5_K do."""
+        return 6 if self.block and self.bits == 8 else self.bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +137,9 @@ class CodedWeight:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors().values())
+        """In memory, see `Scheme.held_bits`."""
+        codes = self.codes.nbytes * self.scheme.held_bits // self.scheme.bits
+        return codes + sum(tensor.nbytes for name, tensor in self._tensors().items() if name != "codes")
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "scheme"}
@@ -181,6 +190,17 @@ class CodedWeight:
         for name, tensor in self._tensors().items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 raise CheckpointError(f"{self.scheme.name}: {name} are not all finite. Download the file again.")
+
+
+class CodedTable:
+    """A coded matrix whose rows are restored when they are read: see `layers.embedding.Table`."""
+
+    def __init__(self, weight: CodedWeight) -> None:
+        self._weight, self.shape = weight, torch.Size((weight.out_features, weight.in_features))
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids: int64 [n]. Returns fp32 [n, in]. Raises IndexError for an id outside the table."""
+        return self._weight.outputs(ids).restored()
 
 
 class CodedProduct:
@@ -249,7 +269,7 @@ def _times(x: torch.Tensor, weight: CodedWeight) -> torch.Tensor:
 
 def _quantized(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of activations in fp32 [rows, at least in], and a scale for each `Scheme.shared` of a row."""
-    if scheme.activations == "block":
+    if scheme.activations != "row":
         codes, scales = quantize_activations(x, scheme.shared)
     else:
         codes, of_rows = quantize_rows(x)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,7 @@ from quire.ops import (
     states,
     step_inputs,
 )
-from quire.ops.blocks import BlockWeight
-from quire.ops.coded import CodedProduct, CodedWeight
+from quire.ops.coded import CodedProduct, CodedWeight, Scheme
 from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts, Routing
 from quire.ops.fp8 import Fp8Weight
@@ -39,7 +38,6 @@ from quire.ops.logit_edits import Edits
 from quire.ops.mamba import MambaWeights
 from quire.ops.mxfp4 import Mxfp4Product, Mxfp4Weight
 from quire.ops.quantize_groups import quantize_groups
-from quire.ops.quantized import Quantization, QuantizedProduct, QuantizedWeight, quantize
 from quire.ops.ragged import DeviceSpans, RaggedBatch
 from quire.ops.sampling import Filters, TokenScores
 from quire.ops.short_conv import ConvCache, ShortConvWeights
@@ -48,7 +46,7 @@ from quire.ops.states import DeltaNetWeights, StateCache
 from quire.ops.threads import torch_threads
 from quire.parallel.group import Gather
 
-StoredWeight = Mxfp4Weight | Fp8Weight | CodedWeight | BlockWeight
+StoredWeight = Mxfp4Weight | Fp8Weight | CodedWeight
 """A weight as a checkpoint stores it, with fewer bits than the data type of the computation has."""
 
 
@@ -197,8 +195,6 @@ class Kernels:
     """The device of weights, KV and activations."""
     deterministic = True
     """Whether a row's bits are independent of other rows, and of how its request was divided into steps."""
-    takes_blocks = False
-    """Whether they take the blocks of GGUF files apart themselves."""
     reads_spans = False
     """Whether kernels read a step's spans from the device's memory: see `RaggedBatch.spans`."""
 
@@ -246,21 +242,15 @@ class Kernels:
         """
         return PackedWeight(parts[0] if len(parts) == 1 else torch.cat(list(parts)), bias)
 
-    def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
-        """See `quantized.quantize`."""
-        return quantize(weight, how)
-
     def quantize_groups(
-        self, weight: torch.Tensor, bits: Literal[4, 8], group: int, scale_dtype: torch.dtype = torch.float16
+        self,
+        weight: torch.Tensor,
+        scheme: Scheme,
+        scale_dtype: torch.dtype = torch.bfloat16,
+        importance: torch.Tensor | None = None,
     ) -> CodedWeight:
         """See `quantize_groups.quantize_groups`."""
-        return quantize_groups(weight, bits, group, scale_dtype)
-
-    def pack_quantized(
-        self, weight: QuantizedWeight, bias: torch.Tensor | None = None, outputs: int | None = None
-    ) -> Product:
-        """The product with a quantized weight, whose tensors are used in place; `outputs`: see `pack`."""
-        return QuantizedProduct(weight, bias)
+        return quantize_groups(weight, scheme, scale_dtype, importance)
 
     def keeps(self, weight: StoredWeight) -> bool:
         """Whether such a weight is used as it is stored; otherwise it is dequantized when it is loaded."""
@@ -289,10 +279,6 @@ class Kernels:
             CheckpointError: see `CodedProduct`.
         """
         return CodedProduct(parts, bias)
-
-    def pack_blocks(self, parts: Sequence[BlockWeight], bias: torch.Tensor | None = None) -> Product:
-        """The product with weights in blocks, for kernels that take such (`takes_blocks`): see `pack_coded`."""
-        raise NotImplementedError(f"{self.name} kernels take no blocks")
 
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
         """A kernel for a whole decoder layer; None if there is none, so that its kernels are called one by one."""

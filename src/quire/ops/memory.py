@@ -18,7 +18,7 @@ SMALL = 8 * HUGE_PAGE
 """Bytes of a weight below which its begin and end, which fill no huge page, are much of it."""
 LINE = 64
 """Bytes of a line of the processor's caches."""
-_ADVISE_HUGE_PAGES, _COLLAPSE = 14, 25  # Linux: MADV_HUGEPAGE; MADV_COLLAPSE, since 6.1
+_ADVISE_HUGE_PAGES = 14  # Linux: MADV_HUGEPAGE
 _POPULATE = 23  # MADV_POPULATE_WRITE, since 5.14
 
 
@@ -158,17 +158,6 @@ def map_file(fd: int, start: int, size: int) -> torch.Tensor:
     pages = (ctypes.c_uint8 * (skip + size)).from_address(address)
     weakref.finalize(pages, library.munmap, ctypes.c_void_p(address), length).atexit = False
     return torch.frombuffer(pages, dtype=torch.uint8)[skip:]
-
-
-def collapse(tensor: torch.Tensor) -> None:
-    """Bring memory that is in use into huge pages, where the system can; a mapped file stays as it is."""
-    first = tensor.data_ptr() + -tensor.data_ptr() % HUGE_PAGE
-    size = (tensor.data_ptr() + tensor.nbytes - first) // HUGE_PAGE * HUGE_PAGE
-    if size > 0:
-        _madvise(first, size, _ADVISE_HUGE_PAGES)
-        if _madvise(first, size, _COLLAPSE) == errno.ENOMEM:  # it ended at the first page that Linux had no room for
-            for page in range(first, first + size, HUGE_PAGE):
-                _madvise(page, HUGE_PAGE, _COLLAPSE)
 
 
 def populate(tensor: torch.Tensor) -> None:

@@ -21,15 +21,15 @@ from quire.ops.kernels import Kernels
 from quire.ops.kv_cache import KVCacheDtype
 from quire.ops.linear import Product
 from quire.ops.mxfp4 import BIAS, GROUP, NUMBERS, Mxfp4Weight
-from quire.ops.quantized import Quantization
+from quire.ops.quantize_groups import scheme_of
 from quire.parallel.group import OneRank, share
 
-Quantized = Quantization | Literal["mxfp4", "fp8"]
+Quantized = Literal["int8", "int6", "int4", "mxfp4", "fp8"]
 Stored = torch.dtype | Quantized
 """How a weight is stored."""
 
 DTYPES = (torch.bfloat16, torch.float32)
-QUANTIZATIONS: tuple[Quantized, ...] = (Quantization("int8"), Quantization("int4", 64), "mxfp4")
+QUANTIZATIONS: tuple[Quantized, ...] = ("int8", "int6", "int4", "mxfp4")
 ROWS_DTYPE = torch.bfloat16
 """Of what quantized weights are multiplied with."""
 ROW_COUNTS = (1, 2, 3, 5, 7, 8, 9, 16, 31, 33, 64, 65)
@@ -262,8 +262,9 @@ def _product(
         return kernels.pack_mxfp4([_mxfp4(weight)])
     if how == "fp8":
         return kernels.pack_fp8([_fp8(weight)], dtype, None, outputs)
-    if isinstance(how, Quantization):
-        return kernels.pack_quantized(kernels.quantize(weight, how), None, outputs)
+    if isinstance(how, str):
+        coded = kernels.quantize_groups(weight, scheme_of(how, weight.shape[1]))
+        return kernels.pack_coded([coded], None, outputs)
     return kernels.pack([weight.to(kernels.device, dtype)], None, outputs)
 
 
@@ -406,7 +407,7 @@ def _to_leaves(paths: Sequence[list[int]]) -> list[list[int]]:
 
 
 def _name(how: Stored) -> str:
-    return how.scheme if isinstance(how, Quantization) else str(how).removeprefix("torch.")
+    return str(how).removeprefix("torch.")
 
 
 def _of_cache(kv_cache_dtype: KVCacheDtype) -> str:

@@ -198,7 +198,7 @@ def plan_memory(
         max_model_len=longest,
         logit_rows=rows,
         notes=_notes(asked, requests, trained, longest),
-        quantization=None if model.quantization is None else model.quantization.of_model(),
+        quantization=model.quantization,
         kv_saving=model.kv_saving,
         ranks=model.ranks.size,
         shared=model.shared_bytes,

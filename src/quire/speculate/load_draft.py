@@ -15,7 +15,7 @@ from quire.models.fields import Fields, has_file
 from quire.models.hub import TOKENIZER_FILE
 from quire.models.model import Model
 from quire.models.registry import load_model, read_config
-from quire.models.weights import Weights
+from quire.models.weights import Weights, check_tensors
 
 MAX_TOKENIZER_BYTES = 256 << 20
 HEAD = "fc.weight"
@@ -47,7 +47,8 @@ def load_eagle(folder: Path | str, target: Model) -> Eagle:
             raise ConfigError("it is an EAGLE-3 head; say method: eagle3")
         config = Eagle.read_config(checkpoint.config, checkpoint.entries)
         _check_made_for(config, target)
-        weights = Weights(checkpoint, config.shapes, target.dtype, target.kernels, tied=False, skipped=SKIPPED)
+        check_tensors(checkpoint, config.shapes, tied=False, skipped=SKIPPED)
+        weights = Weights(checkpoint, config.shapes, target.dtype, target.kernels)
         return Eagle(config, weights, target)
 
 
@@ -63,7 +64,8 @@ def load_eagle3(folder: Path | str, target: Model) -> Eagle3:
         config = Eagle3.read_config(checkpoint.config, checkpoint.entries, target.config.num_layers)
         _check_made_for(config, target)
         tables = (MOVES, CHOSEN)
-        weights = Weights(checkpoint, config.shapes, target.dtype, target.kernels, tied=False, skipped=tables)
+        check_tensors(checkpoint, config.shapes, tied=False, skipped=tables)
+        weights = Weights(checkpoint, config.shapes, target.dtype, target.kernels)
         return Eagle3(config, weights, target, read_ids(checkpoint, config))
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from quire.errors import ModelConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.fields import Fields, has_file
+from quire.models.formats import quire
 from quire.models.formats.stored import StoredCheckpoint
 from quire.models.identify import made_from, quantizer
-from quire.models.quantized_folder import RECORD_FILE
 
 SECTIONS = ("quantization_config", "compression_config")
 """Names of what says how weights are stored; the second one is older."""
@@ -46,6 +46,8 @@ def of_numbers(checkpoint: Checkpoint) -> Checkpoint:
         CheckpointError: one of its kinds, for weights whose tensors do not fit.
     """
     plain, section = _section_of(checkpoint.config)
+    if (record := quire.read_record(checkpoint.folder)) is not None:  # perhaps made from one in another format
+        return StoredCheckpoint(checkpoint, plain, quire.read(checkpoint), record.quantization)
     section = section or _section_beside(checkpoint)
     if section is None:
         return checkpoint
@@ -54,8 +56,7 @@ def of_numbers(checkpoint: Checkpoint) -> Checkpoint:
         raise ModelConfigError(refusal(section, checkpoint.folder))
     module: Any = importlib.import_module(name)
     contents = module.read(checkpoint, section)
-    of_quire = (checkpoint.folder / RECORD_FILE).is_file()  # made from such a checkpoint
-    if not contents.weights and not contents.unused and not of_quire:
+    if not contents.weights and not contents.unused:
         raise ModelConfigError(
             f"{section.source} says that the weights are quantized ({quantizer(section)}), but no tensor of "
             f"{checkpoint.folder} is such a one; if they are not, remove it from config.json"

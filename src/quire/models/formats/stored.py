@@ -22,11 +22,13 @@ from quire.errors import (
     TensorShapeError,
     UnexpectedTensorError,
 )
-from quire.models.checkpoint import Checkpoint
+from quire.layers.embedding import Table
+from quire.models.checkpoint import Checkpoint, of_rows
 from quire.models.fields import Fields
 from quire.models.safetensors_file import FLOAT_DTYPES, map_tensor
 from quire.models.safetensors_header import TensorEntry
-from quire.ops import StoredWeight
+from quire.ops import CodedWeight, StoredWeight
+from quire.ops.coded import CodedTable
 
 TYPES = FLOAT_DTYPES | {
     "I8": torch.int8,
@@ -101,13 +103,15 @@ class StoredCheckpoint(Checkpoint):
         base: the checkpoint.
         config: its configuration, without what says how weights are stored.
         contents: what a reader found in it.
+        quantization: see `Checkpoint`.
 
     Raises:
         UnexpectedTensorError: a weight is there twice.
     """
 
-    def __init__(self, base: Checkpoint, config: Fields, contents: Contents) -> None:
+    def __init__(self, base: Checkpoint, config: Fields, contents: Contents, quantization: str | None = None) -> None:
         self.folder, self.generation, self.config = base.folder, base.generation, config
+        self.quantization = quantization
         self.notes = tuple(contents.notes)
         self._stored = {weight.name: weight for weight in contents.weights}
         gone = {entry.name for weight in contents.weights for entry in weight.parts.values()} | set(contents.unused)
@@ -130,13 +134,18 @@ class StoredCheckpoint(Checkpoint):
         with _naming(weight):
             return weight.restored()
 
-    def coded(self, name: str) -> StoredWeight | None:
+    def coded(self, name: str, rows: range | None = None) -> StoredWeight | None:
         """See `Checkpoint`."""
         weight = self._stored.get(name)
         if weight is None:
             return None
         with _naming(weight):
-            return weight.coded()
+            return of_rows(weight.coded(), rows)
+
+    def table(self, name: str) -> Table | None:
+        """See `Checkpoint`."""
+        coded = self.coded(name)
+        return CodedTable(coded) if isinstance(coded, CodedWeight) else None
 
 
 @contextlib.contextmanager

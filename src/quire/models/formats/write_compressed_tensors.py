@@ -20,13 +20,17 @@ from quire.errors import ConfigError
 from quire.models.checkpoint import SINGLE_FILE, Checkpoint
 from quire.models.formats.choose import SECTIONS, of_numbers
 from quire.models.formats.integers import WORD
+from quire.models.formats.quantizing import is_plain, layers_with_more
 from quire.models.registry import read_config
 from quire.models.safetensors_file import FLOAT_DTYPES, Writer, header_room
-from quire.models.weights import EMBEDDING, HEAD, is_plain
+from quire.models.weights import EMBEDDING, HEAD
 from quire.ops import CodedWeight, Kernels
+from quire.ops.coded import Scheme
 
 GROUP = 32
 """Inputs that share a scale."""
+SCHEMES = {4: Scheme("int4", 4, GROUP), 8: Scheme("int8", 8, GROUP)}
+"""By bits."""
 OF_ATTENTION = r".*\.self_attn\.[qkv]_proj"
 OF_LAYER = r".*\.layers\.{}\.mlp\.down_proj"
 
@@ -39,10 +43,8 @@ class Recipe:
 
     @classmethod
     def of(cls, layers: int) -> Recipe:
-        """Of a model with so many layers: the down projections of the first and last eighth, and every third between,
-        as in llama.cpp's Q4_K_M."""
-        eighth = layers // 8
-        more = [i for i in range(layers) if i < eighth or i >= layers - eighth or (i - eighth) % 3 == 2]
+        """Of a model with so many layers."""
+        more = layers_with_more(layers)
         of_layers = (OF_LAYER.format(f"({'|'.join(map(str, more))})"),) if more else ()
         return cls((OF_ATTENTION, *of_layers))
 
@@ -95,7 +97,7 @@ def write(
             tensor = numbers.tensor(name)
             if name in chosen:
                 scales = torch.float16 if tensor.dtype == torch.float32 else tensor.dtype
-                coded = kernels.quantize_groups(tensor, recipe.bits(name.removesuffix(".weight")), GROUP, scales)
+                coded = kernels.quantize_groups(tensor, SCHEMES[recipe.bits(name.removesuffix(".weight"))], scales)
                 for part, packed in _packed(coded).items():
                     writer.add(name + part, packed)
             else:

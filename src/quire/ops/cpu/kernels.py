@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Concatenate, Literal, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from quire.ops.blocks import BlockWeight
 from quire.ops.coded import CodedWeight
 from quire.ops.cpu import (
     attention,
@@ -34,7 +33,6 @@ from quire.ops.linear import Product
 from quire.ops.mamba import MambaWeights
 from quire.ops.memory import Scratch, WeightMemory
 from quire.ops.mxfp4 import Mxfp4Weight
-from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import RaggedBatch
 from quire.ops.states import DeltaNetWeights, StateCache
 from quire.ops.threads import torch_threads
@@ -63,8 +61,6 @@ class CpuKernels(Kernels):
     Raises:
         ConfigError: it was not built, or this machine cannot run it.
     """
-
-    takes_blocks = True
 
     def __init__(self, isa: str, deterministic: bool = True) -> None:
         super().__init__(deterministic)
@@ -106,22 +102,10 @@ class CpuKernels(Kernels):
     ) -> Product:
         return linear.CpuProduct(self._lib, parts, bias, self._scratch, self._weights)
 
-    def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
-        return quantize.quantize(self._lib, weight, how)
-
-    def quantize_groups(
-        self, weight: torch.Tensor, bits: Literal[4, 8], group: int, scale_dtype: torch.dtype = torch.float16
-    ) -> CodedWeight:
-        return quantize.quantize_groups(self._lib, weight, bits, group, scale_dtype)
-
-    def pack_quantized(
-        self, weight: QuantizedWeight, bias: torch.Tensor | None = None, outputs: int | None = None
-    ) -> Product:
-        return linear.CpuProduct(self._lib, weight, bias, self._scratch, self._weights)
+    quantize_groups = on_library(quantize.quantize_groups)
 
     def keeps(self, weight: StoredWeight) -> bool:
-        stored = isinstance(weight, Mxfp4Weight | BlockWeight)
-        return stored or (isinstance(weight, CodedWeight) and linear.can_multiply(weight))
+        return isinstance(weight, Mxfp4Weight) or (isinstance(weight, CodedWeight) and linear.can_multiply(weight))
 
     def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
         return linear.CpuProduct(self._lib, parts, bias, self._scratch, self._weights)
@@ -129,9 +113,6 @@ class CpuKernels(Kernels):
     def pack_coded(
         self, parts: Sequence[CodedWeight], bias: torch.Tensor | None = None, outputs: int | None = None
     ) -> Product:
-        return linear.CpuProduct(self._lib, parts, bias, self._scratch, self._weights)
-
-    def pack_blocks(self, parts: Sequence[BlockWeight], bias: torch.Tensor | None = None) -> Product:
         return linear.CpuProduct(self._lib, parts, bias, self._scratch, self._weights)
 
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:

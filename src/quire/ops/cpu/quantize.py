@@ -2,49 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import ctypes
 
 import torch
 
 from quire.ops import quantize_groups as groups
-from quire.ops import quantized
-from quire.ops.coded import CodedWeight
+from quire.ops.coded import CodedWeight, Scheme
 from quire.ops.cpu.library import DTYPES, I32, I64, POINTER, Library, Prototype
-from quire.ops.quantized import GROUP_SIZES, Quantization, QuantizedWeight, layout
 
-PROTOTYPES: dict[str, Prototype] = {
-    "quantize_int8": (None, (I32, POINTER, I64, I64, POINTER, POINTER)),
-    "quantize_int4": (None, (I32, POINTER, I64, I64, I32, POINTER, POINTER)),
-    "quantize_groups": (None, (I32, POINTER, I64, I64, I32, I32, POINTER, POINTER, POINTER)),
-}
+PROTOTYPES: dict[str, Prototype] = {"quantize_groups": (None, (POINTER, I32, POINTER))}
+LANES, MOST = 16, 128
+"""What divides the groups that it knows, and the largest."""
 
 
-def quantize(lib: Library, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
-    """See `Kernels.quantize`: the same codes and scales, bit for bit."""
-    if weight.dtype not in DTYPES:
-        return quantized.quantize(weight, how)
-    weight = weight.contiguous()
-    wanted = layout(how, *weight.shape)
-    packed = torch.empty(wanted.packed, dtype=wanted.packed_dtype)
-    scales = torch.empty(wanted.scales, dtype=wanted.scales_dtype)
-    source, target = (DTYPES[weight.dtype], weight.data_ptr(), *weight.shape), (packed.data_ptr(), scales.data_ptr())
-    if how.group is None:
-        lib.quantize_int8(*source, *target)
-    else:
-        lib.quantize_int4(*source, how.group, *target)
-    return quantized.finished(weight, how, packed, scales)
+class _Job(ctypes.Structure):
+    """`Job` in quantize.cpp."""
+
+    _fields_ = (
+        *((name, I32) for name in ("kind", "group", "block", "stored")),
+        *((name, I64) for name in ("outputs", "inputs")),
+        *((name, POINTER) for name in ("importance", "codes", "scales", "offsets", "block_scales", "block_offsets")),
+    )
 
 
 def quantize_groups(
-    lib: Library, weight: torch.Tensor, bits: Literal[4, 8], group: int, scale_dtype: torch.dtype
+    lib: Library,
+    weight: torch.Tensor,
+    scheme: Scheme,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    importance: torch.Tensor | None = None,
 ) -> CodedWeight:
-    """See `Kernels.quantize_groups`: the same codes, scales and zeros, bit for bit."""
-    if bits == 8 or weight.dtype not in DTYPES or group not in GROUP_SIZES or weight.shape[1] % group:
-        return groups.quantize_groups(weight, bits, group, scale_dtype)
+    """See `quantize_groups.quantize_groups`: the same bits."""
+    if weight.dtype not in DTYPES or scheme.group % LANES or scheme.group > MOST or not weight.numel():
+        return groups.quantize_groups(weight, scheme, scale_dtype, importance)
     weight, (outputs, inputs) = weight.contiguous(), weight.shape
-    codes = torch.empty(outputs, inputs, dtype=torch.uint8)
-    scales = torch.empty(outputs, inputs // group, dtype=torch.float32)
-    zeros = torch.empty(outputs, inputs // group, dtype=torch.uint8)
-    source = DTYPES[weight.dtype], weight.data_ptr(), outputs, inputs, group, DTYPES[scale_dtype]
-    lib.quantize_groups(*source, codes.data_ptr(), scales.data_ptr(), zeros.data_ptr())
-    return groups.finished(codes, scales.to(scale_dtype), zeros, group)
+    groups.check_groups(scheme, inputs)
+    kind = (1 if scheme.block else 0) if scheme.bits == 8 else (2 if scheme.block else 3)
+    codes = torch.empty(outputs, inputs, dtype=torch.int8)
+    per_block = [inputs // scheme.block] * (1 if scheme.bits == 8 else 2) if scheme.block else []
+    counts = [inputs // scheme.group] * (1 if scheme.bits == 8 else 2) + per_block
+    numbers = [torch.empty(outputs, count) for count in counts]
+    job = _Job(kind, scheme.group, scheme.block or 0, DTYPES[scale_dtype], outputs, inputs)
+    if importance is not None:
+        importance = importance.float().contiguous()
+        job.importance = importance.data_ptr()
+    job.codes = codes.data_ptr()
+    names = ("scales", "block_scales") if scheme.bits == 8 else ("scales", "offsets", "block_scales", "block_offsets")
+    for name, tensor in zip(names, numbers, strict=False):
+        setattr(job, name, tensor.data_ptr())
+    lib.quantize_groups(ctypes.addressof(job), DTYPES[weight.dtype], weight.data_ptr())
+    return groups.finished(scheme, scale_dtype, codes, *numbers)

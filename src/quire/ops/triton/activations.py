@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.ops.activations import BLOCK, TINY
 from quire.ops.elementwise import WITHOUT_GATE, Activation
-from quire.ops.quantized import BLOCK, TINY
 from quire.ops.triton.rows import activate, activated
 
 NUMBERS = 4096
@@ -105,7 +105,7 @@ def _quantize_kernel(
 def quantize_activations(
     x: torch.Tensor, padded: int, shares: Shares, activation: Activation | None = None
 ) -> Activations:
-    """`quantized.quantize_activations` or `quantize_rows`, bit by bit, but for where they lie. With an activation, of
+    """`activations.quantize_activations` or `quantize_rows`, bit by bit, but for where they lie. With an activation, of
     `activate`'s result, which is left out.
 
     Args:

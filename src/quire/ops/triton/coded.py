@@ -23,8 +23,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from quire.ops.activations import BLOCK
 from quire.ops.coded import WHOLE, CodedWeight
-from quire.ops.quantized import BLOCK
 from quire.ops.triton.activations import Shares
 from quire.ops.triton.linear_chunks import finish
 

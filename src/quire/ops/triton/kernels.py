@@ -17,7 +17,6 @@ from quire.ops.kernels import Kernels, StoredWeight
 from quire.ops.kv_cache import KVCache
 from quire.ops.linear import Product
 from quire.ops.mxfp4 import Mxfp4Weight
-from quire.ops.quantized import Quantization, QuantizedWeight
 from quire.ops.ragged import RaggedBatch
 from quire.ops.recurrent import RecurrentCache
 from quire.ops.triton import (
@@ -96,18 +95,10 @@ class TritonKernels(Kernels):
             make = functools.partial(self.library.product if self.library else DenseProduct, outputs=outputs)
         return linear.pack(parts, bias, self.device, make)
 
-    def quantize(self, weight: torch.Tensor, how: Quantization) -> QuantizedWeight:
-        return linear.quantize(weight, how, self.device)
-
-    def pack_quantized(
-        self, weight: QuantizedWeight, bias: torch.Tensor | None = None, outputs: int | None = None
-    ) -> Product:
-        return linear.pack_quantized(weight, bias, self.device, outputs)
-
     def keeps(self, weight: StoredWeight) -> bool:
         if isinstance(weight, CodedWeight):
             return coded.can_multiply(weight)
-        return isinstance(weight, Mxfp4Weight) or (isinstance(weight, Fp8Weight) and can_multiply(weight))
+        return isinstance(weight, Mxfp4Weight) or can_multiply(weight)
 
     def pack_fp8(
         self,

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.ops.activations import BLOCK
 from quire.ops.coded import CodedWeight, check_parts
-from quire.ops.quantized import BLOCK
 from quire.ops.triton.activations import Activations, Shares, quantize_activations
 from quire.ops.triton.coded import FEW, OUTPUTS, Form, Tile, looked_up, multiply, relay
 from quire.ops.triton.linear_chunks import Chunks, Ending, checked, finish, place_of, sum_chunks

@@ -1,5 +1,5 @@
 // Panels of a weight in codes of 8, 6 or 4 bits times rows of activations in int8, for linear.cpp. What the codes stand for,
-// and what they are scaled with, is in ops/coded.py; int8 and int4 of ops/quantized.py are like two of its schemes.
+// and what they are scaled with, is in ops/coded.py.
 //
 // Both factors of a dot product are bytes. What a code stands for is made unsigned (INT8_OFFSET added) where the machine
 // wants that, so each sum begins with minus so many times that of the activations' codes: `starts`. Numbers that fit 6 bits

@@ -1,4 +1,4 @@
-// Rows of activations as int8 (see ops/quantized.py), for linear.cpp.
+// Rows of activations as int8 (see ops/activations.py), for linear.cpp.
 #pragma once
 
 #include <algorithm>

@@ -1,10 +1,11 @@
-// Quantizing weights, in the formats and with the same numbers as quire.ops.quantized.
+// Quantizing weights: what quire.ops.quantize_groups defines, with the same bits.
 //
-// Products and sums are not fused and have a fixed order, as in the reference, so that every machine makes the same
-// codes and scales of a weight. A number that is not finite gives a scale that is not.
+// Products and sums are not fused and have a fixed order, as there, so that every machine makes the same codes and scales of
+// a weight. A number that is not finite gives a scale that is not. Sixteen outputs' same group lies in the lanes of vectors.
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "simd.h"
 #include "team.h"
@@ -12,11 +13,10 @@
 namespace quire {
 namespace {
 
-constexpr int PANEL = 32;
-constexpr int64_t DEPTH = 64;       // int8: inputs are padded to a multiple of this
-constexpr float TINY = 1e-36f;      // a row whose numbers are all below this counts as zeros
-constexpr int MAX_GROUP = 128;
-constexpr float LEVELS[] = {-7.0f, -7.7f, -8.4f, -9.2f, -10.2f};  // where a group's largest number may come to lie
+enum Kind : int32_t { EIGHT_BITS, SIX_BITS, FOUR_BITS, WHOLE_ZEROS };
+
+constexpr int MAX_GROUP = 128, STEPS = 21, ROUNDS = 2;
+constexpr float TOP = 15.0f, LOW = -32.0f, HIGH = 31.0f;  // the highest code of 4 bits; the codes of 6 bits
 
 INLINE f32x16 min(f32x16 a, f32x16 b) { return by_parts<float, float>(a, b, [](auto x, auto y) { return y < x ? y : x; }); }
 
@@ -26,123 +26,6 @@ INLINE f32x16 code_of(f32x16 x, float low, float high) {
     return (min(max(x, splat(low)), splat(high)) + SHIFT) - SHIFT;
 }
 
-// Whole numbers that fit a byte, four bytes in one number.
-struct quads {
-    uint32_t of[4];
-};
-INLINE quads bytes_of(f32x16 codes) {
-    return bits_of<quads>(converted<i8x16>(converted<i32x16>(codes)));
-}
-
-INLINE float lowest_of(f32x16 v) { return -max_of(-v); }
-
-// The largest and smallest of some numbers; both NaN unless all are finite.
-struct Range {
-    f32x16 high = splat(-std::numeric_limits<float>::infinity()), low = -high, not_finite = {};
-
-    void add(f32x16 v) {
-        high = max(high, v);
-        low = min(low, v);
-        not_finite = not_finite + (v - v);  // infinity - infinity is NaN
-    }
-    bool finite() const { return sum(not_finite) == 0.0f; }
-};
-
-// -- int8 ---------------------------------------------------------------------------------------------------------
-
-// A row's codes into its places of a panel; returns its scale.
-template <class T>
-float int8_row(const T* row, int64_t inputs, int8_t* place) {
-    Range range;
-    for (int64_t i = 0; i < inputs; i += LANES) range.add(load_some(row + i, std::min<int64_t>(LANES, inputs - i)));
-    if (!range.finite()) return std::numeric_limits<float>::quiet_NaN();
-    float largest = std::fmax(max_of(range.high), -lowest_of(range.low));
-    if (largest < TINY) largest = 0.0f;
-    const f32x16 inverse = splat(largest > 0.0f ? 127.0f / largest : 0.0f);
-    for (int64_t i = 0; i < inputs; i += LANES) {
-        f32x16 v = load_some(row + i, std::min<int64_t>(LANES, inputs - i));
-        quads codes = bytes_of(code_of(v * inverse, -127.0f, 127.0f));
-        for (int quad = 0; quad < 4; quad++) std::memcpy(place + (i / 4 + quad) * PANEL * 4, &codes.of[quad], 4);
-    }
-    return largest / 127.0f;
-}
-
-template <class T>
-void int8(const T* weight, int64_t outputs, int64_t inputs, int8_t* packed, float* scales) {
-    const int64_t padded = (inputs + DEPTH - 1) / DEPTH * DEPTH, count = (outputs + PANEL - 1) / PANEL;
-    parallel_each(count, {}, [=](int64_t panel) {
-        int8_t* place = packed + panel * padded * PANEL;
-        std::memset(place, 0, padded * PANEL);
-        for (int64_t o = 0; o < PANEL; o++) {
-            int64_t output = panel * PANEL + o;
-            scales[output] = output < outputs ? int8_row(weight + output * inputs, inputs, place + o * 4) : 0.0f;
-        }
-    });
-}
-
-// -- int4 ---------------------------------------------------------------------------------------------------------
-
-// The scale of least squared error over the levels: for the codes that a level gives it follows by projection.
-INLINE float best_scale(const f32x16* numbers, int count, float extreme) {
-    const float inverse = 1.0f / extreme;
-    float best_gain = 0.0f, best = 0.0f;
-    for (float level : LEVELS) {
-        f32x16 dots = {}, squares = {};
-        for (int k = 0; k < count; k++) {
-            f32x16 code = code_of(numbers[k] * (level * inverse), -8.0f, 7.0f);
-            dots = k ? dots + numbers[k] * code : numbers[k] * code;
-            squares = squares + code * code;
-        }
-        const float dot = sum(dots), scale = dot / sum(squares), gain = dot * scale;
-        if (gain > best_gain) best_gain = gain, best = scale;
-    }
-    return best;
-}
-
-// A group's codes into its places of a panel; returns its scale as the bits of an fp16 number.
-template <class T>
-uint16_t int4_group(const T* weight, int group, uint8_t* place) {
-    f32x16 numbers[MAX_GROUP / LANES];
-    const int count = group / LANES;
-    Range range;
-    for (int k = 0; k < count; k++) range.add(numbers[k] = load(weight + k * LANES));
-    const float high = max_of(range.high), low = lowest_of(range.low), extreme = high > -low ? high : low;
-    if (!range.finite()) return 0x7e00;  // NaN
-    const f32x16 scale = splat(extreme == 0.0f ? 0.0f : best_scale(numbers, count, extreme));
-    const u16x16 stored = to_f16(scale);
-    const float value = from_f16(stored)[0];
-    const float inverse = value == 0.0f ? 0.0f : 1.0f / value;
-    for (int k = 0; k < count; k++) {
-        quads codes = bytes_of(code_of(numbers[k] * inverse, -8.0f, 7.0f) + 8.0f);
-        for (int half = 0; half < 2; half++) {
-            uint32_t both = codes.of[2 * half] | codes.of[2 * half + 1] << 4;
-            std::memcpy(place + (2 * k + half) * PANEL * 4, &both, 4);
-        }
-    }
-    return stored[0];
-}
-
-template <class T>
-void int4(const T* weight, int64_t outputs, int64_t inputs, int group, uint8_t* packed, uint16_t* scales) {
-    const int64_t groups = inputs / group, count = (outputs + PANEL - 1) / PANEL;
-    parallel_each(count, {}, [=](int64_t panel) {
-        uint8_t* place = packed + panel * inputs / 2 * PANEL;
-        uint16_t* scale = scales + panel * groups * PANEL;
-        std::memset(place, 0x88, inputs / 2 * PANEL);  // padding: zeros
-        std::memset(scale, 0, groups * PANEL * sizeof *scale);
-        for (int64_t o = 0; o < PANEL && panel * PANEL + o < outputs; o++) {
-            const T* row = weight + (panel * PANEL + o) * inputs;
-            for (int64_t g = 0; g < groups; g++)
-                scale[g * PANEL + o] = int4_group(row + g * group, group, place + g * group / 8 * PANEL * 4 + o * 4);
-        }
-    });
-}
-
-// -- groups with scales and zeros (see quire.ops.quantize_groups) ---------------------------------------------------
-
-constexpr int STEPS = 21, ROUNDS = 2;
-constexpr float TOP = 15.0f;  // the highest code
-
 INLINE f32x16 square_root(f32x16 v) {
     float numbers[LANES];
     std::memcpy(numbers, &v, sizeof v);
@@ -150,13 +33,115 @@ INLINE f32x16 square_root(f32x16 v) {
     return load(numbers);
 }
 
-INLINE f32x16 inverse_of(f32x16 scale) { return select(equal(scale, f32x16{}), f32x16{}, splat(1.0f) / scale); }
+INLINE f32x16 size_of(f32x16 v) { return max(v, -v); }
+INLINE f32x16 inverse_of(f32x16 v) { return select(equal(v, f32x16{}), f32x16{}, splat(1.0f) / v); }
 
-// The same group of 16 outputs, an output a lane.
+f32x16 rounded_to(int32_t dtype, f32x16 v) {
+    if (dtype == BF16) return rounded(v, (const bf16*)nullptr);
+    return dtype == F16 ? rounded(v, (const f16*)nullptr) : v;
+}
+
+// What is found of a group. The offsets of `WHOLE_ZEROS` count steps of the scale.
+struct Grid {
+    f32x16 scale, offset = {};
+};
+
 struct Groups {
     int size;
     f32x16 x[MAX_GROUP], weights[MAX_GROUP];
 
+    void weigh(const float* importance) {
+        f32x16 square = {};
+        for (int i = 0; i < size; i++) square = square + x[i] * x[i];
+        const f32x16 inverse = inverse_of(square_root(square / (float)size));
+        for (int i = 0; i < size; i++) {
+            weights[i] = splat(1.0f) + size_of(x[i]) * inverse;
+            if (importance) weights[i] = weights[i] * importance[i];
+        }
+    }
+
+    Grid eight_bits(int32_t stored) const {
+        f32x16 largest = {}, broken = {};
+        for (int i = 0; i < size; i++) largest = max(largest, size_of(x[i])), broken = broken + (x[i] - x[i]);
+        return {rounded_to(stored, largest / 127.0f) + broken};
+    }
+
+    Grid six_bits() const {
+        f32x16 high = x[0], low = x[0], broken = weights[0] - weights[0];
+        for (int i = 0; i < size; i++) high = max(high, x[i]), low = min(low, x[i]), broken = broken + (x[i] - x[i]);
+        const f32x16 extreme = select(less(-low, high), high, low);
+        f32x16 best = splat(-std::numeric_limits<float>::infinity()), best_scale = extreme / LOW;
+        for (int step = 0; step < STEPS; step++) {
+            f32x16 inverse = select(equal(extreme, f32x16{}), f32x16{}, splat((float)(LOW - (step - STEPS / 2) / 10.0)) / extreme);
+            for (int round = 0; round < ROUNDS; round++) {
+                f32x16 dot = {}, square = {};
+                for (int i = 0; i < size; i++) {
+                    const f32x16 code = code_of(x[i] * inverse, LOW, HIGH), weighed = weights[i] * code;
+                    dot = dot + weighed * x[i], square = square + weighed * code;
+                }
+                const f32x16 scale = dot / square, gain = dot * scale;
+                const i32x16 found = less(f32x16{}, square), better = found & less(best, gain);
+                best = select(better, gain, best), best_scale = select(better, scale, best_scale);
+                inverse = select(found, inverse_of(scale), f32x16{});
+            }
+        }
+        return {best_scale + broken};
+    }
+
+    Grid four_bits() const {
+        f32x16 high = {}, low = {}, total = {}, sum_x = {}, broken = {};
+        for (int i = 0; i < size; i++) {
+            high = max(high, x[i]), low = min(low, x[i]), broken = broken + (x[i] - x[i]);
+            total = total + weights[i], sum_x = sum_x + weights[i] * x[i];
+        }
+        const f32x16 span = high - low;
+        f32x16 best = splat(-std::numeric_limits<float>::infinity());
+        Grid found{span / TOP, -low};
+        for (int step = 0; step < STEPS; step++) {
+            f32x16 inverse = select(equal(span, f32x16{}), f32x16{}, splat((float)(TOP + (step - STEPS / 2) / 10.0)) / span);
+            f32x16 offset = -low;
+            for (int round = 0; round < ROUNDS; round++) {
+                f32x16 sum_q = {}, sum_qq = {}, sum_xq = {};
+                for (int i = 0; i < size; i++) {
+                    const f32x16 code = code_of((x[i] + offset) * inverse, 0.0f, TOP), weighed = weights[i] * code;
+                    sum_q = sum_q + weighed, sum_qq = sum_qq + weighed * code, sum_xq = sum_xq + weighed * x[i];
+                }
+                const f32x16 apart = total * sum_qq - sum_q * sum_q;
+                f32x16 scale = (total * sum_xq - sum_x * sum_q) / apart, least = (sum_qq * sum_x - sum_q * sum_xq) / apart;
+                const i32x16 both = less(f32x16{}, apart) & less(least, f32x16{});
+                scale = select(both, scale, sum_xq / sum_qq), least = select(both, least, f32x16{});
+                const f32x16 gain = scale * sum_xq + least * sum_x;
+                const i32x16 some = less(f32x16{}, scale), better = some & less(best, gain);
+                best = select(better, gain, best);
+                found.scale = select(better, scale, found.scale), found.offset = select(better, -least, found.offset);
+                inverse = select(some, inverse_of(scale), f32x16{}), offset = -least;
+            }
+        }
+        broken = broken + (total - total);
+        return {found.scale + broken, found.offset + broken};
+    }
+
+    Grid whole_zeros(int32_t stored) const {
+        f32x16 high = {}, low = {};
+        for (int i = 0; i < size; i++) high = max(high, x[i]), low = min(low, x[i]);
+        const f32x16 span = high - low, highest = splat(std::numeric_limits<float>::infinity());
+        f32x16 least = highest;
+        Grid found{};
+        for (int step = 0; step < STEPS; step++) {
+            f32x16 scale = span / (float)(TOP + (step - STEPS / 2) / 10.0);
+            const f32x16 zero = code_of(-low * inverse_of(scale), 0.0f, TOP);
+            for (int round = 0; round < ROUNDS; round++) scale = projected(scale, zero);
+            scale = rounded_to(stored, scale);
+            const f32x16 error = error_of(scale, zero);
+            const i32x16 better = less(error, least);
+            least = select(better, error, least);
+            found.scale = select(better, scale, found.scale), found.offset = select(better, zero, found.offset);
+        }
+        found.scale = select(less(least, highest), found.scale, splat(std::numeric_limits<float>::quiet_NaN()));
+        return found;
+    }
+
+   private:
     inline __attribute__((always_inline)) f32x16 code(int i, f32x16 inverse, f32x16 zero) const {
         return code_of(x[i] * inverse + zero, 0.0f, TOP) - zero;
     }
@@ -173,7 +158,7 @@ struct Groups {
         return select(found, dot / select(found, square, splat(1.0f)), scale);
     }
 
-    f32x16 error(f32x16 scale, f32x16 zero) const {
+    f32x16 error_of(f32x16 scale, f32x16 zero) const {
         f32x16 total = {};
         const f32x16 inverse = inverse_of(scale);
         for (int i = 0; i < size; i++) {
@@ -184,105 +169,123 @@ struct Groups {
     }
 };
 
-f32x16 rounded_to(int32_t dtype, f32x16 v) {
-    if (dtype == BF16) return rounded(v, (const bf16*)nullptr);
-    return dtype == F16 ? rounded(v, (const f16*)nullptr) : v;
+// How a weight is quantized, and where that goes: codes, a byte each, [outputs, inputs], and in fp32 scales and offsets
+// [outputs, groups] and those of blocks [outputs, blocks]; null where a kind has none.
+struct Job {
+    int32_t kind, group, block, stored;  // block: 0 if there are none; stored: type of the scales that are no whole numbers
+    int64_t outputs, inputs;
+    const float* importance;  // [inputs], or null
+    int8_t* codes;
+    float *scales, *offsets, *block_scales, *block_offsets;
+};
+
+// Numbers of groups into whole ones of their blocks' units; what they are then goes to `exact`.
+void in_units(const Job& job, f32x16* numbers, f32x16* units, f32x16* exact) {
+    const int64_t each = job.block / job.group, blocks = job.inputs / job.block;
+    const float limit = job.kind == SIX_BITS ? 127.0f : 255.0f;
+    for (int64_t b = 0; b < blocks; b++) {
+        f32x16 largest = {}, broken = {};
+        for (int64_t g = b * each; g < (b + 1) * each; g++)
+            largest = max(largest, size_of(numbers[g])), broken = broken + (numbers[g] - numbers[g]);
+        units[b] = rounded_to(job.stored, largest / limit) + broken;
+        const f32x16 inverse = inverse_of(units[b]);
+        for (int64_t g = b * each; g < (b + 1) * each; g++) {
+            numbers[g] = code_of(numbers[g] * inverse, -limit, limit);
+            exact[g] = numbers[g] * units[b];
+        }
+    }
 }
 
-void best_grid(Groups& groups, int32_t stored, f32x16& best_scale, f32x16& best_zero) {
-    f32x16 high = {}, low = {}, square = {};
-    for (int i = 0; i < groups.size; i++) {
-        const f32x16 v = groups.x[i];
-        high = max(high, v), low = min(low, v), square = square + v * v;
+// The lanes of vectors [n], a row each, to the first of rows [n].
+void to_rows(const f32x16* from, int64_t n, int64_t rows, float* to) {
+    for (int64_t i = 0; i < n; i++) {
+        float numbers[LANES];
+        std::memcpy(numbers, &from[i], sizeof numbers);
+        for (int64_t row = 0; row < rows; row++) to[row * n + i] = numbers[row];
     }
-    const f32x16 span = high - low, mean = square_root(square / (float)groups.size);
-    for (int i = 0; i < groups.size; i++) groups.weights[i] = mean + max(groups.x[i], -groups.x[i]);
-    const f32x16 highest = splat(std::numeric_limits<float>::infinity());
-    f32x16 least = highest;
-    best_scale = best_zero = f32x16{};
-    for (int step = 0; step < STEPS; step++) {
-        f32x16 scale = span / (float)(TOP + (step - 10) / 10.0);
-        const f32x16 zero = code_of(-low * inverse_of(scale), 0.0f, TOP);
-        for (int round = 0; round < ROUNDS; round++) scale = groups.projected(scale, zero);
-        scale = rounded_to(stored, scale);
-        const f32x16 error = groups.error(scale, zero);
-        const i32x16 better = less(error, least);
-        least = select(better, error, least);
-        best_scale = select(better, scale, best_scale), best_zero = select(better, zero, best_zero);
-    }
-    best_scale = select(less(least, highest), best_scale, splat(std::numeric_limits<float>::quiet_NaN()));
 }
 
-// 16 rows, or fewer, from `weight` on; codes [rows, inputs], scales (in fp32) and zeros [rows, groups].
+// 16 rows, or fewer, from `weight` on.
 template <class T>
-void four_bits(const T* weight, int64_t rows, int64_t inputs, int group, int32_t stored, uint8_t* codes, float* scales,
-               uint8_t* zeros) {
-    Groups groups;
-    groups.size = group;
-    const int64_t count = inputs / group;
-    float* lanes = (float*)groups.x;
-    for (int64_t g = 0; g < count; g++) {
+struct Rows {
+    const Job& job;
+    const T* weight;
+    int64_t first, rows;
+
+    void load_group(int64_t g, Groups& groups) const {
+        float* lanes = (float*)groups.x;
         for (int64_t row = 0; row < LANES; row++) {
-            const T* from = weight + std::min(row, rows - 1) * inputs + g * group;
-            for (int k = 0; k < group; k += LANES) {
+            const T* from = weight + (first + std::min(row, rows - 1)) * job.inputs + g * job.group;
+            for (int k = 0; k < job.group; k += LANES) {
                 float numbers[LANES];
                 const f32x16 v = load(from + k);
                 std::memcpy(numbers, &v, sizeof v);
                 for (int i = 0; i < LANES; i++) lanes[(k + i) * LANES + row] = numbers[i];
             }
         }
-        f32x16 scale, zero;
-        best_grid(groups, stored, scale, zero);
-        float of_scale[LANES], of_zero[LANES];
-        std::memcpy(of_scale, &scale, sizeof scale), std::memcpy(of_zero, &zero, sizeof zero);
-        for (int64_t row = 0; row < rows; row++) {
-            scales[row * count + g] = of_scale[row], zeros[row * count + g] = (uint8_t)of_zero[row];
-        }
+    }
+
+    Grid best_of(int64_t g, Groups& groups) const {
+        if (job.kind == EIGHT_BITS) return groups.eight_bits(job.stored);
+        groups.weigh(job.importance ? job.importance + g * job.group : nullptr);
+        if (job.kind == SIX_BITS) return groups.six_bits();
+        return job.kind == FOUR_BITS ? groups.four_bits() : groups.whole_zeros(job.stored);
+    }
+
+    void put_codes(int64_t g, const Groups& groups, f32x16 scale, f32x16 before, f32x16 after, float low, float high) const {
         const f32x16 inverse = inverse_of(scale);
-        for (int i = 0; i < group; i++) {
-            const f32x16 code = code_of(groups.x[i] * inverse + zero, 0.0f, TOP);
+        for (int i = 0; i < job.group; i++) {
+            const f32x16 code = code_of((groups.x[i] + before) * inverse + after, low, high);
             float numbers[LANES];
             std::memcpy(numbers, &code, sizeof code);
-            for (int64_t row = 0; row < rows; row++) codes[row * inputs + g * group + i] = (uint8_t)numbers[row];
+            int8_t* to = job.codes + first * job.inputs + g * job.group + i;
+            for (int64_t row = 0; row < rows; row++) to[row * job.inputs] = (int8_t)numbers[row];
         }
     }
-}
+
+    void quantize() const {
+        const int64_t count = job.inputs / job.group, blocks = job.block ? job.inputs / job.block : 0;
+        std::vector<f32x16> scales(count), offsets(count), exact(2 * count), units(2 * blocks);
+        Groups groups;
+        groups.size = job.group;
+        for (int64_t g = 0; g < count; g++) {
+            load_group(g, groups);
+            const Grid grid = best_of(g, groups);
+            scales[g] = grid.scale, offsets[g] = grid.offset;
+            if (job.kind == EIGHT_BITS) put_codes(g, groups, grid.scale, f32x16{}, f32x16{}, -127.0f, 127.0f);
+            if (job.kind == WHOLE_ZEROS) put_codes(g, groups, grid.scale, f32x16{}, grid.offset, 0.0f, TOP);
+        }
+        if (blocks) {
+            in_units(job, scales.data(), units.data(), exact.data());
+            if (job.offsets) in_units(job, offsets.data(), &units[blocks], &exact[count]);
+            const bool six = job.kind == SIX_BITS;
+            for (int64_t g = 0; g < count; g++) {
+                load_group(g, groups);
+                put_codes(g, groups, exact[g], exact[count + g], f32x16{}, six ? LOW : 0.0f, six ? HIGH : TOP);
+            }
+            to_rows(units.data(), blocks, rows, job.block_scales + first * blocks);
+            if (job.offsets) to_rows(&units[blocks], blocks, rows, job.block_offsets + first * blocks);
+        }
+        to_rows(scales.data(), count, rows, job.scales + first * count);
+        if (job.offsets) to_rows(offsets.data(), count, rows, job.offsets + first * count);
+    }
+};
 
 template <class T>
-void four_bits_of_all(const T* weight, int64_t outputs, int64_t inputs, int group, int32_t stored, uint8_t* codes,
-                      float* scales, uint8_t* zeros) {
-    parallel_each((outputs + LANES - 1) / LANES, {}, [=](int64_t item) {
-        const int64_t first = item * LANES, rows = std::min<int64_t>(LANES, outputs - first), at = first * (inputs / group);
-        four_bits(weight + first * inputs, rows, inputs, group, stored, codes + first * inputs, scales + at, zeros + at);
+void quantize_rows(const Job& job, const T* weight) {
+    parallel_each((job.outputs + LANES - 1) / LANES, {}, [&job, weight](int64_t item) {
+        const int64_t first = item * LANES;
+        Rows<T>{job, weight, first, std::min<int64_t>(LANES, job.outputs - first)}.quantize();
     });
 }
 
 }  // namespace
 
-// weight: [outputs, inputs] of `dtype`; packed and scales as quire.ops.quantized describes them.
-QUIRE_API void quire_quantize_int8(
-    int32_t dtype, const void* weight, int64_t outputs, int64_t inputs, int8_t* packed, float* scales) {
-    if (dtype == F32) int8((const float*)weight, outputs, inputs, packed, scales);
-    if (dtype == BF16) int8((const bf16*)weight, outputs, inputs, packed, scales);
-    if (dtype == F16) int8((const f16*)weight, outputs, inputs, packed, scales);
-}
-
-// inputs: a multiple of `group`, which is 32, 64 or 128.
-QUIRE_API void quire_quantize_int4(
-    int32_t dtype, const void* weight, int64_t outputs, int64_t inputs, int32_t group, uint8_t* packed,
-    uint16_t* scales) {
-    if (dtype == F32) int4((const float*)weight, outputs, inputs, group, packed, scales);
-    if (dtype == BF16) int4((const bf16*)weight, outputs, inputs, group, packed, scales);
-    if (dtype == F16) int4((const f16*)weight, outputs, inputs, group, packed, scales);
-}
-
-// group: a multiple of 16, up to 128; codes, from 0 to 15, and zeros are bytes; scales, of the type `stored`, are widened.
-QUIRE_API void quire_quantize_groups(
-    int32_t dtype, const void* weight, int64_t outputs, int64_t inputs, int32_t group, int32_t stored, uint8_t* codes,
-    float* scales, uint8_t* zeros) {
-    if (dtype == F32) four_bits_of_all((const float*)weight, outputs, inputs, group, stored, codes, scales, zeros);
-    if (dtype == BF16) four_bits_of_all((const bf16*)weight, outputs, inputs, group, stored, codes, scales, zeros);
-    if (dtype == F16) four_bits_of_all((const f16*)weight, outputs, inputs, group, stored, codes, scales, zeros);
+// weight: [outputs, inputs] of `dtype`; group: a multiple of 16, up to 128.
+QUIRE_API void quire_quantize_groups(const Job* job, int32_t dtype, const void* weight) {
+    if (dtype == F32) quantize_rows(*job, (const float*)weight);
+    if (dtype == BF16) quantize_rows(*job, (const bf16*)weight);
+    if (dtype == F16) quantize_rows(*job, (const f16*)weight);
 }
 
 }  // namespace quire
