@@ -73,7 +73,7 @@ def test_a_url_of_the_hub_is_answered_with_the_name(url: str) -> None:
         ("Qwen3ForCausalLm", "Qwen3ForCausalLM"),
         ("Qwen3MoEForCausalLM", "Qwen3MoeForCausalLM"),
         ("Gemma2ForCausalLM", None),
-        ("Qwen2MoeForCausalLM", None),
+        ("Qwen2AudioForConditionalGeneration", None),
         ("Falcon3ForCausalLM", None),
         ("BertModel", None),
     ],

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "mixtral": ("mixtral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
     "gemma3_text": ("gemma3_text", {**GEMMA, "num_hidden_layers": 6, "layer_types": None, "query_pre_attn_scalar": 16}),

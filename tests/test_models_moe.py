@@ -43,6 +43,12 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-attention_bias": ("qwen3_moe", {"attention_bias": True}),
     "qwen3_moe-tied": ("qwen3_moe", {"tie_word_embeddings": True}),
     "qwen3_moe-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 20}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe-normalized": ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": [1], "qkv_bias": False}),
+    "qwen2_moe-window": (
+        "qwen2_moe",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 3, "edit": {"layer_types": ...}},
+    ),
     "mixtral": ("mixtral", {}),
     "mixtral-window": ("mixtral", {"sliding_window": 20}),
     "mixtral-three-of-five": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3}),

@@ -67,6 +67,7 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": "quire.models.olmo3",
     "Phi3ForCausalLM": "quire.models.phi3",
     "Qwen2ForCausalLM": "quire.models.qwen2",
+    "Qwen2MoeForCausalLM": "quire.models.qwen2_moe",
     "Qwen2_5_VLForConditionalGeneration": "quire.models.qwen2_5_vl",
     "Qwen3ForCausalLM": "quire.models.qwen3",
     "Qwen3NextForCausalLM": "quire.models.qwen3_next",

@@ -81,6 +81,25 @@ def _qwen3moe(said: Said) -> Described:
     return fields, Naming(splits=Attention.of(fields).joined | joined_experts(said, inner))
 
 
+def _qwen2moe(said: Said) -> Described:
+    """The chosen experts' weights are not divided by their sum."""
+    inner = said.same("expert_feed_forward_length")
+    fields = common(said, "Qwen2MoeForCausalLM", "qwen2_moe")
+    fields |= {
+        "num_experts": said.integer("expert_count"),
+        "num_experts_per_tok": said.integer("expert_used_count"),
+        "moe_intermediate_size": inner,
+        "shared_expert_intermediate_size": said.integer(
+            "expert_shared_feed_forward_length", fields["intermediate_size"]
+        ),
+        "qkv_bias": said.has("attn_q.bias") or said.has("attn_qkv.bias"),
+    }
+    whole_heads(said, fields["head_dim"])
+    layer = {"ffn_gate_inp_shexp": "mlp.shared_experts.gate"}
+    splits = Attention.of(fields).joined | joined_experts(said, inner)
+    return fields, Naming(layer=layer, splits=splits, changes={"ffn_gate_inp_shexp.weight": "row"})
+
+
 BIAS_OF_V3 = "exp_probs_b.bias"
 SIGMOID = 2
 """The number of that function among those that score experts."""
@@ -365,6 +384,7 @@ FAMILIES: dict[str, Family] = {
     "olmo2": _olmo2,
     "phi3": _phi3,
     "qwen2": _qwen2,
+    "qwen2moe": _qwen2moe,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3moe,
     "seed_oss": _seed_oss,
