@@ -83,6 +83,45 @@ __attribute__((noinline)) inline void block_numbers(const Weight& w, int64_t pan
 
 #define QUIRE_ALWAYS inline __attribute__((always_inline))
 
+// What a segment is scaled with, each half of the outputs by itself.
+struct SegmentNumbers {
+    f32x16 scales[2], offsets[2];
+};
+
+// Of a weight whose groups are segments, with units that are the same in a BLOCK: a segment's are made when they are wanted,
+// which takes less time than to make all in memory.
+struct TwoLevels {
+    const uint8_t *scales, *offsets;
+    bool is_signed;
+    f32x16 units[2], offset_units[2];
+
+    static bool fit(const Weight& w) {
+        return w.block_scales.at && w.block_scales.each % BLOCK == 0 && w.scales.each == w.segment &&
+               (!w.offsets.at || w.offsets.type == w.scales.type);
+    }
+
+    QUIRE_ALWAYS void begin(const Weight& w, int64_t panel, int64_t block) {
+        const int32_t first = (int32_t)(block * BLOCK / w.segment);
+        const int64_t at = (panel * w.scales.count + first) * PANEL;
+        is_signed = w.scales.type == I8;
+        scales = (const uint8_t*)w.scales.at + at, offsets = (const uint8_t*)w.offsets.at + at;
+        numbers_of(w, w.block_scales, panel, first, 1, {nullptr, 0}, &units);
+        if (w.offsets.at) numbers_of(w, w.block_offsets, panel, first, 1, {nullptr, 0}, &offset_units);
+    }
+
+    QUIRE_ALWAYS f32x16 number(const uint8_t* at) const {
+        return is_signed ? load_number((const int8_t*)at) : load_number(at);
+    }
+
+    QUIRE_ALWAYS void next(bool with_offsets, SegmentNumbers& to) {
+        for (int h = 0; h < 2; h++) to.scales[h] = number(scales + h * LANES) * units[h];
+        scales += PANEL;
+        if (!with_offsets) return;
+        for (int h = 0; h < 2; h++) to.offsets[h] = number(offsets + h * LANES) * offset_units[h];
+        offsets += PANEL;
+    }
+};
+
 // What codes of 4 bits stand for, `raised` added, by the lower and by the upper halves of bytes.
 struct Table {
 #if defined(__AVX512BW__)
@@ -210,6 +249,12 @@ INLINE void times_codes(const Weight& w, int64_t panel, const char* data, const 
     constexpr bool IN_GROUPS = ROWS <= MAX_ROWS_IN_GROUPS;
     const Table table(w.table);
     BlockNumbers numbers;
+    TwoLevels levels;
+    const bool two_levels = IN_GROUPS && TwoLevels::fit(w);
+    auto of_segment = [&](int64_t s, SegmentNumbers& to) __attribute__((always_inline)) {
+        if (two_levels) return levels.next(w.offsets.at, to);
+        for (int h = 0; h < 2; h++) to.scales[h] = numbers.scales[s][h], to.offsets[h] = numbers.offsets[s][h];
+    };
     if constexpr (IN_GROUPS && FORMAT != INT8)
         for (auto& half : numbers.scales[0]) half = splat(1.0f);  // where there are no groups
     for (int64_t first = 0; first < w.in; first += BLOCK) {
@@ -229,31 +274,37 @@ INLINE void times_codes(const Weight& w, int64_t panel, const char* data, const 
                 sums[r][1] = fma(converted<f32x16>(whole[r][1]), scale, sums[r][1]);
             }
         } else if constexpr (IN_GROUPS) {
-            if (w.scales.at) block_numbers(w, panel, first / BLOCK, numbers);
+            if (two_levels)
+                levels.begin(w, panel, first / BLOCK);
+            else if (w.scales.at)
+                block_numbers(w, panel, first / BLOCK, numbers);
+            SegmentNumbers own;
             if (w.shared < BLOCK) {
                 for (int64_t begin = 0, s = 0; begin < inputs; begin += w.segment, s++) {
                     add_segment(std::min<int64_t>(w.segment, inputs - begin));
-                    const f32x16 s0 = numbers.scales[s][0], s1 = numbers.scales[s][1];
+                    of_segment(s, own);
+                const f32x16 s0 = own.scales[0], s1 = own.scales[1];
 #pragma GCC unroll 16
                     for (int r = 0; r < ROWS; r++) {
                         const f32x16 scale = splat(*scales++);
                         sums[r][0] = fma(converted<f32x16>(whole[r][0]) * scale, s0, sums[r][0]);
                         sums[r][1] = fma(converted<f32x16>(whole[r][1]) * scale, s1, sums[r][1]);
                     }
-                    if (w.offsets.at) add_offsets<ROWS>(numbers.offsets[s], totals, sums);
+                    if (w.offsets.at) add_offsets<ROWS>(own.offsets, totals, sums);
                 }
                 continue;
             }
             f32x16 block[ROWS][2] = {};
             for (int64_t begin = 0, s = 0; begin < inputs; begin += w.segment, s++) {
                 add_segment(std::min<int64_t>(w.segment, inputs - begin));
-                const f32x16 s0 = numbers.scales[s][0], s1 = numbers.scales[s][1];
+                of_segment(s, own);
+                const f32x16 s0 = own.scales[0], s1 = own.scales[1];
 #pragma GCC unroll 16
                 for (int r = 0; r < ROWS; r++) {
                     block[r][0] = fma(converted<f32x16>(whole[r][0]), s0, block[r][0]);
                     block[r][1] = fma(converted<f32x16>(whole[r][1]), s1, block[r][1]);
                 }
-                if (w.offsets.at) add_offsets<ROWS>(numbers.offsets[s], totals, block);
+                if (w.offsets.at) add_offsets<ROWS>(own.offsets, totals, block);
             }
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
