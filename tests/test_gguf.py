@@ -29,12 +29,15 @@ from quire.llm import LLM
 from quire.models.checkpoint import Checkpoint, choose_dtype, content_hash, resolve
 from quire.models.gguf.file import TYPES, read_gguf
 from quire.models.gguf.hub import choose, types
-from quire.models.gguf.types import DECODERS
+from quire.models.gguf.types import DECODERS, block_form
 from quire.models.layout import LaidOutCheckpoint, Layout
 from quire.models.quantize import quantize_folder
 from quire.models.registry import load_model
-from quire.ops import Mxfp4Weight
+from quire.ops import BlockWeight, CodedWeight, Mxfp4Weight, choose_kernels
+from quire.ops.cpu.library import usable
+from quire.ops.cpu.linear import CpuProduct
 from tests.gguf_files import (
+    HALVES,
     LLAMA,
     NUMBERS,
     Stored,
@@ -79,6 +82,48 @@ def test_numbers_are_those_of_the_package_gguf_bit_for_bit(kind: str) -> None:
     weight = DECODERS[kind](blocks)
     assert isinstance(weight, Mxfp4Weight) == (kind == "MXFP4")
     np.testing.assert_array_equal(weight.restored().numpy(), dequantized(tensor))
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_blocks_are_packed_as_the_weight_that_they_are_decoded_to(kind: str) -> None:
+    """In every byte; with outputs and inputs that fill no panel, with rows in another order, and parts of a rank."""
+    form = TYPES[NUMBERS[kind]]
+    for rows, count in ((64, 8), (70, 1), (33, 9)):
+        tensor = random_blocks(kind, (rows, count * form.numbers), np.random.default_rng(rows))
+        blocks = torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8).view(rows, count, form.size)
+        weight = BlockWeight(block_form(form), blocks, factor=None if kind == "MXFP4" else 0.75)
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+        turned = weight.outputs(order).outputs(range(3, rows))
+        assert torch.equal(turned.restored(), weight.restored()[order[3:]])
+        for isa in usable():
+            kernels = choose_kernels(isa)
+            for parts in ([weight], [turned, weight.outputs(range(5, 20))]):
+                decoded = [part.decoded() for part in parts]
+                in_mxfp4 = [part for part in decoded if isinstance(part, Mxfp4Weight)]
+                coded = [part for part in decoded if isinstance(part, CodedWeight)]
+                wanted = kernels.pack_mxfp4(in_mxfp4) if in_mxfp4 else kernels.pack_coded(coded)
+                found = kernels.pack_blocks(parts)
+                assert isinstance(found, CpuProduct) and isinstance(wanted, CpuProduct)
+                assert len(found.parts) == len(wanted.parts)
+                assert all(map(torch.equal, found.parts, wanted.parts)), (isa, rows, count)
+
+
+@pytest.mark.skipif(not usable(), reason="no compiled kernels")
+@pytest.mark.parametrize("kind", HALVES)
+def test_scales_that_are_no_numbers_are_refused(kind: str) -> None:
+    form = TYPES[NUMBERS[kind]]
+    for at in HALVES[kind] or [0]:
+        tensor = random_blocks(kind, (40, 4 * form.numbers), np.random.default_rng(0))
+        blocks = torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8).view(40, 4, form.size)
+        choose_kernels().pack_blocks([BlockWeight(block_form(form), blocks)])
+        if HALVES[kind]:
+            blocks[37, 2, at : at + 2] = torch.tensor([0x00, 0x7C], dtype=torch.uint8)
+        elif kind == "MXFP4":
+            blocks[37, 2, 0] = 255
+        else:
+            continue  # NVFP4's all are
+        with pytest.raises(CheckpointError, match=r"are not all finite|must be from 2 to 252, found 255"):
+            choose_kernels().pack_blocks([BlockWeight(block_form(form), blocks)])
 
 
 def test_every_type_of_the_package_gguf_is_known_with_its_size() -> None:
@@ -266,7 +311,8 @@ def test_what_is_not_known_of_the_metadata_is_told(tmp_path: Path) -> None:
 # --- headers ----------------------------------------------------------------------------------------------
 
 
-def test_metadata_are_what_the_package_gguf_has_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokenizer", [False, True], ids=["without-tokenizer", "with-tokenizer"])
+def test_metadata_are_what_the_package_gguf_has_written(tokenizer: bool, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_custom_alignment(64)
@@ -277,13 +323,15 @@ def test_metadata_are_what_the_package_gguf_has_written(tmp_path: Path) -> None:
     writer.add_string("a.text", "é")
     writer.add_array("a.words", ["one", "", "drei"])
     writer.add_array("a.numbers", [1, 2, 3])
+    writer.add_array("tokenizer.words", ["x", "y"])
+    writer.add_array("tokenizer.scores", [0.5])
     writer.add_tensor("t", np.arange(6, dtype=np.float32).reshape(2, 3))
     writer.add_tensor("u", np.arange(8, dtype=np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    header = read_gguf(tmp_path / "m.gguf")
+    header = read_gguf(tmp_path / "m.gguf", tokenizer)
     assert dict(header.metadata) == {
         "general.architecture": "llama",
         "general.alignment": 64,
@@ -294,6 +342,8 @@ def test_metadata_are_what_the_package_gguf_has_written(tmp_path: Path) -> None:
         "a.text": "é",
         "a.words": ["one", "", "drei"],
         "a.numbers": [1, 2, 3],
+        "tokenizer.words": ["x", "y"] if tokenizer else [],
+        "tokenizer.scores": [0.5] if tokenizer else [],
     }
     assert {name: (each.type.name, each.shape) for name, each in header.tensors.items()} == {
         "t": ("F32", (2, 3)),

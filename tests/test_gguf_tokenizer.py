@@ -57,7 +57,7 @@ FAMILIES += ["phi-3", "qwen2", "refact", "starcoder"]
 def test_llama_cpps_vocabularies_give_the_ids_that_it_tests_with(family: str) -> None:
     """Those ids are transformers'."""
     file = converter() / "models" / f"ggml-vocab-{family}.gguf"
-    tokenizer = Tokenizer(tokenizer_files(read_gguf(file).metadata)["tokenizer.json"])
+    tokenizer = Tokenizer(tokenizer_files(read_gguf(file, tokenizer=True).metadata)["tokenizer.json"])
     some = Path(f"{file}.inp").read_bytes().decode().removesuffix(END).split(END)
     expected = [list(map(int, line.split())) for line in Path(f"{file}.out").read_text().splitlines()]
     assert len(some) == len(expected) > 40
@@ -68,7 +68,7 @@ def test_llama_cpps_vocabularies_give_the_ids_that_it_tests_with(family: str) ->
 @pytest.mark.slow
 def test_a_published_file_of_gemma_3_has_the_published_tokenizer() -> None:
     source = json.loads((tokenizer_folder("gemma3") / "tokenizer.json").read_text("utf-8"))
-    files = tokenizer_files(read_gguf(gemma3_270m()).metadata)
+    files = tokenizer_files(read_gguf(gemma3_270m(), tokenizer=True).metadata)
     made = json.loads(files["tokenizer.json"])
     for part in ("vocab", "merges"):
         assert made["model"][part] == source["model"][part]

@@ -21,7 +21,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.models.checkpoint import Checkpoint
 from quire.models.safetensors_file import FLOAT_DTYPES, read_ahead
-from quire.ops import CodedWeight, Fp8Weight, Kernels, Mxfp4Weight, Product, StoredWeight
+from quire.ops import BlockWeight, CodedWeight, Fp8Weight, Kernels, Mxfp4Weight, Product, StoredWeight
 from quire.parallel.group import Gather, Group, OneRank, Split, share
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -194,7 +194,7 @@ class Weights:
 
     def _codes(self, parts: Sequence[tuple[str, range]]) -> list[StoredWeight]:
         """Weights that are used as they are stored; empty if one of them cannot be, or is of another kind."""
-        codes = [self._checkpoint.coded(f"{name}.weight", own) for name, own in parts]
+        codes = [self._as_kernels_take_it(self._checkpoint.coded(f"{name}.weight", own)) for name, own in parts]
         kept = [
             code for code in codes if type(code) is type(codes[0]) and code is not None and self.kernels.keeps(code)
         ]
@@ -202,6 +202,9 @@ class Weights:
             return []
         self._count(*(f"{name}.weight" for name, _ in parts))
         return kept
+
+    def _as_kernels_take_it(self, code: StoredWeight | None) -> StoredWeight | None:
+        return code.decoded() if isinstance(code, BlockWeight) and not self.kernels.takes_blocks else code
 
     def _coded(
         self, name: str, codes: Sequence[StoredWeight], bias: torch.Tensor | None, outputs: int | None = None
@@ -212,11 +215,14 @@ class Weights:
         in_mxfp4 = [part for part in codes if isinstance(part, Mxfp4Weight)]
         in_fp8 = [part for part in codes if isinstance(part, Fp8Weight)]
         coded = [part for part in codes if isinstance(part, CodedWeight)]
+        blocks = [part for part in codes if isinstance(part, BlockWeight)]
         try:
             if in_mxfp4:
                 return self.kernels.pack_mxfp4(in_mxfp4, bias)
             if coded:
                 return self.kernels.pack_coded(coded, bias, outputs)
+            if blocks:
+                return self.kernels.pack_blocks(blocks, bias)
             return self.kernels.pack_fp8(in_fp8, self.dtype, bias, outputs)
         except CheckpointError as error:
             raise CheckpointError(f"{self._checkpoint.folder}: {name}.weight as it is stored: {error}") from error

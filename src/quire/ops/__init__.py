@@ -1,6 +1,7 @@
 """The kernels behind the layers, each offered once, by what it computes: see `kernels`."""
 
 from quire.ops.attention import paged_attention, store_kv
+from quire.ops.blocks import BlockForm, BlockWeight
 from quire.ops.choose import choice_note, choose_kernels, lost_kernels
 from quire.ops.coded import CodedWeight
 from quire.ops.elementwise import activate, rms_norm, rotate
@@ -23,6 +24,8 @@ from quire.ops.ragged import RaggedBatch
 __all__ = [
     "BLOCK_SIZES",
     "AttentionParts",
+    "BlockForm",
+    "BlockWeight",
     "CodedWeight",
     "ExpertsParts",
     "Fp8Weight",

@@ -28,6 +28,7 @@ from quire.ops import (
     states,
     step_inputs,
 )
+from quire.ops.blocks import BlockWeight
 from quire.ops.coded import CodedProduct, CodedWeight, Scheme
 from quire.ops.elementwise import Activation
 from quire.ops.experts import Experts, ExpertSlots, HeadProducts, Routing
@@ -46,7 +47,7 @@ from quire.ops.states import DeltaNetWeights, StateCache
 from quire.ops.threads import torch_threads
 from quire.parallel.group import Gather
 
-StoredWeight = Mxfp4Weight | Fp8Weight | CodedWeight
+StoredWeight = Mxfp4Weight | Fp8Weight | CodedWeight | BlockWeight
 """A weight as a checkpoint stores it, with fewer bits than the data type of the computation has."""
 
 
@@ -195,6 +196,8 @@ class Kernels:
     """The device of weights, KV and activations."""
     deterministic = True
     """Whether a row's bits are independent of other rows, and of how its request was divided into steps."""
+    takes_blocks = False
+    """Whether they take the blocks of GGUF files apart themselves."""
     reads_spans = False
     """Whether kernels read a step's spans from the device's memory: see `RaggedBatch.spans`."""
 
@@ -279,6 +282,10 @@ class Kernels:
             CheckpointError: see `CodedProduct`.
         """
         return CodedProduct(parts, bias)
+
+    def pack_blocks(self, parts: Sequence[BlockWeight], bias: torch.Tensor | None = None) -> Product:
+        """The product with weights in blocks, for kernels that take such (`takes_blocks`): see `pack_coded`."""
+        raise NotImplementedError(f"{self.name} kernels take no blocks")
 
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
         """A kernel for a whole decoder layer; None if there is none, so that its kernels are called one by one."""

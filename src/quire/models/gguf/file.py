@@ -99,7 +99,8 @@ class GgufHeader:
     """What a file says.
 
     Attributes:
-        metadata: by key, numbers, truth values, texts, and lists of these.
+        metadata: by key, numbers, truth values, texts, and lists of these; the tokenizer's are empty unless
+            they were requested.
         tensors: by name.
     """
 
@@ -108,8 +109,11 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensor]
 
 
-def read_gguf(file: Path) -> GgufHeader:
+def read_gguf(file: Path, tokenizer: bool = False) -> GgufHeader:
     """Read and check the header of a file.
+
+    Args:
+        tokenizer: also make the tokenizer's lists, of several 100,000 items; otherwise they are passed over.
 
     Raises:
         CorruptGgufError: it is no such file, or cut short, or a length, count, type or offset is wrong.
@@ -117,7 +121,7 @@ def read_gguf(file: Path) -> GgufHeader:
     """
     try:
         with file.open("rb") as stream:
-            return _read(file, _Reader(file, stream, file.stat().st_size))
+            return _read(file, _Reader(file, stream, file.stat().st_size, tokenizer))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
 
@@ -129,8 +133,8 @@ class _Reader:
         position: bytes read. items: of arrays that may still come.
     """
 
-    def __init__(self, file: Path, stream: BinaryIO, size: int) -> None:
-        self.file, self.size = file, size
+    def __init__(self, file: Path, stream: BinaryIO, size: int, tokenizer: bool) -> None:
+        self.file, self.size, self.tokenizer = file, size, tokenizer
         self._read, self._end = stream.read, min(size, MAX_HEADER_BYTES)
         self.position, self.items = 0, MAX_ITEMS
 
@@ -162,25 +166,28 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise self.corrupt(f"{what} is not UTF-8 ({error.reason} at its byte {error.start})") from error
 
-    def texts(self, count: int, what: str, errors: str) -> list[str]:
-        """Like `text` for each of many, which is most of a header."""
+    def texts(self, count: int, what: str, errors: str, keep: bool) -> list[str]:
+        """Like `text` for each of many, which is most of a header; without `keep` they are passed over."""
         found: list[str] = []
         read, end = self._read, self._end - self.position
         try:
-            for _ in range(count):
+            for index in range(count):
                 length = int.from_bytes(read(8), "little")
                 end -= 8 + length
                 if end < 0:
-                    raise self.corrupt(f"{what} has {count} texts, and text {len(found)} has {length} bytes")
-                found.append(read(length).decode("utf-8", errors))
+                    raise self.corrupt(f"{what} has {count} texts, and text {index} has {length} bytes")
+                data = read(length)
+                if keep:
+                    found.append(data.decode("utf-8", errors))
         except UnicodeDecodeError as error:
             raise self.corrupt(f"text {len(found)} of {what} is not UTF-8 ({error.reason})") from error
         self.position = self._end - end
         return found
 
-    def numbers(self, kind: int, count: int, what: str) -> list[Any]:
+    def numbers(self, kind: int, count: int, what: str, keep: bool = True) -> list[Any]:
         dtype = np.dtype(NUMBERS[kind])
-        found = np.frombuffer(self.bytes(count * dtype.itemsize, what), np.uint8 if kind == BOOL else dtype)
+        data = self.bytes(count * dtype.itemsize, what)
+        found = np.frombuffer(data if keep else b"", np.uint8 if kind == BOOL else dtype)
         if dtype == np.float32:  # the shortest decimal number that is this one in fp32: 1e-05, as the converter read it
             return [float(text) for text in found.astype(str)]
         return list((found != 0).tolist() if kind == BOOL else found.tolist())
@@ -235,10 +242,11 @@ def _read_value(reader: _Reader, kind: int, key: str, depth: int) -> Any:
     reader.items -= count
     if reader.items < 0:
         raise reader.corrupt(f"{what} has {count} items; all arrays together may have {MAX_ITEMS}")
+    keep = reader.tokenizer or not key.startswith(TOKENIZER)
     if item in NUMBERS:
-        return reader.numbers(item, count, what)
+        return reader.numbers(item, count, what, keep)
     if item == STRING:
-        return reader.texts(count, what, errors)
+        return reader.texts(count, what, errors, keep)
     return [_read_value(reader, item, key, depth + 1) for _ in range(count)]
 
 

@@ -54,7 +54,7 @@ def folder_of(path: Path) -> Path:
             return folder
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    header = read_model(files)
+    header = read_model(files, tokenizer=True)
     made = _made(header, companions, beside)
     try:
         return _write(folder, files, companions, made)

@@ -101,8 +101,8 @@ def names_beside(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if BESIDE.fullmatch(name))
 
 
-def read_model(files: Sequence[Path]) -> GgufHeader:
-    """The metadata of the first file, and the tensors of all.
+def read_model(files: Sequence[Path], tokenizer: bool = False) -> GgufHeader:
+    """The metadata of the first file, and the tensors of all; `tokenizer`: see `read_gguf`.
 
     Raises:
         CorruptGgufError: a file's header is not valid, or the parts are not those of one model.
@@ -110,7 +110,7 @@ def read_model(files: Sequence[Path]) -> GgufHeader:
     """
     from quire.models.gguf.file import GgufHeader, read_gguf
 
-    headers = [read_gguf(file) for file in files]
+    headers = [read_gguf(file, tokenizer) for file in files]
     metadata = headers[0].metadata
     for index, header in enumerate(headers):
         count, number = header.metadata.get(COUNT, 1), header.metadata.get(NUMBER, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -13,9 +12,9 @@ from quire.models.gguf.families import describe
 from quire.models.gguf.file import GgufHeader, GgufTensor
 from quire.models.gguf.metadata import Said
 from quire.models.gguf.names import Source, find_sources
-from quire.models.gguf.types import DECODERS, PLAIN, decoded, restored
+from quire.models.gguf.types import DECODERS, PLAIN, block_form, restored
 from quire.models.safetensors_header import TensorEntry
-from quire.ops import CodedWeight, Mxfp4Weight
+from quire.ops import BlockWeight
 from quire.ops.memory import map_file
 
 
@@ -50,22 +49,20 @@ class GgufTensors:
         source = self._sources[name]
         return _changed(source, [_numbers(source, tensor) for tensor in source.tensors])
 
-    def coded(self, name: str) -> CodedWeight | Mxfp4Weight | None:
+    def coded(self, name: str) -> BlockWeight | None:
         """A tensor as it is stored; None if it is not quantized, or its numbers change.
 
         Raises:
-            CheckpointError: the file can no longer be read, or a scale is not one that is computed with.
+            CheckpointError: the file can no longer be read.
         """
         source = self._sources[name]
         tensor = source.tensors[0]
         if tensor.type.name not in DECODERS or source.change is not None or source.columns is not None:
             return None
-        if len(source.shape) != 2:
+        if len(source.shape) != 2 or (source.scale is not None and tensor.type.name == "MXFP4"):
             return None
-        weight = _decoded(tensor, _blocks(source, tensor), _index(source))
-        if source.scale is None or not isinstance(weight, CodedWeight):
-            return weight if source.scale is None else None
-        return replace(weight, factors=torch.full((weight.out_features,), _scale(source, source.scale)))
+        factor = None if source.scale is None else _scale(source, source.scale)
+        return BlockWeight(block_form(tensor.type), _blocks(source, tensor), _index(source), factor)
 
     def table(self, name: str) -> QuantizedTable | None:
         """A quantized matrix whose rows are restored one by one; None if it is not one."""
@@ -144,13 +141,6 @@ def _blocks(source: Source, tensor: GgufTensor) -> torch.Tensor:
 
 def _index(source: Source) -> torch.Tensor | None:
     return None if source.rows is None else torch.from_numpy(source.rows)
-
-
-def _decoded(tensor: GgufTensor, blocks: torch.Tensor, rows: torch.Tensor | None) -> CodedWeight | Mxfp4Weight:
-    try:
-        return decoded(tensor.type, blocks, rows)
-    except CheckpointError as error:
-        raise CheckpointError(f"{tensor.file}: {tensor.name!r}: {error}") from error
 
 
 def _numbers(source: Source, tensor: GgufTensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ those of the first run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from quire.models.gguf.file import GgufType
+from quire.ops.blocks import BlockForm
 from quire.ops.coded import CodedWeight, Scheme
 from quire.ops.mxfp4 import Mxfp4Weight
 from quire.ops.threads import torch_threads
@@ -204,12 +206,14 @@ DECODERS: dict[str, Callable[[torch.Tensor], CodedWeight | Mxfp4Weight]] = {
 """By the type's name, given uint8 [rows, blocks, bytes of a block]."""
 
 
-def decoded(form: GgufType, blocks: torch.Tensor, rows: torch.Tensor | None = None) -> CodedWeight | Mxfp4Weight:
-    """A quantized weight, in tensors of its own.
+@functools.cache
+def block_form(form: GgufType) -> BlockForm:
+    """The type, for kernels that take its blocks apart."""
+    return BlockForm(form.name, form.numbers, form.size, functools.partial(_decoded, form))
 
-    Args:
-        blocks: uint8 [rows, blocks, bytes of a block].
-        rows: which of these, in this order, int64 [n]; None for all.
+
+def _decoded(form: GgufType, blocks: torch.Tensor, rows: torch.Tensor | None = None) -> CodedWeight | Mxfp4Weight:
+    """A quantized weight, in tensors of its own: see `BlockForm`.
 
     Raises:
         CheckpointError: a scale is not one that is computed with.
@@ -229,7 +233,7 @@ def joined(parts: Sequence[Weight]) -> Weight:
 
 
 def restored(form: GgufType, blocks: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """The numbers of a quantized weight, fp32 [rows, inputs]; the arguments are those of `decoded`."""
+    """The numbers of a quantized weight, fp32 [rows, inputs]; `blocks` and `rows`: see `BlockForm.decode`."""
     count = len(blocks if rows is None else rows)
     numbers, start = torch.empty(count, blocks.shape[1] * form.numbers), 0
     with _alone(form, blocks, rows):

@@ -8,6 +8,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from quire.ops.blocks import BlockWeight
 from quire.ops.coded import CodedWeight
 from quire.ops.cpu import (
     attention,
@@ -62,6 +63,8 @@ class CpuKernels(Kernels):
         ConfigError: it was not built, or this machine cannot run it.
     """
 
+    takes_blocks = True
+
     def __init__(self, isa: str, deterministic: bool = True) -> None:
         super().__init__(deterministic)
         self.name = isa
@@ -105,7 +108,8 @@ class CpuKernels(Kernels):
     quantize_groups = on_library(quantize.quantize_groups)
 
     def keeps(self, weight: StoredWeight) -> bool:
-        return isinstance(weight, Mxfp4Weight) or (isinstance(weight, CodedWeight) and linear.can_multiply(weight))
+        stored = isinstance(weight, Mxfp4Weight | BlockWeight)
+        return stored or (isinstance(weight, CodedWeight) and linear.can_multiply(weight))
 
     def pack_mxfp4(self, parts: Sequence[Mxfp4Weight], bias: torch.Tensor | None = None) -> Product:
         return linear.CpuProduct(self._lib, parts, bias, self._scratch, self._weights)
@@ -113,6 +117,9 @@ class CpuKernels(Kernels):
     def pack_coded(
         self, parts: Sequence[CodedWeight], bias: torch.Tensor | None = None, outputs: int | None = None
     ) -> Product:
+        return linear.CpuProduct(self._lib, parts, bias, self._scratch, self._weights)
+
+    def pack_blocks(self, parts: Sequence[BlockWeight], bias: torch.Tensor | None = None) -> Product:
         return linear.CpuProduct(self._lib, parts, bias, self._scratch, self._weights)
 
     def whole_layer(self, parts: LayerParts) -> WholeLayer | None:

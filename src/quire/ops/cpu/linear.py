@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from quire.ops.coded import CodedWeight, check_parts
+from quire.errors import CheckpointError
+from quire.ops.blocks import NUMBERS_IN_CPP, SIX_BITS, BlockWeight
+from quire.ops.coded import CodedWeight, Scheme, check_parts
 from quire.ops.cpu.library import DTYPES, I32, I64, POINTER, Library, Prototype
 from quire.ops.memory import Scratch, WeightMemory
 from quire.ops.mxfp4 import GROUP, Mxfp4Weight
@@ -20,6 +22,7 @@ PROTOTYPES: dict[str, Prototype] = {
     "packed_bytes": (I64, (POINTER,)),
     "pack": (None, (POINTER, POINTER, POINTER)),
     "pack_mxfp4": (None, (POINTER, POINTER, POINTER, POINTER, POINTER)),
+    "pack_blocks": (I32, (POINTER, I32, POINTER)),
     "pack_codes": (None, (POINTER, POINTER, POINTER)),
     "pack_numbers": (None, (POINTER, POINTER, I64, I32, POINTER)),
 }
@@ -59,8 +62,8 @@ class CpuProduct:
     """The product with a weight [out, in], dense or in codes, whose panels of 32 outputs C++ reads as one stream.
 
     Args:
-        weight: dense parts [out, in], or such in MXFP4 or of any schemes (`ops.coded`), whose outputs come side by
-            side; they are copied into panels.
+        weight: dense parts [out, in], or such in MXFP4, of any schemes (`ops.coded`) or in blocks, whose outputs come
+            side by side; they are copied into panels.
         scratch: what all products share for the length of a call.
         memory: where panels go.
 
@@ -76,7 +79,7 @@ class CpuProduct:
     def __init__(
         self,
         lib: Library,
-        weight: Sequence[torch.Tensor] | Sequence[Mxfp4Weight] | Sequence[CodedWeight],
+        weight: Sequence[torch.Tensor] | Sequence[Mxfp4Weight] | Sequence[CodedWeight] | Sequence[BlockWeight],
         bias: torch.Tensor | None,
         scratch: Scratch,
         memory: WeightMemory,
@@ -85,12 +88,15 @@ class CpuProduct:
         self.dtypes: tuple[torch.dtype, ...] = tuple(DTYPES)
         dense = [part for part in weight if isinstance(part, torch.Tensor)]
         coded = [part for part in weight if isinstance(part, CodedWeight)]
+        blocks = [part for part in weight if isinstance(part, BlockWeight)]
         if dense:
             self.dtypes = (dense[0].dtype,)
             self._weights = [self._dense(dense)]
         elif coded:
             check_parts(coded)
             self._weights = [self._coded(list(alike)) for _, alike in itertools.groupby(coded, _layout)]
+        elif blocks:
+            self._weights = [self._blocks(list(alike)) for _, alike in itertools.groupby(blocks, _kind)]
         else:
             self._weights = [self._mxfp4([part for part in weight if isinstance(part, Mxfp4Weight)])]
         self.in_features: int = self._weights[0].in_features
@@ -141,42 +147,76 @@ class CpuProduct:
     def _coded(self, parts: Sequence[CodedWeight]) -> _Weight:
         """Parts of one layout."""
         first, scheme = parts[0], parts[0].scheme
-        weight = _Weight(
-            format=INT8 if scheme.bits == 8 else INT4,
-            in_features=first.in_features,
-            out_features=sum(part.out_features for part in parts),
-            segment=scheme.segment,
-            shared=scheme.shared,
-            whole_rows=scheme.activations == "row",
-            table=(ctypes.c_int8 * 16)(*(scheme.table or range(16))),
-        )
-        raised = _raised(parts)
-        if raised is not None:
-            weight.format, weight.raised = INT6, raised
-        weight.data = self._taken(self._lib.packed_bytes(ctypes.addressof(weight)))
+        weight = self._in_codes(scheme, first.in_features, sum(part.out_features for part in parts), _raised(parts))
         codes = [_with_rows(part.codes) for part in parts]
         rows = _rows(codes)
         self._lib.pack_codes(ctypes.addressof(weight), rows.ctypes.data, weight.data)
-        for name, each in (
-            *(("scales", scheme.group), ("offsets", scheme.group)),
-            *(("block_scales", scheme.block), ("block_offsets", scheme.block)),
-        ):
+        for name, each in _scaled(scheme):
             numbers = [getattr(part, name) for part in parts]
-            if each and numbers[0] is not None:
-                at = self._numbers(weight, numbers)
-                setattr(weight, name, _Numbers(at, NUMBERS[numbers[0].dtype], each, numbers[0].shape[1]))
+            if numbers[0] is not None:
+                setattr(weight, name, _Numbers(0, NUMBERS[numbers[0].dtype], each, numbers[0].shape[1]))
+                getattr(weight, name).at = self._numbers(weight, numbers)
         if first.factors is not None:
             weight.factors = self._numbers(
                 weight, [part.factors.unsqueeze(1) for part in parts if part.factors is not None]
             )
         return weight
 
+    def _in_codes(self, scheme: Scheme, inputs: int, outputs: int, raised: int | None) -> _Weight:
+        """A weight with room for its codes; `raised`: see `_raised`."""
+        weight = _Weight(
+            format=INT4 if scheme.bits == 4 else INT8 if raised is None else INT6,
+            in_features=inputs,
+            out_features=outputs,
+            segment=scheme.segment,
+            shared=scheme.shared,
+            whole_rows=scheme.activations == "row",
+            raised=raised or 0,
+            table=(ctypes.c_int8 * 16)(*(scheme.table or range(16))),
+        )
+        weight.data = self._taken(self._lib.packed_bytes(ctypes.addressof(weight)))
+        return weight
+
+    def _room(self, weight: _Weight, count: int, size: int) -> int:
+        """The address of memory for so many numbers an output, in panels."""
+        return self._taken(-(-weight.out_features // PANEL) * PANEL * count * size)
+
     def _numbers(self, weight: _Weight, parts: Sequence[torch.Tensor]) -> int:
         """The address of scales or offsets, [out, n] in parts, in panels."""
         parts, count, size = [_with_rows(part) for part in parts], parts[0].shape[1], parts[0].element_size()
-        at, rows = self._taken(-(-weight.out_features // PANEL) * PANEL * count * size), _rows(parts)
+        at, rows = self._room(weight, count, size), _rows(parts)
         self._lib.pack_numbers(ctypes.addressof(weight), rows.ctypes.data, count, size, at)
         return at
+
+    def _blocks(self, parts: Sequence[BlockWeight]) -> _Weight:
+        """Parts of one kind."""
+        form, inputs, outputs = parts[0].form, parts[0].in_features, sum(part.out_features for part in parts)
+        if {part.in_features for part in parts} != {inputs}:
+            raise CheckpointError(f"the parts of a product differ in inputs: {[part.in_features for part in parts]}")
+        example, room = form.example, self._room
+        if isinstance(example, Mxfp4Weight):
+            weight = _Weight(format=MXFP4, in_features=inputs, out_features=outputs)
+            weight.data = self._taken(self._lib.packed_bytes(ctypes.addressof(weight)))
+            count = inputs // GROUP
+            weight.scales = _Numbers(room(weight, count, 1), NUMBERS[torch.uint8], GROUP, count)
+        else:
+            weight = self._in_codes(example.scheme, inputs, outputs, SIX_BITS.get(form.name))
+            for name, each in _scaled(example.scheme):
+                numbers, count = getattr(example, name), inputs // each
+                if numbers is not None:
+                    at = room(weight, count, numbers.element_size())
+                    setattr(weight, name, _Numbers(at, NUMBERS[numbers.dtype], each, count))
+            factors = [torch.full((part.out_features, 1), part.factor) for part in parts if part.factor is not None]
+            if factors:
+                weight.factors = self._numbers(weight, factors)
+        rows = np.concatenate([_block_rows(part) for part in parts])
+        if not self._lib.pack_blocks(ctypes.addressof(weight), NUMBERS_IN_CPP.index(form.name), rows.ctypes.data):
+            for part in parts:
+                decoded = part.decoded()
+                if isinstance(decoded, CodedWeight):
+                    decoded.check_finite()
+            raise CheckpointError(f"{form.name}: scales are not numbers to compute with. Download the file again.")
+        return weight
 
     def matmul(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """`x W^T + b` for x [rows, in]; any number of rows. Returns [rows, out] in x's type or fp32."""
@@ -208,6 +248,28 @@ def _layout(weight: CodedWeight) -> tuple[object, ...]:
     """Parts for which this is the same are one weight."""
     tensors = weight.scales, weight.offsets, weight.block_scales, weight.block_offsets, weight.factors
     return weight.scheme, *(None if tensor is None else tensor.dtype for tensor in tensors)
+
+
+def _kind(weight: BlockWeight) -> tuple[object, ...]:
+    """The same of those in blocks."""
+    return weight.form.name, weight.factor is not None
+
+
+def _scaled(scheme: Scheme) -> list[tuple[str, int]]:
+    """What scales there may be, and how many inputs have one."""
+    each = {
+        "scales": scheme.group,
+        "offsets": scheme.group,
+        "block_scales": scheme.block,
+        "block_offsets": scheme.block,
+    }
+    return [(name, inputs) for name, inputs in each.items() if inputs]
+
+
+def _block_rows(part: BlockWeight) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The addresses of its rows."""
+    index = np.arange(part.out_features) if part.index is None else part.index.numpy()
+    return part.blocks.data_ptr() + _row_bytes(part.blocks) * index
 
 
 def _raised(parts: Sequence[CodedWeight]) -> int | None:

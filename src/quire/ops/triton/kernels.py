@@ -98,7 +98,7 @@ class TritonKernels(Kernels):
     def keeps(self, weight: StoredWeight) -> bool:
         if isinstance(weight, CodedWeight):
             return coded.can_multiply(weight)
-        return isinstance(weight, Mxfp4Weight) or can_multiply(weight)
+        return isinstance(weight, Mxfp4Weight) or (isinstance(weight, Fp8Weight) and can_multiply(weight))
 
     def pack_fp8(
         self,

@@ -1,6 +1,8 @@
 // Weights into the panels that products read (see weight.h).
 #include <algorithm>
+#include <atomic>
 
+#include "gguf_blocks.h"
 #include "team.h"
 #include "weight.h"
 
@@ -71,10 +73,18 @@ uint32_t add_to_bytes(uint32_t bytes, uint32_t more) {
     return ((bytes & 0x7f7f7f7fu) + (all & 0x7f7f7f7fu)) ^ ((bytes ^ all) & 0x80808080u);
 }
 
-// Rows [in] of bytes that are below 64 once they are raised, for 16 inputs three words: the lower four bits of the first
-// eight, those of the second, and the upper two of all (see linear_coded.h).
-void pack_six_bits(const char* const* rows, int64_t out, int64_t in, uint32_t raised, uint32_t* to) {
+// 16 bytes that are below 64, as three words: the lower four bits of the first eight, those of the second, and the upper two
+// of all (see linear_coded.h).
+INLINE void pack_six_bits(const uint32_t* quads, uint32_t* word) {
     constexpr uint32_t LOWER = 0x0f0f0f0fu, UPPER = 0x30303030u;
+    const uint32_t a = quads[0], b = quads[1], c = quads[2], d = quads[3];
+    word[0] = (a & LOWER) | (b & LOWER) << 4;
+    word[PANEL] = (c & LOWER) | (d & LOWER) << 4;
+    word[2 * PANEL] = (a & UPPER) >> 4 | (b & UPPER) >> 2 | (c & UPPER) | (d & UPPER) << 2;
+}
+
+// Rows [in] of bytes that are so once they are raised.
+void pack_six_bits(const char* const* rows, int64_t out, int64_t in, uint32_t raised, uint32_t* to) {
     parallel_each((out + PANEL - 1) / PANEL, {}, [=](int64_t panel) {
         const int64_t count = std::min<int64_t>(PANEL, out - panel * PANEL);
         uint32_t* p = to + panel * in / 16 * 3 * PANEL;
@@ -84,16 +94,99 @@ void pack_six_bits(const char* const* rows, int64_t out, int64_t in, uint32_t ra
                 const char* row = rows[panel * PANEL + o];
                 __builtin_prefetch(row + first + SOON);
                 for (int64_t j = first; j < std::min(in, first + 64); j += 16) {
-                    uint32_t quads[4], *word = p + j / 16 * 3 * PANEL + o;
+                    uint32_t quads[4];
                     std::memcpy(quads, row + j, sizeof quads);
                     for (uint32_t& quad : quads) quad = add_to_bytes(quad, raised);
-                    const auto [a, b, c, d] = quads;
-                    word[0] = (a & LOWER) | (b & LOWER) << 4;
-                    word[PANEL] = (c & LOWER) | (d & LOWER) << 4;
-                    word[2 * PANEL] = (a & UPPER) >> 4 | (b & UPPER) >> 2 | (c & UPPER) | (d & UPPER) << 2;
+                    pack_six_bits(quads, p + j / 16 * 3 * PANEL + o);
                 }
             }
     });
+}
+
+constexpr uint8_t LARGEST = 252;  // exponent of MXFP4: a greater one scales only zeros
+
+// Codes of 4 bits, a byte each in a word, the even ones' bits below the odd ones': see `even_then_odd`.
+INLINE uint32_t even_then_odd_of(uint64_t codes) {
+    auto four = [](uint64_t x) { return (uint32_t)(x | x >> 12 | x >> 24 | x >> 36) & 0xffffu; };
+    constexpr uint64_t EVEN = 0x000f000f000f000full;
+    return four(codes & EVEN) | four(codes >> 8 & EVEN) << 16;
+}
+
+// Codes of an output, a byte each, to its panel: those of n inputs, a multiple of 32; `word`: where the first of them go.
+INLINE void store_codes(int32_t format, const uint8_t* codes, int64_t n, uint32_t* word) {
+    const auto quads = (const uint32_t*)codes;
+    switch (format) {
+        case INT4:
+            for (int64_t i = 0; i < n / 8; i++) word[i * PANEL] = quads[2 * i] | quads[2 * i + 1] << 4;
+            return;
+        case INT6:
+            for (int64_t i = 0; i < n / 16; i++) pack_six_bits(quads + 4 * i, word + 3 * PANEL * i);
+            return;
+        case INT8:
+            for (int64_t i = 0; i < n / 4; i++) word[i * PANEL] = quads[i];
+            return;
+        default:
+            for (int64_t i = 0; i < n / 8; i++) word[i * PANEL] = even_then_odd_of(load_as<uint64_t>(codes + 8 * i));
+    }
+}
+
+// A panel's numbers of some inputs from `first` on: where they are, how many, and of how many bytes.
+struct Column {
+    char* at;
+    int64_t count;
+    int32_t size;
+
+    Column(const Numbers& of, int64_t panel, int64_t first, int64_t inputs)
+        : at((char*)of.at), count(0), size(of.type == F16 ? 2 : 1) {
+        if (!at) return;
+        count = (inputs + of.each - 1) / of.each;
+        at += (panel * of.count + first / of.each) * PANEL * size;
+    }
+
+    void store(const void* from, int64_t output) const {
+        if (size == 2)
+            for (int64_t i = 0; i < count; i++) ((uint16_t*)at)[i * PANEL + output] = ((const uint16_t*)from)[i];
+        else
+            for (int64_t i = 0; i < count; i++) ((uint8_t*)at)[i * PANEL + output] = ((const uint8_t*)from)[i];
+    }
+
+    void fill(uint8_t byte) const {
+        if (count) std::memset(at, byte, count * PANEL * size);
+    }
+};
+
+// Words of a panel that a PIECE of inputs takes.
+int64_t words_a_piece(int32_t format) {
+    return PANEL * (format == INT8 ? PIECE / 4 : format == INT6 ? PIECE / 16 * 3 : PIECE / 8);
+}
+
+// A panel of a weight that is made of blocks; false if a scale of it is infinite or no number.
+bool pack_panel(const Weight& w, const BlockType& type, const char* const* rows, int64_t panel) {
+    const int64_t outputs = std::min<int64_t>(PANEL, w.out - panel * PANEL), bytes = PIECE / type.inputs * type.size;
+    auto* word = (uint32_t*)panel_data(w, panel);
+    if (outputs < PANEL || (w.format == INT8 && w.in % 64)) std::memset(word, 0, panel_bytes(w));
+    Piece piece;
+    piece.sound = true;
+    for (int64_t first = 0; first < w.in; first += PIECE, word += words_a_piece(w.format)) {
+        const int64_t inputs = std::min(PIECE, w.in - first), at = first / type.inputs * type.size;
+        const Column scales(w.scales, panel, first, inputs), offsets(w.offsets, panel, first, inputs);
+        const Column units(w.block_scales, panel, first, inputs), more(w.block_offsets, panel, first, inputs);
+        if (outputs < PANEL) {
+            scales.fill(w.format == MXFP4 ? LARGEST : 0);
+            for (const Column* each : {&offsets, &units, &more}) each->fill(0);
+        }
+        for (int64_t o = 0; o < outputs; o++) {
+            const auto block = (const uint8_t*)rows[panel * PANEL + o] + at;
+            for (int64_t ahead = bytes; ahead < 2 * bytes; ahead += 64) __builtin_prefetch(block + ahead);
+            take_apart(type, block, inputs, piece);
+            store_codes(w.format, piece.codes, inputs, word + o);
+            scales.store(piece.scales, o);
+            offsets.store(piece.offsets, o);
+            units.store(&piece.unit, o);
+            more.store(&piece.unit_offset, o);
+        }
+    }
+    return piece.sound;
 }
 
 }  // namespace
@@ -116,7 +209,6 @@ QUIRE_API void quire_pack(const Weight* w, const void* const* rows, void* to) {
 QUIRE_API void quire_pack_mxfp4(const Weight* w, const char* const* codes, const uint8_t* const* scales, uint32_t* to,
                                 uint8_t* to_scales) {
     const int64_t words = w->in / 8, groups = w->in / w->scales.each;
-    const uint8_t largest = 252;  // a greater one scales only zeros
     parallel_each(panels(*w), {}, [=](int64_t panel) {
         for (int64_t o = 0; o < PANEL; o++) {
             const int64_t row = panel * PANEL + o;
@@ -125,7 +217,7 @@ QUIRE_API void quire_pack_mxfp4(const Weight* w, const char* const* codes, const
             for (int64_t j = 0; j < words; j++)
                 word[j * PANEL] = row < w->out ? even_then_odd(load_as<uint32_t>(codes[row] + 4 * j)) : 0;
             for (int64_t g = 0; g < groups; g++)
-                scale[g * PANEL] = row < w->out ? std::min(scales[row][g], largest) : largest;
+                scale[g * PANEL] = row < w->out ? std::min(scales[row][g], LARGEST) : LARGEST;
         }
     });
 }
@@ -148,4 +240,14 @@ QUIRE_API void quire_pack_numbers(const Weight* w, const char* const* rows, int6
     if (size == 1) pack_columns(rows, w->out, count, count, (uint8_t*)to, same);
     if (size == 2) pack_columns(rows, w->out, count, count, (uint16_t*)to, same);
     if (size == 4) pack_columns(rows, w->out, count, count, (uint32_t*)to, same);
+}
+
+// Packs blocks of a GGUF file, whose type has this number; `rows` are the addresses of the outputs' rows. What the weight
+// points to is written. Returns 0 if a scale is infinite or no number, or makes numbers too large.
+QUIRE_API int32_t quire_pack_blocks(const Weight* w, int32_t type, const char* const* rows) {
+    std::atomic<bool> sound{true};
+    parallel_each(panels(*w), {}, [&](int64_t panel) {
+        if (!pack_panel(*w, BLOCK_TYPES[type], rows, panel)) sound.store(false, std::memory_order_relaxed);
+    });
+    return sound.load();
 }
