@@ -209,10 +209,10 @@ DECODERS: dict[str, Callable[[torch.Tensor], CodedWeight | Mxfp4Weight]] = {
 @functools.cache
 def block_form(form: GgufType) -> BlockForm:
     """The type, for kernels that take its blocks apart."""
-    return BlockForm(form.name, form.numbers, form.size, functools.partial(_decoded, form))
+    return BlockForm(form.name, form.numbers, form.size, functools.partial(decoded, form))
 
 
-def _decoded(form: GgufType, blocks: torch.Tensor, rows: torch.Tensor | None = None) -> CodedWeight | Mxfp4Weight:
+def decoded(form: GgufType, blocks: torch.Tensor, rows: torch.Tensor | None = None) -> CodedWeight | Mxfp4Weight:
     """A quantized weight, in tensors of its own: see `BlockForm`.
 
     Raises:
