@@ -329,7 +329,7 @@ class Fuzz:
         there is a disk, the second half of them come to another engine, which finds what the first one has left."""
         half = len(case.asks) // 2
         lives = [case.asks[:half], case.asks[half:]] if "disk_kv_memory" in case.switches else [case.asks]
-        always = mock.patch.object(Costs, "prefers_load", lambda *_: True)
+        always = mock.patch.multiple(Costs, prefers_load=lambda *_: True, worth_saving=lambda *_: True)
         with always if case.loads else contextlib.nullcontext(), self._beside(case) as more:
             return [each for asks in lives for each in self._live(case, asks, {**case.switches, **more})]
 

@@ -40,9 +40,10 @@ LENGTHS = (15, 33, 64, 65, 130, 150)
 
 
 @pytest.fixture(autouse=True)
-def loads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def moves_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow this machine was at the last ones: so it does not decide what is tested."""
-    monkeypatch.setattr(Costs, "prefers_load", lambda *_: True)
+    for rule in ("prefers_load", "worth_saving"):
+        monkeypatch.setattr(Costs, rule, lambda *_: True)
 
 
 @pytest.fixture(scope="module")
