@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from triton.runtime import interpreter
 
+from quire.ops import CodedWeight
 from quire.ops.triton import experts_coded, latent, weights
 from quire.ops.triton.coded import Lain
 from quire.ops.triton.linear_vendor import Library
@@ -192,6 +193,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(weights, "addresses_of", _addresses_of)
     monkeypatch.setattr(experts_coded, "addresses_of", _addresses_of_parts)
     monkeypatch.setattr(weights, "_aligned", lambda weight: weight)
+    monkeypatch.setattr(CodedWeight, "check_finite", lambda self: None)
     return made
 
 

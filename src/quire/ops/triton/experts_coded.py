@@ -170,6 +170,7 @@ class CodedWeights:
             (key, addresses_of([parts[expert].lain if expert in parts else None for expert in experts], self.device))
             for key, parts in found.items()
         ]
+        self._tables = {part.form: looked_up(part.form, self.device) for part in found}
         self._biases, self._padded_inputs = biases_of(self._products), first.padded_inputs
 
     def __len__(self) -> int:
@@ -208,7 +209,7 @@ class CodedWeights:
             _coded_experts_kernel[(len(tile_table) * (padded // OUTPUTS),)](
                 *quantized[shares],
                 addresses,
-                looked_up(part.form, x.device),
+                self._tables[part.form],
                 self._biases,
                 order,
                 tile_table,

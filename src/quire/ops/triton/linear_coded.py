@@ -91,11 +91,13 @@ class CodedPart:
 
     Attributes:
         form, lain: see `coded`.
+        table: see `coded.looked_up`.
         begin, out_features: which outputs of the product these are.
     """
 
     def __init__(self, form: Form, parts: list[CodedWeight], begin: int, device: torch.device) -> None:
         self.form, self.lain, self.begin = form, relay(form, parts, device), begin
+        self.table = looked_up(form, device)
         self.out_features = sum(part.out_features for part in parts)
 
     def chunks(self, inputs: int, outputs: int) -> Chunks:
@@ -130,7 +132,7 @@ class CodedPart:
             scales,
             sums,
             *self.lain[:-1],
-            looked_up(self.form, codes.device),
+            self.table,
             *ending,
             out,
             rows,
