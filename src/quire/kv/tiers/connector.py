@@ -25,6 +25,10 @@ from quire.kv.tiers.returns import Returns
 from quire.kv.tiers.sources import LEAST_FETCH, Sources
 from quire.kv.tiers.tier import HOST
 
+LIKELY = 0.5
+"""Where more blocks come back than this share, as those of requests that gave way, all are saved whatever it costs, and
+so they are at first: what steps took is not known well yet."""
+
 WORTH = 2
 """How often a block must have been computed or used before it is worth being written to the disk."""
 
@@ -199,7 +203,8 @@ class TierConnector(Connector):
 
     def _worth_saving(self) -> bool:
         """Whether blocks that leave the pool for the first time are saved; where others can read them, always."""
-        return self.sources.shared or self.sources.costs.worth_saving(self._returns.odds, self.cache.block_size)
+        odds = self._returns.odds
+        return self.sources.shared or odds > LIKELY or self.sources.costs.worth_saving(odds, self.cache.block_size)
 
     def keep(self, name: bytes, group: int, block: int) -> bool:
         """Have the next plan save a block. False if it is in the tier or on its way there already, or if there is no
