@@ -59,6 +59,8 @@ KINDS = [
     _kind("Q5_K", 8, 32, U8, U8, F16, block=256, codes=(0, 31)),
     _kind("Q6_K", 8, 16, I8, None, F16, block=256, codes=(-32, 31)),
     _kind("IQ4_XS", 4, 32, I8, None, F16, block=256, table=TABLE),
+    _kind("int4", 4, 32, U8, U8, F16, block=256, activations="group"),
+    _kind("int4 of 192", 4, 32, U8, U8, F16, block=192, activations="group"),
     _kind("AWQ", 4, 128, F16, U8),
     _kind("GPTQ 8", 8, 64, F16, I8),
     _kind("W4 in bf16", 4, 64, BF16, table=LINES),
