@@ -84,13 +84,11 @@ def calibrate(
         config.tensor_shapes(),
         dtype,
         kernels,
-        tied=config.tie_word_embeddings,
-        skipped=config.skipped(),
         norm_offset=config.norm_offset,
     )
     if pairs:
         weights.check_room(config.tensor_shapes())
-    weights.pairs = pairs
+    weights.pairs, weights.met = pairs, {}
     model = Model(config, weights, Sharing())
     total, done = sum(map(len, windows)), 0
     for window in windows:
@@ -110,11 +108,8 @@ class _Plain(Kernels):
 class _Watched(Weights):
     """Weights whose products note what they are given."""
 
-    pairs = False
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.met: Calibration = {}
+    pairs: bool
+    met: Calibration
 
     def check_room(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Check that the sums of pairs fit into half of the machine's memory; raises ConfigError."""
