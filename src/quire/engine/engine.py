@@ -383,12 +383,12 @@ class Engine:
         return stats | reduced | experts | stages
 
     def exchange(self) -> None:
-        """Exchange messages with other engines, even if no step runs; see `KVTiers`."""
+        """Exchange messages with other engines, even if no step runs; see `Elsewhere`."""
         self.tiers.exchange()
         self.tiers.tell(self._stats.steps)
 
     def prefilled(self, numbers: Sequence[int]) -> None:
-        """Requests that computed prompts for other engines have ended; see `KVTiers.to_compute`."""
+        """Requests that computed prompts for other engines have ended; see `Elsewhere.to_compute`."""
         self.tiers.prefilled(numbers)
 
     def take_updates(self) -> list[RequestUpdate]:
