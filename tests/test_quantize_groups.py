@@ -116,6 +116,12 @@ def test_numbers_that_no_scale_holds_are_an_error(case: str, wrong: float) -> No
             kernels.quantize_groups(draw(2, 33), scheme)
 
 
+def test_kernels_refuse_a_weight_without_numbers_in_memory() -> None:
+    if library.usable():
+        with pytest.raises(ValueError, match=r"\[2, 64\] on meta, a Tensor, has no numbers that a CPU can read"):
+            choose_kernels().quantize_groups(torch.empty(2, 64, device="meta"), Scheme("int4", 4, 32))
+
+
 def test_layers_with_more_bits_are_spread_over_the_model() -> None:
     recipe = Recipe.of(16)
     down = [i for i in range(16) if recipe.bits(f"model.layers.{i}.mlp.down_proj") == 8]

@@ -19,6 +19,7 @@ from quire.models.registry import in_layout
 from quire.models.safetensors_file import Writer, header_room
 from quire.models.weights import check_tensors
 from quire.ops import choose_kernels
+from quire.ops.threads import usable_threads
 
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "NOTICE*", "README*")
 """Files that are copied besides the weights: configuration, tokenizer, chat template, licence."""
@@ -110,7 +111,9 @@ def _write_compressed(checkpoint: Checkpoint, folder: Path, report: OnProgress) 
     def progress(done: int, total: int) -> None:
         report(f"quantizing to {COMPRESSED}", done / total)
 
-    fields = write_compressed_tensors.write(checkpoint, folder, choose_kernels(), progress)
+    kernels = choose_kernels()
+    with kernels.threads(usable_threads()):
+        fields = write_compressed_tensors.write(checkpoint, folder, kernels, progress)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
@@ -131,15 +134,15 @@ def write_quantized(checkpoint: Checkpoint, folder: Path, how: Quantization, bas
     laid_out, config, _ = in_layout(checkpoint)
     shapes = config.tensor_shapes()
     check_tensors(laid_out, shapes, config.tie_word_embeddings, config.skipped())
-    quantizing = QuantizingCheckpoint(laid_out, Recipe(how, config.num_layers), choose_kernels())
+    kernels = choose_kernels()
+    quantizing = QuantizingCheckpoint(laid_out, Recipe(how, config.num_layers), kernels)
     # Tensors whose size is not a multiple of 32 numbers, and so perhaps not of `ALIGNMENT`, come last.
     names = sorted(shapes, key=lambda name: (quantizing.scheme(name) is None, math.prod(shapes[name]) % 32 > 0))
     done, total = 0, sum(map(math.prod, shapes.values()))
     phase = f"quantizing to {how}"
     report(phase, 0.0)
-    with Writer(
-        folder / SINGLE_FILE, header_room(name + part for name in names for part in kind_of(quantizing.scheme(name)))
-    ) as writer:
+    room = header_room(name + part for name in names for part in kind_of(quantizing.scheme(name)))
+    with kernels.threads(usable_threads()), Writer(folder / SINGLE_FILE, room) as writer:
         for name in names:
             coded = quantizing.coded(name)
             parts = {"": laid_out.tensor(name)} if coded is None else parts_of(coded)

@@ -138,7 +138,7 @@ def build_model(
     max_model_len: int | None = None,
 ) -> tuple[Model, Weights]:
     """Make the model, and return it with its weights: see `load_model` and `Weights`."""
-    stored, on_cpu = checkpoint, kernels.device.type == "cpu"
+    stored, host, on_cpu = checkpoint, kernels, kernels.device.type == "cpu"
     checkpoint, config, notes = in_layout(checkpoint)
     # Quire's own folders say their type: scales are not of it.
     compute_dtype, note = choose_dtype(stored if checkpoint.quantization is None else checkpoint, dtype, on_cpu)
@@ -152,7 +152,8 @@ def build_model(
     check_tensors(checkpoint, shapes, config.tie_word_embeddings, skipped)
     if quantization is not None:
         recipe = Recipe(quantization, config.num_layers)
-        checkpoint = QuantizingCheckpoint(checkpoint, recipe, choose_kernels())  # of the host, where the file is mapped
+        host = choose_kernels()  # they quantize where the file is mapped, whatever device the model is on
+        checkpoint = QuantizingCheckpoint(checkpoint, recipe, host)
         notes.append(_left_note(checkpoint, shapes))
     sharing, slots = sharing or Sharing(), 0
     if sharing.redundant_experts is not None and config.routing is not None:
@@ -168,7 +169,7 @@ def build_model(
         expert_group=sharing.experts,
         norm_offset=config.norm_offset,
     )
-    with kernels.threads(usable_threads()):
+    with kernels.threads(usable_threads()), host.threads(usable_threads()):
         model = Model(config, weights, sharing)
     model.architecture = _architecture(checkpoint.config)
     model.weight_bytes -= weights.bytes_saved()

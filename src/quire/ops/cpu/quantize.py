@@ -32,9 +32,14 @@ def quantize_groups(
     scale_dtype: torch.dtype = torch.bfloat16,
     importance: torch.Tensor | None = None,
 ) -> CodedWeight:
-    """See `quantize_groups.quantize_groups`: the same bits."""
+    """See `quantize_groups.quantize_groups`: the same bits. Raises ValueError for a weight that a CPU cannot read."""
     if weight.dtype not in DTYPES or scheme.group % LANES or scheme.group > MOST or not weight.numel():
         return groups.quantize_groups(weight, scheme, scale_dtype, importance)
+    if weight.device.type != "cpu" or not weight.data_ptr():
+        raise ValueError(
+            f"a weight {list(weight.shape)} on {weight.device}, a {type(weight).__name__}, has no numbers that a CPU "
+            "can read; move it to the CPU, or quantize it with the kernels of its device"
+        )
     weight, (outputs, inputs) = weight.contiguous(), weight.shape
     groups.check_groups(scheme, inputs)
     kind = (1 if scheme.block else 0) if scheme.bits == 8 else (2 if scheme.block else 3)
