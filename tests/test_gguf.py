@@ -261,7 +261,9 @@ def test_parts_of_fused_weights_stay_coded(tmp_path: Path) -> None:
 
 def test_inspect_shows_the_types_and_the_bits_of_a_weight(tmp_path: Path) -> None:
     found = describe(resolve(str(write(tmp_path / "m.gguf", LLAMA, llama()))), 1 << 30, None)
-    assert "7 tensors of Q4_K, 3 tensors of F32, 1 tensors of Q6_K" in found["on_disk"]
+    assert "7 tensors of Q4_K, 3 tensors of F32, 1 tensor of Q6_K" in found["on_disk"]
+    assert found["matrices"] == {"computed as stored": {"Q4_K": 7, "Q6_K": 1}, "restored when loaded": {}}
+    assert found["weight_bytes"].keys() == {"stored", "int8", "int4"}
     assert "bits a weight" in found["on_disk"] and found["architecture"] == "LlamaForCausalLM"
 
 

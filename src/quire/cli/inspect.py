@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
     from quire.models.config import DecoderConfig
     from quire.models.formats.quantizing import Quantization
     from quire.models.model import ModelSizes
+    from quire.ops import StoredWeight
 
-
+STORED = "stored"
+"""What weights in codes are in the tables of sizes, in place of bf16."""
+NUMBER = re.compile(r"\d+")
 CACHES = ("auto", "bf16"), ("int8", "int8")
 
 
@@ -59,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         ("context", f"{found['max_model_len']:,} tokens"),
         ("weights on disk", found["on_disk"]),
         ("tokenizer", found["tokenizer"]),
-        *((f"weights in {name}", format_size(size)) for name, size in found["weight_bytes"].items()),
+        *((_in(name), format_size(size)) for name, size in found["weight_bytes"].items()),
+        *([("matrices", _told(found["matrices"]))] if STORED in found["weight_bytes"] else []),
         *((f"KV in {name}", f"{format_size(size)} a token") for name, size in found["kv_bytes_per_token"].items()),
     ]
     if found["state_bytes"]:
@@ -74,6 +79,19 @@ def run(args: argparse.Namespace) -> int:
     print_table(f"In {format_size(memory)}, requests of {found['max_model_len']:,} tokens at once", fits, stderr=False)
     print(found["advice"])
     return 0
+
+
+def _in(weights: str) -> str:
+    return "weights as stored" if weights == STORED else f"weights in {weights}"
+
+
+def _told(matrices: dict[str, dict[str, int]]) -> str:
+    """What becomes of matrices, by what they are stored in."""
+    return "; ".join(
+        f"{', '.join(f'{count} in {name}' for name, count in counts.items())}: {what}"
+        for what, counts in matrices.items()
+        if counts
+    )
 
 
 def _active(found: dict[str, Any]) -> str:
@@ -110,7 +128,9 @@ def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, 
     config = read_config(without_read_formats(fields), generation)
     sizes = ModelSizes(config, torch.bfloat16)
     length = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
-    weights = {"bf16": sizes.weight_bytes} | {how: _quantized_bytes(sizes, config, how) for how in QUANTIZATIONS}
+    stored, matrices = (0, {}) if checkpoint is None else _as_stored(checkpoint, sizes, config)
+    plain = {STORED: sizes.weight_bytes - stored} if stored else {"bf16": sizes.weight_bytes}
+    weights = plain | {how: _quantized_bytes(sizes, config, how) for how in QUANTIZATIONS}
     kv, full, states = _kept(sizes, length)
     fits = [
         (weight, cache, (memory - size) / full[cache] if memory >= size else -1.0)
@@ -126,6 +146,7 @@ def describe(folder: Path, memory: int, max_model_len: int | None) -> dict[str, 
         "on_disk": "not here: config.json alone was read" if checkpoint is None else _on_disk(checkpoint),
         "tokenizer": tokenizer_of(folder),
         "weight_bytes": weights,
+        "matrices": matrices,
         "kv_bytes_per_token": kv,
         "state_bytes": states,
         "kv_saving": sizes.kv_saving,
@@ -139,7 +160,7 @@ def _on_disk(checkpoint: Checkpoint) -> str:
     """The types of the tensors and their size; of a GGUF model also the bits of a weight."""
     kinds, entries = Counter(checkpoint.types.values()), checkpoint.entries.values()
     stored = sum(entry.num_bytes for entry in entries)
-    shown = ", ".join(f"{count} tensors of {kind}" for kind, count in kinds.most_common())
+    shown = ", ".join(f"{count} tensor{'s' * (count > 1)} of {kind}" for kind, count in kinds.most_common())
     numbers = sum(math.prod(entry.shape) for entry in entries)
     bits = f", {8 * stored / max(numbers, 1):.2f} bits a weight" if any(checkpoint.folder.glob("*.gguf")) else ""
     return f"{shown} ({stored / 2**30:,.2f} GiB{bits})"
@@ -166,6 +187,44 @@ def _kept(sizes: ModelSizes, length: int) -> tuple[dict[str, int], dict[str, int
     return kv, full, states
 
 
+def _as_stored(
+    checkpoint: Checkpoint, sizes: ModelSizes, config: DecoderConfig
+) -> tuple[int, dict[str, dict[str, int]]]:
+    """Bytes that computing with codes as they are stored saves over bf16; and how many matrices are computed so, or
+    restored when they are loaded, by what they are stored in. One matrix of each kind is looked at.
+    """
+    from quire.models.formats.choose import of_numbers
+    from quire.models.formats.quantizing import TABLES, is_plain
+    from quire.models.safetensors_file import FLOAT_DTYPES
+    from quire.ops import choose_kernels
+
+    numbers, kernels = of_numbers(checkpoint), choose_kernels()
+    kinds: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+    for name, shape in config.tensor_shapes().items():
+        there = name in numbers.entries and not is_plain(name, shape)
+        if there or (name == TABLES[0] and config.tie_word_embeddings):
+            kinds.setdefault((NUMBER.sub("", name), shape, checkpoint.types.get(name, "")), []).append(name)
+    saved, computed, restored = 0, Counter[str](), Counter[str]()
+    for (_, shape, kind), names in kinds.items():
+        code = numbers.coded(names[0])
+        if code is not None and kernels.keeps(code):
+            saved += len(names) * (2 * math.prod(shape) - code.nbytes)
+            computed[_name_of(code)] += len(names)
+        elif code is not None or kind not in FLOAT_DTYPES:
+            restored[_name_of(code) if code is not None else kind or "another format"] += len(names)
+    return saved, {"computed as stored": dict(computed), "restored when loaded": dict(restored)}
+
+
+def _name_of(code: StoredWeight) -> str:
+    """What a weight is stored in."""
+    from quire.ops import CodedWeight
+    from quire.ops.blocks import BlockWeight
+
+    if isinstance(code, BlockWeight):
+        return code.form.name
+    return code.scheme.name if isinstance(code, CodedWeight) else type(code).__name__.removesuffix("Weight").upper()
+
+
 def _quantized_bytes(sizes: ModelSizes, config: DecoderConfig, how: Quantization) -> int:
     """Bytes of the weights that a step reads if they are quantized, with the table only if it is the head, too."""
     from quire.models.formats.quantizing import TABLES, Recipe
@@ -179,7 +238,7 @@ def _quantized_bytes(sizes: ModelSizes, config: DecoderConfig, how: Quantization
 
 def _advice(fits: list[tuple[str, str, float]], length: int) -> str:
     """The options with which one request of full length fits, the least change first."""
-    flags = {"bf16": "", "int8": "--quantization int8", "int4": "--quantization int4"}
+    flags = {STORED: "", "bf16": "", "int8": "--quantization int8", "int4": "--quantization int4"}
     for weights, cache, count in fits:
         if count >= 1:
             chosen = " ".join(filter(None, [flags[weights], "--kv-cache-dtype int8" if cache == "int8" else ""]))
