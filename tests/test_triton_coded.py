@@ -26,7 +26,7 @@ from tests.triton_products import products_row_by_row  # noqa: F401  # for every
 
 OF = {kind.scheme.name: kind for kind in KINDS}
 QUICK = ("Q4_1", "Q2_K", "Q6_K", "AWQ", "W4 in fp32", "NVFP4", "W8A8", "W8 of rows")
-COMPILED = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "AWQ", "W4 in bf16", "NVFP4", "W8A8", "W8 of rows")
+COMPILED = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "int4", "AWQ", "W4 in bf16", "NVFP4", "W8A8", "W8 of rows")
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.scheme.name)
 ours = TritonKernels("cpu", deterministic=True)
 
