@@ -45,6 +45,7 @@ TEMPLATES = {
     "Ministral 3": ("mistralai-Ministral-3-14B-Reasoning-2512",),
     "Mistral Small 4": (),
     "Mixtral": (),
+    "Qwen2-MoE": (),
     "Qwen3-MoE": ("Qwen3-Coder",),
     "DeepSeek V2, V2-Lite": (),
     "DeepSeek V3, V3.1, R1; Kimi K2": ("deepseek-ai-DeepSeek-V3.1", "moonshotai-Kimi-K2"),
