@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from quire.cli.main import main
 
 
 def test_a_quantized_folder_is_used_like_any_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = str(tmp_path / "int4")
-    assert main(["quantize", "demo", "--to", "int4", "--output", output]) == 0
+    output, text = str(tmp_path / "int4"), tmp_path / "text.jsonl"
+    text.write_text(json.dumps({"text": Path(__file__).read_text()}) + "\n")
+    calibrated = ["--calibrate", str(text), "--rounding", "gptq"]
+    assert main(["quantize", "demo", "--to", "int4", "--output", output, *calibrated]) == 0
     told = capsys.readouterr()
     assert told.out == "" and "Weights, quantized to int4" in told.err
     options = ["--max-tokens", "4", "--temperature", "0", "--num-kv-blocks", "16", "--max-model-len", "64"]
@@ -29,9 +32,9 @@ def test_a_quantized_folder_is_used_like_any_checkpoint(tmp_path: Path, capsys: 
         (["demo", "--to", "int5", "--output", "OUT"], 2, "invalid choice: 'int5'"),
         (["demo", "--to", "int4", "--output", ""], 2, "--output is empty"),
         (["demo", "--to", "int8", "--threads", "0", "--output", "OUT"], 2, "--threads 0 is out of range"),
-        (["demo", "--to", "int8", "--calibrate", "x", "--output", "OUT"], 2, "are for --to gguf-q4_k"),
+        (["demo", "--to", "int8", "--calibrate", "x", "--output", "OUT"], 2, "changes nothing of int8"),
         (["demo", "--to", "gguf-q4_k", "--rounding", "gptq", "--output", "OUT.gguf"], 2, "needs --calibrate"),
-        (["demo", "--to", "gguf-q4_k", "--calibrate", "no.txt", "--output", "OUT.gguf"], 2, "cannot be read as text"),
+        (["demo", "--to", "int4", "--calibrate", "no.txt", "--output", "OUT"], 2, "cannot be read as text"),
         (["demo", "--to", "gguf-q4_k", "--output", "OUT.gguf"], 2, "splits texts into words in a way that has no name"),
         (["demo", "--to", "gguf-q4_k", "--output", "OUT"], 2, "ends in .gguf"),
         (["nowhere/at-all/x", "--to", "int8", "--output", "OUT"], 2, "no checkpoint 'nowhere/at-all/x'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,15 @@ from safetensors.torch import load_file
 
 from quire.cli.main import main
 from quire.errors import CheckpointError, ConfigError
+from quire.models.calibration import calibrate
 from quire.models.checkpoint import Checkpoint
 from quire.models.formats.choose import of_numbers
 from quire.models.formats.write_compressed_tensors import SCHEMES, Recipe
+from quire.models.met import fitted
 from quire.models.quantize import quantize_folder
 from quire.models.registry import load_model
 from quire.ops import Kernels, choose_kernels
-from quire.ops.coded import Scheme
+from quire.ops.coded import CodedWeight, Scheme
 from quire.ops.cpu import library
 from quire.ops.quantize_groups import eight_bits, four_bits, quantize_groups, six_bits
 from tests.oracle import chunked_logits, random_prompt, save_checkpoint
@@ -137,8 +140,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     base = tmp_path_factory.mktemp("compressed") / "model"
     save_checkpoint(base, "qwen3", num_hidden_layers=3, intermediate_size=96, dtype=torch.bfloat16)
     output = base.parent / "small"
-    assert main(["quantize", str(base), "--to", "compressed-tensors", "--output", str(output), "--quiet"]) == 0
+    quantize_folder(base, output, "compressed-tensors", None, [random_prompt(512)], gptq=True)
     return base, output
+
+
+def quantized(scheme: Scheme, weight: torch.Tensor, importance: torch.Tensor | None) -> CodedWeight:
+    return quantize_groups(weight, scheme, importance=importance)
 
 
 def test_that_library_restores_what_was_found_and_so_does_quire(folders: tuple[Path, Path]) -> None:
@@ -151,6 +158,7 @@ def test_that_library_restores_what_was_found_and_so_does_quire(folders: tuple[P
     )
     config = QuantizationConfig(**json.loads((output / "config.json").read_text())["quantization_config"])
     recipe, coded = Recipe.of(3), 0
+    met = calibrate(original, [random_prompt(512)], True, lambda done, total: None)
     assert stored.entries.keys() == original.entries.keys()
     for name in stored.entries:
         module, weight = name.removesuffix(".weight"), original.tensor(name)
@@ -158,7 +166,8 @@ def test_that_library_restores_what_was_found_and_so_does_quire(folders: tuple[P
         if not parts:
             assert torch.equal(stored.tensor(name), weight), name
             continue
-        wanted = quantize_groups(weight, SCHEMES[recipe.bits(module)], torch.bfloat16)
+        scheme = SCHEMES[recipe.bits(module)]
+        wanted = fitted(weight, scheme, met[name], partial(quantized, scheme))
         assert torch.equal(stored.tensor(name), wanted.restored()), name
         [target, *_] = match_targets(
             module, torch.nn.Linear(1, 1), [t for g in config.config_groups.values() for t in g.targets]

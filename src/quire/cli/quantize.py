@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         metavar="FILE",
-        help='gguf-q4_k: a text, or JSONL with a "text" a line, over which it is measured where errors cost most',
+        help='a text, or JSONL with a "text" a line, over which it is measured where errors cost most',
     )
     parser.add_argument(
         "--rounding",
@@ -55,28 +55,32 @@ def run(args: argparse.Namespace) -> int:
         from quire.models.hub import resolve
         from quire.models.quantize import GGUF, check_output, check_output_file, quantize_folder, quantize_to_gguf
 
-        _check(args, GGUF)
+        _check(args)
         if args.threads:
             torch.set_num_threads(args.threads)
         (check_output_file if args.to == GGUF else check_output)(output)  # before a download
         base = resolve(args.model, args.revision)
+        texts, gptq = _texts(args.calibrate, base) if args.calibrate else (), args.rounding == "gptq"
         if args.to == GGUF:
-            texts = _texts(args.calibrate, base) if args.calibrate else ()
-            quantize_to_gguf(base, output, _templates(base), report, texts, gptq=args.rounding == "gptq")
+            quantize_to_gguf(base, output, _templates(base), report, texts, gptq=gptq)
         else:
-            quantize_folder(base, output, args.to, report)
+            quantize_folder(base, output, args.to, report, texts, gptq=gptq)
     if not args.quiet:
         sizes = [(str(folder), f"{_weight_bytes(folder) / 2**20:,.1f} MiB") for folder in (base, output)]
         print_table(f"Weights, quantized to {args.to}", sizes)
     return 0
 
 
-def _check(args: argparse.Namespace, calibrated: str) -> None:
-    """Check what goes together; `calibrated`: the format that can be calibrated. Raises ConfigError."""
-    if args.to != calibrated and (args.calibrate or args.rounding != "nearest"):
-        raise ConfigError(f"--calibrate and --rounding are for --to {calibrated}, not {args.to}; leave them out")
-    if args.rounding != "nearest" and not args.calibrate:
+def _check(args: argparse.Namespace) -> None:
+    """Check what goes together. Raises ConfigError."""
+    gptq = args.rounding == "gptq"
+    if gptq and not args.calibrate:
         raise ConfigError(f"--rounding {args.rounding} needs --calibrate FILE, a text of what the model is used for")
+    if args.to == "int8" and args.calibrate and not gptq:
+        raise ConfigError(
+            "--calibrate alone changes nothing of int8, whose scales are those of the largest numbers; "
+            "add --rounding gptq, or leave it out"
+        )
 
 
 def _templates(folder: Path) -> dict[str, str]:

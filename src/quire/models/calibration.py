@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +15,11 @@ import torch
 from quire.errors import ConfigError
 from quire.layers.linear import Linear
 from quire.models.checkpoint import Checkpoint, choose_dtype
-from quire.models.formats.choose import of_numbers
-from quire.models.layout import LaidOutCheckpoint, Layout
+from quire.models.met import Calibration, Met
 from quire.models.model import Model
-from quire.models.registry import read_config
+from quire.models.registry import in_layout
 from quire.models.sharing import Sharing
-from quire.models.weights import Weights
+from quire.models.weights import Weights, check_tensors
 from quire.ops import Kernels, Product, RaggedBatch, StoredWeight
 
 WINDOW = 512
@@ -30,34 +28,6 @@ MAX_TOKENS = 1 << 16
 """Most that are computed; more change little."""
 BLOCK = 16
 """Tokens of a block of the KV cache."""
-
-
-@dataclass(slots=True)
-class Met:
-    """What a weight has met: the sum of squares of each input, fp32 [inputs]; if asked for, the sums of products of
-    each two, fp32 [inputs, inputs]; and the number of tokens."""
-
-    squares: torch.Tensor
-    products: torch.Tensor | None
-    tokens: int = 0
-
-    def add(self, x: torch.Tensor) -> None:
-        """Add activations [rows, inputs]."""
-        numbers = x.float()
-        self.tokens += len(numbers)
-        self.squares += numbers.square().sum(0)
-        if self.products is not None:
-            self.products.addmm_(numbers.T, numbers)
-
-    @property
-    def importance(self) -> torch.Tensor | None:
-        """The mean square of each input, fp32 [inputs], none of them 0; None if the weight has met nothing."""
-        mean = self.squares / max(self.tokens, 1)
-        return None if not mean.any() else mean + 1e-6 * mean.mean()
-
-
-Calibration = dict[str, Met]
-"""By the names of weights. Those that share a product share what they have met."""
 
 
 def calibrate(
@@ -74,20 +44,13 @@ def calibrate(
         ConfigError: there is no text, a token is none of the model's, or the sums would not fit into memory.
         CheckpointError: one of its kinds, for whatever is wrong with the checkpoint.
     """
-    numbers = of_numbers(checkpoint)
-    config = read_config(numbers.config, numbers.generation)
+    laid_out, config, _ = in_layout(checkpoint)
     windows = _windows(texts, config.vocab_size)
-    kernels = _Plain()
-    dtype, _ = choose_dtype(checkpoint, "auto")
-    weights = _Watched(
-        LaidOutCheckpoint(numbers, config.layout or Layout()),
-        config.tensor_shapes(),
-        dtype,
-        kernels,
-        norm_offset=config.norm_offset,
-    )
+    shapes, dtype = config.tensor_shapes(), choose_dtype(checkpoint, "auto")[0]
+    check_tensors(laid_out, shapes, config.tie_word_embeddings, config.skipped())
+    weights = _Watched(laid_out, shapes, dtype, _Plain(), norm_offset=config.norm_offset)
     if pairs:
-        weights.check_room(config.tensor_shapes())
+        weights.check_room(shapes)
     weights.pairs, weights.met = pairs, {}
     model = Model(config, weights, Sharing())
     total, done = sum(map(len, windows)), 0

@@ -12,27 +12,38 @@ from dataclasses import replace
 
 import torch
 
-from quire.ops.coded import CodedWeight
+from quire.ops.coded import CodedWeight, side_by_side
 
 DAMPING = 0.01
 """Of the mean square of inputs, that is added to each: moments of few tokens are not certain."""
 
-LIMITS = {"Q4_K": (0, 15), "Q6_K": (-32, 31), "Q5_0": (-16, 15), "Q8_0": (-127, 127)}
+LIMITS = {
+    "Q4_K": (0, 15),
+    "Q6_K": (-32, 31),
+    "Q5_0": (-16, 15),
+    "Q8_0": (-127, 127),
+    "int4": (0, 15),
+    "int6": (-32, 31),
+    "int8": (-127, 127),
+}
 """The least and the greatest code of schemes, by their names."""
-Quantize = Callable[[torch.Tensor, torch.Tensor], CodedWeight]
-"""Given fp32 [out, block] and the importance of these inputs: the weight with the nearest codes."""
 
 
 def rounded(
-    weight: torch.Tensor, products: torch.Tensor, importance: torch.Tensor, block: int, quantize: Quantize
-) -> list[CodedWeight]:
-    """A weight [out, in], by blocks of inputs, with codes of which the outputs' error is least.
+    weight: torch.Tensor,
+    products: torch.Tensor,
+    importance: torch.Tensor,
+    block: int,
+    quantize: Callable[[torch.Tensor, torch.Tensor], CodedWeight],
+) -> CodedWeight:
+    """A weight [out, in] with codes of which the outputs' error is least.
 
     Args:
         products: the sums of products of each two inputs, fp32 [in, in].
         importance: see `Met`, fp32 [in].
         block: inputs of a block, which share no scale with others.
-        quantize: finds a block's scales and codes; numbers that it gives back are on the grid of these.
+        quantize: given fp32 [out, block] and the importance of these inputs, finds the block's scales and codes;
+            numbers that it gives back are on the grid of these.
     """
     w, inverse = weight.float().clone(), _inverse(products)
     parts = []
@@ -43,7 +54,7 @@ def rounded(
         wanted, errors = _columns(x, inverse[own, own], coded)
         parts.append(wanted)
         w[:, start + block :] -= errors @ inverse[own, start + block :]
-    return parts
+    return side_by_side(parts)
 
 
 def _inverse(products: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Final, Literal
 
 from quire.errors import ConfigError
+from quire.models.calibration import calibrate
 from quire.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, choose_dtype, content_hash
 from quire.models.formats import write_compressed_tensors
 from quire.models.formats.quantizing import Quantization, QuantizingCheckpoint, Recipe
 from quire.models.formats.quire import RECORD_FILE, Record, kind_of, parts_of, read_record
+from quire.models.met import Calibration
 from quire.models.registry import in_layout
 from quire.models.safetensors_file import Writer, header_room
 from quire.models.weights import check_tensors
@@ -35,7 +37,13 @@ GGUF: Final = "gguf-q4_k"
 
 
 def quantize_folder(
-    base: Path, output: Path, how: Quantization | Literal["compressed-tensors"], on_progress: OnProgress | None = None
+    base: Path,
+    output: Path,
+    how: Quantization | Literal["compressed-tensors"],
+    on_progress: OnProgress | None = None,
+    texts: Sequence[Sequence[int]] = (),
+    *,
+    gptq: bool = False,
 ) -> None:
     """Write a quantized copy of a checkpoint.
 
@@ -45,6 +53,8 @@ def quantize_folder(
         base: folder of the checkpoint.
         output: a folder that does not exist yet, or is empty.
         how: to what, in Quire's own format; or the format of others, see `write_compressed_tensors`.
+        texts: token ids, over which it is measured where errors cost most; none: they are taken to cost the same.
+        gptq: codes are rounded as GPTQ does, see `models.gptq`; needs texts.
 
     Raises:
         ConfigError: `output` is not empty or cannot be written, or `base` is quantized already.
@@ -58,10 +68,11 @@ def quantize_folder(
     try:
         partial.mkdir(parents=True)
         _copy_small_files(base, partial)
+        calibration = _calibration(checkpoint, texts, gptq, report)
         if how == COMPRESSED:
-            _write_compressed(checkpoint, partial, report)
+            _write_compressed(checkpoint, partial, report, calibration)
         else:
-            write_quantized(checkpoint, partial, how, str(base.resolve()), report)
+            write_quantized(checkpoint, partial, how, str(base.resolve()), report, calibration)
         partial.rename(output)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror or error}; choose another output") from error
@@ -83,14 +94,12 @@ def quantize_to_gguf(
     Args:
         output: a file that does not exist yet, with the suffix .gguf.
         templates: the checkpoint's chat templates by name.
-        texts: token ids, over which it is measured where errors cost most; none: they are taken to cost the same.
-        gptq: codes are rounded as GPTQ does, see `models.gptq`; needs texts.
+        texts, gptq: see `quantize_folder`.
 
     Raises:
         ConfigError: `output` exists or cannot be written, `base` is quantized already, or cannot be written as GGUF.
         CheckpointError: the checkpoint is damaged or not supported.
     """
-    from quire.models.calibration import calibrate
     from quire.models.gguf.export import export  # with numpy, which other formats do not need
 
     report = on_progress or (lambda phase, share: None)
@@ -99,13 +108,20 @@ def quantize_to_gguf(
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         checkpoint = Checkpoint(base)
-        met = calibrate(checkpoint, texts, gptq, lambda a, b: report("calibrating", a / b)) if texts or gptq else None
-        export(checkpoint, output, templates, lambda a, b: report(f"quantizing to {GGUF}", a / b), met)
+        calibration = _calibration(checkpoint, texts, gptq, report)
+        export(checkpoint, output, templates, lambda a, b: report(f"quantizing to {GGUF}", a / b), calibration)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror or error}; choose another output") from error
 
 
-def _write_compressed(checkpoint: Checkpoint, folder: Path, report: OnProgress) -> None:
+def _calibration(checkpoint: Checkpoint, texts: Sequence[Sequence[int]], gptq: bool, report: OnProgress) -> Calibration:
+    """What weights meet over texts, if there are any."""
+    if not texts and not gptq:
+        return {}
+    return calibrate(checkpoint, texts, gptq, lambda done, total: report("calibrating", done / total))
+
+
+def _write_compressed(checkpoint: Checkpoint, folder: Path, report: OnProgress, calibration: Calibration) -> None:
     """Write a checkpoint's weights in compressed-tensors, and the configuration that says so."""
 
     def progress(done: int, total: int) -> None:
@@ -113,17 +129,25 @@ def _write_compressed(checkpoint: Checkpoint, folder: Path, report: OnProgress) 
 
     kernels = choose_kernels()
     with kernels.threads(usable_threads()):
-        fields = write_compressed_tensors.write(checkpoint, folder, kernels, progress)
+        fields = write_compressed_tensors.write(checkpoint, folder, kernels, progress, calibration)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def write_quantized(checkpoint: Checkpoint, folder: Path, how: Quantization, base: str, report: OnProgress) -> None:
+def write_quantized(
+    checkpoint: Checkpoint,
+    folder: Path,
+    how: Quantization,
+    base: str,
+    report: OnProgress,
+    calibration: Calibration | None = None,
+) -> None:
     """Write a checkpoint's quantized weights, and the record, into a folder that has its config.json already.
 
     A weight is written and its memory freed as soon as it is quantized, so a model may be larger than memory.
 
     Args:
         base: the checkpoint's name in the record.
+        calibration: which activations its weights meet, if that is known.
 
     Raises:
         OSError: the folder cannot be written.
@@ -135,7 +159,7 @@ def write_quantized(checkpoint: Checkpoint, folder: Path, how: Quantization, bas
     shapes = config.tensor_shapes()
     check_tensors(laid_out, shapes, config.tie_word_embeddings, config.skipped())
     kernels = choose_kernels()
-    quantizing = QuantizingCheckpoint(laid_out, Recipe(how, config.num_layers), kernels)
+    quantizing = QuantizingCheckpoint(laid_out, Recipe(how, config.num_layers), kernels, calibration)
     # Tensors whose size is not a multiple of 32 numbers, and so perhaps not of `ALIGNMENT`, come last.
     names = sorted(shapes, key=lambda name: (quantizing.scheme(name) is None, math.prod(shapes[name]) % 32 > 0))
     done, total = 0, sum(map(math.prod, shapes.values()))

@@ -192,6 +192,14 @@ class CodedWeight:
                 raise CheckpointError(f"{self.scheme.name}: {name} are not all finite. Download the file again.")
 
 
+def side_by_side(parts: Sequence[CodedWeight]) -> CodedWeight:
+    """The weight of parts [out, some inputs] in one scheme, without factors; its inputs are theirs, in turn."""
+    tensors: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in parts[0]._tensors()
+    }
+    return replace(parts[0], **tensors)
+
+
 class CodedTable:
     """A coded matrix whose rows are restored when they are read: see `layers.embedding.Table`."""
 

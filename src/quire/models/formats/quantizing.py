@@ -24,6 +24,7 @@ from quire.errors import CheckpointError
 from quire.layers.embedding import Table
 from quire.models.checkpoint import Checkpoint
 from quire.models.config import PER_LAYER_TABLE
+from quire.models.met import Calibration, fitted
 from quire.models.safetensors_file import FLOAT_DTYPES
 from quire.models.weights import EMBEDDING, HEAD, ROUTER
 from quire.ops import CodedWeight, Kernels
@@ -95,15 +96,18 @@ class QuantizingCheckpoint(Checkpoint):
         base: the checkpoint, with the model's names.
         recipe: see `Recipe`.
         kernels: quantize.
+        calibration: which activations its weights meet, if that is known.
 
     Raises:
         CheckpointError: a weight has numbers that are not finite; where it is asked for.
     """
 
-    def __init__(self, base: Checkpoint, recipe: Recipe, kernels: Kernels) -> None:
+    def __init__(
+        self, base: Checkpoint, recipe: Recipe, kernels: Kernels, calibration: Calibration | None = None
+    ) -> None:
         self.folder, self.config, self.generation = base.folder, base.config, base.generation
         self.entries, self.notes, self.quantization = base.entries, base.notes, recipe.how
-        self._base, self._recipe, self._kernels = base, recipe, kernels
+        self._base, self._recipe, self._kernels, self._calibration = base, recipe, kernels, calibration or {}
 
     def scheme(self, name: str) -> Scheme | None:
         """That of a tensor; None where it stays as it is."""
@@ -124,8 +128,12 @@ class QuantizingCheckpoint(Checkpoint):
 
     def quantized(self, name: str, weight: torch.Tensor, scheme: Scheme) -> CodedWeight:
         """Some rows of a weight in a scheme."""
+
+        def quantize(some: torch.Tensor, importance: torch.Tensor | None) -> CodedWeight:
+            return self._kernels.quantize_groups(some, scheme, importance=importance)
+
         try:
-            return self._kernels.quantize_groups(weight, scheme)
+            return fitted(weight, scheme, self._calibration.get(name), quantize)
         except CheckpointError as error:
             raise CheckpointError(f"{self.folder}: {name} cannot be {scheme.name}: {error}") from error
 

@@ -21,6 +21,7 @@ from quire.models.checkpoint import SINGLE_FILE, Checkpoint
 from quire.models.formats.choose import SECTIONS, of_numbers
 from quire.models.formats.integers import WORD
 from quire.models.formats.quantizing import is_plain, layers_with_more
+from quire.models.met import Calibration, Met, fitted
 from quire.models.registry import read_config
 from quire.models.safetensors_file import FLOAT_DTYPES, Writer, header_room
 from quire.models.weights import EMBEDDING, HEAD
@@ -69,9 +70,17 @@ def _group(bits: int, targets: list[str]) -> dict[str, Any]:
 
 
 def write(
-    checkpoint: Checkpoint, folder: Path, kernels: Kernels, progress: Callable[[int, int], None]
+    checkpoint: Checkpoint,
+    folder: Path,
+    kernels: Kernels,
+    progress: Callable[[int, int], None],
+    calibration: Calibration,
 ) -> dict[str, Any]:
     """Write the weights of a checkpoint into a folder, tensor by tensor; returns its config.json.
+
+    Args:
+        progress: called with (tensors done, all tensors).
+        calibration: which activations its weights meet, as far as that is known.
 
     Raises:
         ConfigError: its family joins weights in ways that this format does not know.
@@ -96,9 +105,8 @@ def write(
         for done, name in enumerate(entries, start=1):
             tensor = numbers.tensor(name)
             if name in chosen:
-                scales = torch.float16 if tensor.dtype == torch.float32 else tensor.dtype
-                coded = kernels.quantize_groups(tensor, SCHEMES[recipe.bits(name.removesuffix(".weight"))], scales)
-                for part, packed in _packed(coded).items():
+                scheme = SCHEMES[recipe.bits(name.removesuffix(".weight"))]
+                for part, packed in _packed(_coded(tensor, scheme, kernels, calibration.get(name))).items():
                     writer.add(name + part, packed)
             else:
                 writer.add(name, tensor.contiguous())
@@ -107,6 +115,12 @@ def write(
     ignored = sorted({*(name.removesuffix(".weight") for name in plain), "lm_head"})
     fields = numbers.config.without(*SECTIONS)
     return {**fields.picked(fields.names()), SECTIONS[0]: recipe.config(ignored)}
+
+
+def _coded(weight: torch.Tensor, scheme: Scheme, kernels: Kernels, met: Met | None) -> CodedWeight:
+    """A weight in a scheme, with scales of its own type, or of fp16 for one in fp32."""
+    scales = torch.float16 if weight.dtype == torch.float32 else weight.dtype
+    return fitted(weight, scheme, met, lambda x, importance: kernels.quantize_groups(x, scheme, scales, importance))
 
 
 def _packed(weight: CodedWeight) -> dict[str, torch.Tensor]:

@@ -6,33 +6,24 @@ from collections.abc import Callable
 
 import torch
 
-from quire.models.calibration import Met
 from quire.models.gguf.search import GRIDS, quantized
 from quire.models.gguf.types import PLAIN
-from quire.models.gptq import rounded
+from quire.models.met import Met, fitted
 from quire.ops.coded import CodedWeight
-
-BLOCK = 128
-"""Inputs that GPTQ takes at a time where scales are their groups' own."""
 
 
 def encoded(kind: str, weight: torch.Tensor, met: Met | None = None) -> torch.Tensor:
     """A weight [out, in] as a type's bytes, uint8, or, in a type that is not quantized, as its numbers.
 
     Args:
-        met: the activations that it has met; with products of pairs, codes are rounded as GPTQ does.
+        met: the activations that it has met.
 
     Raises:
         CheckpointError: see `search.quantized`.
     """
     if kind in PLAIN:
         return weight.to(PLAIN[kind]).contiguous()
-    importance = None if met is None else met.importance
-    if met is None or met.products is None or importance is None:
-        return blocks_of(quantized(kind, weight, importance))
-    block = GRIDS[kind].scheme.block or BLOCK
-    parts = rounded(weight, met.products, importance, block, lambda x, own: quantized(kind, x, own))
-    return torch.cat([blocks_of(part) for part in parts], dim=1)
+    return blocks_of(fitted(weight, GRIDS[kind].scheme, met, lambda x, importance: quantized(kind, x, importance)))
 
 
 def blocks_of(weight: CodedWeight) -> torch.Tensor:

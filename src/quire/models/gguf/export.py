@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from quire.errors import CheckpointError, ConfigError
-from quire.models.calibration import Calibration
 from quire.models.checkpoint import Checkpoint
 from quire.models.config import DecoderConfig
 from quire.models.fields import Fields
@@ -35,6 +34,7 @@ from quire.models.gguf.tokenizer import ENDS, ending_files
 from quire.models.gguf.tokenizer_metadata import tokenizer_metadata
 from quire.models.gguf.write import GgufWriter, Planned
 from quire.models.layout import LaidOutCheckpoint, Layout
+from quire.models.met import Calibration
 from quire.models.registry import read_config
 from quire.version import __version__
 
