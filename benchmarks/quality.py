@@ -35,7 +35,7 @@ from quire.errors import QuireError
 from quire.models.checkpoint import SINGLE_FILE, Checkpoint
 from quire.models.hub import resolve
 from quire.models.quantize import quantize_folder
-from quire.ops import CodedWeight, RaggedBatch
+from quire.ops import BlockWeight, CodedWeight, RaggedBatch
 from quire.text.tokenizer import Tokenizer
 
 TEXTS = ("fractions.py", "webbrowser.py", "multiprocessing/managers.py", "json/decoder.py", "argparse.py", "random.py")
@@ -139,6 +139,7 @@ def _published(workdir: Path) -> Text:
     generator, tensors = torch.Generator().manual_seed(7), {}
     for name in base.entries:
         numbers, coded = base.tensor(name).float(), base.coded(name)
+        coded = coded.decoded() if isinstance(coded, BlockWeight) else coded
         if isinstance(coded, CodedWeight) and coded.scheme.bits == 4:
             steps = coded.group_scales()
             assert steps is not None
