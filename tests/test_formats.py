@@ -96,6 +96,7 @@ def test_int8_is_made_of_the_numbers_at_load_or_in_a_folder_of_its_own(tmp_path:
     folder, prompt = in_gptq(tmp_path), random_prompt(40)
     expected = chunked_logits(load_model(folder / "plain", quantization="int8"), prompt, 17)
     assert torch.equal(chunked_logits(load_model(folder / "coded", quantization="int8"), prompt, 17), expected)
+    assert load_model(folder / "coded").multiplies_bytes and not load_model(folder / "plain").multiplies_bytes
     quantize_folder(folder / "coded", tmp_path / "int8", "int8")
     assert torch.equal(chunked_logits(load_model(tmp_path / "int8"), prompt, 17), expected)
 

@@ -179,7 +179,7 @@ class Work:
             kv_bytes=kv_bytes_per_token // len(attending),
             attention_ops=2 * config.layer.num_heads * width,
             windows=tuple(model.windows[index] for index in attending),
-            int8_products=model.quantization is not None,
+            int8_products=model.multiplies_bytes,
             expert_bytes=model.expert_bytes,
             expert_share=config.routing.top_k / config.routing.num_experts if config.routing else 1.0,
             state_bytes=state_bytes,

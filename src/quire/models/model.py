@@ -56,6 +56,7 @@ class ModelSizes:
         expands: latent attention has additional weights to expand keys with.
 
     Attributes:
+        multiplies_bytes: products are of whole numbers of 8 bits, as those with weights in codes are.
         vocab_size: token ids are 0 to vocab_size - 1.
         num_layers, num_kv_heads, head_dim: the shape of a token's KV; if layers differ, that of most.
         windows: per layer, the number of positions that a token sees, including itself; None for all.
@@ -85,6 +86,7 @@ class ModelSizes:
         layer = config.layer
         self.config = config
         self.dtype, self.quantization, self.causal = dtype, quantization, layer.causal
+        self.multiplies_bytes = quantization is not None
         self.vocab_size = config.vocab_size
         self.num_layers, self.windows, self.groups = config.num_layers, config.windows, config.groups
         self.num_kv_heads, self.head_dim, self.kv_sides = layer.num_kv_heads, layer.head_dim, layer.kv_sides

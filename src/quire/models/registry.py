@@ -172,6 +172,7 @@ def build_model(
     with kernels.threads(usable_threads()), host.threads(usable_threads()):
         model = Model(config, weights, sharing)
     model.architecture = _architecture(checkpoint.config)
+    model.multiplies_bytes = weights.multiplies_bytes
     model.weight_bytes -= weights.bytes_saved()
     model.expert_bytes -= weights.bytes_saved(experts=True)
     if slots:

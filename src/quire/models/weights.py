@@ -78,6 +78,7 @@ class Weights:
         self._bytes_read = 0
         self._elsewhere: dict[str, int] = {}
         self._saved: dict[str, int] = {}  # by product: bytes saved by computing with weights as they are stored
+        self.multiplies_bytes = False
         self._forms: dict[str, type | None] = {}  # by the experts of a layer: what their codes are
         self._taken: set[str] = set()
 
@@ -216,6 +217,7 @@ class Weights:
         in_fp8 = [part for part in codes if isinstance(part, Fp8Weight)]
         coded = [part for part in codes if isinstance(part, CodedWeight)]
         blocks = [part for part in codes if isinstance(part, BlockWeight)]
+        self.multiplies_bytes |= bool(coded) or any(part.form.name != "MXFP4" for part in blocks)
         try:
             if in_mxfp4:
                 return self.kernels.pack_mxfp4(in_mxfp4, bias)
@@ -309,6 +311,9 @@ def check_tensors(
         shapes: every tensor of the model, by name.
         tied: the head is the embedding table.
         skipped: prefixes of tensors that the model may ignore.
+
+    Attributes:
+        multiplies_bytes: a product so far has weights in codes, which meet activations of 8 bits.
 
     Raises:
         MissingTensorError, TensorShapeError, TensorDtypeError, UnexpectedTensorError: the checkpoint does not match its
