@@ -410,10 +410,10 @@ def test_a_quantized_checkpoint_is_written_weight_by_weight(tmp_path: Path, monk
     kernels, alive = choose_kernels(), list[weakref.ref[torch.Tensor]]()
     quantize = kernels.quantize_groups
 
-    def watched(weight: torch.Tensor, scheme: Scheme) -> CodedWeight:
+    def watched(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> CodedWeight:
         gc.collect()
         assert all(made() is None for made in alive[:-1])  # the name of the last one is still there
-        made = quantize(weight, scheme)
+        made = quantize(weight, scheme, importance=importance)
         alive.append(weakref.ref(made.codes))
         return made
 
