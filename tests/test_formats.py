@@ -113,6 +113,7 @@ def test_a_checkpoint_in_such_a_format_is_inspected(tmp_path: Path, capsys: pyte
     assert main(["inspect", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "tensors of I32" in out and "Qwen3ForCausalLM" in out and "weights as stored" in out
+    assert "computed as stored" in out and "restored when loaded" not in out
 
 
 def small(draw: random.Random) -> tuple[str, Tensors, dict[str, Any]]:

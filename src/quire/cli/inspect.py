@@ -195,23 +195,25 @@ def _as_stored(
     """
     from quire.models.formats.choose import of_numbers
     from quire.models.formats.quantizing import TABLES, is_plain
+    from quire.models.registry import in_layout
     from quire.models.safetensors_file import FLOAT_DTYPES
     from quire.ops import choose_kernels
 
-    numbers, kernels = of_numbers(checkpoint), choose_kernels()
+    (laid_out, _, _), kernels = in_layout(checkpoint), choose_kernels()
+    formed = of_numbers(checkpoint).entries.keys() - checkpoint.entries.keys()  # stored as several tensors each
     kinds: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, shape in config.tensor_shapes().items():
-        there = name in numbers.entries and not is_plain(name, shape)
+        there = name in laid_out.entries and not is_plain(name, shape)
         if there or (name == TABLES[0] and config.tie_word_embeddings):
             kinds.setdefault((NUMBER.sub("", name), shape, checkpoint.types.get(name, "")), []).append(name)
     saved, computed, restored = 0, Counter[str](), Counter[str]()
     for (_, shape, kind), names in kinds.items():
-        code = numbers.coded(names[0])
+        code = laid_out.coded(names[0])
         if code is not None and kernels.keeps(code):
             saved += len(names) * (2 * math.prod(shape) - code.nbytes)
             computed[_name_of(code)] += len(names)
-        elif code is not None or kind not in FLOAT_DTYPES:
-            restored[_name_of(code) if code is not None else kind or "another format"] += len(names)
+        elif code is not None or names[0] in formed or (kind and kind not in FLOAT_DTYPES):
+            restored[kind or "another format" if code is None else _name_of(code)] += len(names)
     return saved, {"computed as stored": dict(computed), "restored when loaded": dict(restored)}
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from quire.errors import CheckpointError
 from quire.ops.coded import CodedWeight, side_by_side
 
 DAMPING = 0.01
@@ -58,7 +59,9 @@ def rounded(
 
 
 def _inverse(products: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse of the damped moments."""
+    """The upper Cholesky factor of the inverse of the damped moments. Raises CheckpointError: they are not finite."""
+    if not products.isfinite().all():
+        raise CheckpointError("activations over the calibration's text are not finite; calibrate on another text")
     moments = products.double()
     diagonal = moments.diagonal()
     diagonal += DAMPING * diagonal.mean().clamp_min(1e-30)
